@@ -1,0 +1,58 @@
+# Run `make help` for the targets. Everything happens in .venv, made on first use; a target installs what it
+# needs, again only when pyproject.toml or constraints.txt has changed.
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+# Quiet, but errors and warnings are shown.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format demo-model clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+# `-I` keeps the repository root, with its folder `platform`, off the path of a Python that knows nothing of it.
+$(BIN)/python:
+	@$(PYTHON) -I -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "Outrider needs Python 3.11 to 3.13; choose one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -I -m venv .venv
+
+# torch first and alone: constraints.txt says why.
+.venv/.torch.stamp: constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+.venv/.serve.stamp: pyproject.toml constraints.txt .venv/.torch.stamp
+	$(PIP_INSTALL) -c constraints.txt -e '.[serve]'
+	@touch $@
+
+.venv/.dev.stamp: pyproject.toml constraints.txt .venv/.torch.stamp
+	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
+	$(BIN)/outrider serve $(ARGS)
+
+test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.dev.stamp ## Check format, rules, types, layers and sizes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python tools/check_sizes.py
+	$(BIN)/lint-imports --no-cache
+	MYPY=$(BIN)/mypy tools/mypy.sh
+
+format: .venv/.dev.stamp ## Format the code and apply the safe fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+demo-model: .venv/.dev.stamp ## Rebuild the demo model from its recipe
+	$(BIN)/python -m outrider.models.demo.recipe $(ARGS)
+
+clean: ## Remove caches and build outputs; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

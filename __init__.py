@@ -1,0 +1,47 @@
+"""Outrider: speculative decoding and LoRA serving that compose.
+
+The public names below are imported on first use, so `import outrider` itself loads neither torch nor the web stack.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .platform.client.async_llm import AsyncLLM
+    from .platform.client.llm import LLM
+    from .platform.core.lora_request import LoRARequest
+    from .platform.core.outputs import CompletionOutput, RequestOutput
+    from .platform.core.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "LoRARequest",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_MODULE_OF = {
+    "LLM": ".platform.client.llm",
+    "AsyncLLM": ".platform.client.async_llm",
+    "CompletionOutput": ".platform.core.outputs",
+    "LoRARequest": ".platform.core.lora_request",
+    "RequestOutput": ".platform.core.outputs",
+    "SamplingParams": ".platform.core.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name], __name__), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

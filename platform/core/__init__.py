@@ -1,0 +1,1 @@
+"""The vocabulary every other package shares; imports no torch at run time."""

@@ -1,0 +1,71 @@
+"""One step: what the scheduler plans, and what the runner answers.
+
+Scheduler.schedule() -> StepPlan -> ModelRunner.run(plan) -> StepResult -> Scheduler.commit(plan, result)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .errors import ErrorInfo
+from .messages import TokenLogprobs
+from .request import NO_DRAFTS, Drafts, Request
+
+
+@dataclass(slots=True)
+class RowPlan:
+    """One sequence's share of a step: compute the tokens at positions [start, start + num_tokens)."""
+
+    request: Request
+    start: int
+    """The request's `num_computed` when planned."""
+    num_tokens: int
+    """Of them the last `num_drafts` are drafts."""
+    num_drafts: int
+    samples: bool
+    """Whether the row reaches the end of its tokens, so that a token is sampled: logits for its last 1 + num_drafts
+    positions."""
+    max_new_drafts: int
+    """Drafts that may be proposed after this step: there are KV blocks for them."""
+
+    @property
+    def end(self) -> int:
+        """One past the last position computed, drafts included."""
+        return self.start + self.num_tokens
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's work. Rows are in the order in which they were scheduled."""
+
+    rows: list[RowPlan] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by the target in this step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+class RowResult(NamedTuple):
+    """What a step gave one row."""
+
+    token_ids: list[int]
+    """The accepted drafts and the next token; empty when the row did not reach its end."""
+    num_accepted: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    """Aligned with `token_ids`, when asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For the prompt positions start+1 .. of this chunk, when asked for."""
+    drafts: Drafts = NO_DRAFTS
+    """For the next step."""
+    num_draft_computed: int = 0
+    """Leading positions whose KV is valid in the proposer's layers, provided that all of `drafts` are accepted."""
+    error: ErrorInfo | None = None
+    """Set when this sequence cannot go on; then nothing else is."""
+
+
+class StepResult(NamedTuple):
+    """Aligned with the plan's rows."""
+
+    rows: list[RowResult]

@@ -1,0 +1,304 @@
+"""Options as users give them, and the frozen configuration that the engine is built from.
+
+`resolve` is the only way from one to the other: a pure function over the options, facts about the model and the
+machine, and a declared table of options that do not go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InvalidRequestError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICIES = ("fcfs", "priority")
+SPECULATION_METHODS = ("ngram", "draft_model")
+REJECTION_METHODS = ("standard", "invariant")
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineArgs:
+    """Engine options with the names that vLLM's users know."""
+
+    model: str | None = None
+    """A HF directory or hub id; None is the embedded demo model."""
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    """"auto", or "dummy" for random weights."""
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_logprobs: int = 20
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    """Exact number of KV blocks, on any device."""
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    max_num_queued_reqs: int | None = None
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_cpu_loras: int | None = None
+    max_lora_rank: int = 64
+    speculative_config: dict[str, Any] | None = None
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What `resolve` needs to know of a model; read from its config.json."""
+
+    path: str
+    architecture: str
+    dtype: str
+    """As stored: "float32", "bfloat16" or "float16"."""
+    vocab_size: int
+    max_position_embeddings: int
+    kv_bytes_per_token: int
+    """All layers, target and proposer, keys and values, in the dtype that will be served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What `resolve` needs to know of the machine."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    free_memory_bytes: int
+    num_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step and of the queue."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str
+    enable_chunked_prefill: bool = True
+    max_num_queued_reqs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Adapters. The device pool has `max_loras * max_lora_rank` rank rows."""
+
+    max_loras: int
+    max_cpu_loras: int
+    max_lora_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding."""
+
+    method: str
+    num_speculative_tokens: int
+    model: str | None = None
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 1
+    rejection_sample_method: str = "standard"
+    """"standard": drafter-invariant for greedy and seeded requests, rejection sampling for the rest;
+    "invariant": drafter-invariant for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine is built from."""
+
+    model: str
+    dtype: str
+    device: str
+    load_format: str
+    seed: int
+    max_logprobs: int
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    lora: LoRAConfig | None
+    speculative: SpeculativeConfig | None
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}; got {value!r}", param=name)
+
+
+def _positive(args: EngineArgs, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InvalidRequestError(f"{name} must be a positive integer, got {value!r}", param=name)
+
+
+# (condition on the options, the field to name, what to say). Checked in order; the first that holds is raised.
+_INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
+    (
+        lambda a: a.max_cpu_loras is not None and a.max_cpu_loras < a.max_loras,
+        "max_cpu_loras",
+        "max_cpu_loras must be at least max_loras: an adapter on the device is also kept in host memory",
+    ),
+    (
+        lambda a: a.tensor_parallel_size != 1,
+        "tensor_parallel_size",
+        "tensor_parallel_size other than 1 is not supported yet",
+    ),
+    (
+        lambda a: (
+            not a.enable_chunked_prefill
+            and None not in (a.max_num_batched_tokens, a.max_model_len)
+            and a.max_num_batched_tokens < a.max_model_len  # type: ignore[operator]
+        ),
+        "max_num_batched_tokens",
+        "max_num_batched_tokens must be at least max_model_len when enable_chunked_prefill is off",
+    ),
+)
+
+
+def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | None:
+    """Check a `speculative_config` as users write it (see COMPAT names); None or method "off" is no speculation."""
+    if config is None or config.get("method") in ("off", "none"):
+        return None
+    known = set(SpeculativeConfig.__dataclass_fields__)
+    unknown = sorted(set(config) - known)
+    if unknown:
+        raise InvalidRequestError(
+            f"speculative_config: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}",
+            param="speculative_config",
+        )
+    method = config.get("method", "draft_model" if config.get("model") else None)
+    if method not in SPECULATION_METHODS:
+        raise InvalidRequestError(
+            f"speculative_config: method must be one of {', '.join(SPECULATION_METHODS)}; got {method!r}",
+            param="speculative_config",
+        )
+    if method == "draft_model" and not config.get("model"):
+        raise InvalidRequestError("speculative_config: draft_model needs a model", param="speculative_config")
+    values = {"num_speculative_tokens": 3 if method == "ngram" else 4, **config, "method": method}
+    for name, low, high in (
+        ("num_speculative_tokens", 1, 32),
+        ("prompt_lookup_max", 1, 64),
+        ("prompt_lookup_min", 1, 64),
+    ):
+        value = values.get(name, low)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise InvalidRequestError(
+                f"speculative_config: {name} must be an integer in [{low}, {high}], got {value!r}",
+                param="speculative_config",
+            )
+    values["prompt_lookup_min"] = min(values.get("prompt_lookup_min", 1), values.get("prompt_lookup_max", 5))
+    result = SpeculativeConfig(**values)
+    _choice("rejection_sample_method", result.rejection_sample_method, REJECTION_METHODS)
+    return result
+
+
+def check_args(args: EngineArgs) -> None:
+    """Refuse options that are wrong whatever the model: `InvalidRequestError` with the option in `param`."""
+    _choice("dtype", args.dtype, DTYPES)
+    _choice("device", args.device, ("auto", "cpu", "cuda"))
+    _choice("load_format", args.load_format, ("auto", "dummy"))
+    _choice("scheduling_policy", args.scheduling_policy, POLICIES)
+    _positive(args, "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override")
+    _positive(args, "kv_cache_memory_bytes", "max_loras", "max_cpu_loras", "max_lora_rank", "max_num_queued_reqs")
+    if not 0.0 < args.gpu_memory_utilization <= 1.0:
+        raise InvalidRequestError("gpu_memory_utilization must be in (0, 1]", param="gpu_memory_utilization")
+    for holds, name, message in _INCOMPATIBLE:
+        if holds(args):
+            raise InvalidRequestError(message, param=name)
+
+
+def _num_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int) -> int:
+    """Blocks that memory allows, but no more than `max_num_seqs` full sequences (and a spare one) can use."""
+    blocks_per_seq = -(-max_model_len // args.block_size)
+    if args.num_gpu_blocks_override is not None:
+        if args.num_gpu_blocks_override < blocks_per_seq:
+            raise InvalidRequestError(
+                f"num_gpu_blocks_override {args.num_gpu_blocks_override} is less than the {blocks_per_seq} blocks "
+                f"that one sequence of max_model_len {max_model_len} needs",
+                param="num_gpu_blocks_override",
+            )
+        return args.num_gpu_blocks_override
+    memory = args.kv_cache_memory_bytes
+    if memory is None:
+        share = args.gpu_memory_utilization if hardware.device == "cuda" else 0.25
+        memory = int(hardware.free_memory_bytes * share)
+        if hardware.device == "cpu":
+            memory = min(memory, 4 << 30)
+    fits = memory // (facts.kv_bytes_per_token * args.block_size)
+    if fits < blocks_per_seq:
+        raise InvalidRequestError(
+            f"the KV cache has room for {fits * args.block_size} tokens, less than max_model_len {max_model_len}; "
+            "lower max_model_len or raise kv_cache_memory_bytes",
+            param="max_model_len",
+        )
+    return min(fits, blocks_per_seq * (max_num_seqs + 1))
+
+
+def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
+    """The configuration for these options, model and machine. Pure.
+
+    Raises:
+        InvalidRequestError: an option is wrong or does not go with another; `param` names it.
+    """
+    check_args(args)
+    max_model_len = args.max_model_len or facts.max_position_embeddings
+    if max_model_len > facts.max_position_embeddings:
+        raise InvalidRequestError(
+            f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
+            f"{facts.max_position_embeddings}",
+            param="max_model_len",
+        )
+    on_cpu = hardware.device == "cpu"
+    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
+    batched = args.max_num_batched_tokens or (2048 if on_cpu else 8192)
+    if not args.enable_chunked_prefill:
+        batched = max(batched, max_model_len)
+    dtype = facts.dtype if args.dtype == "auto" else args.dtype
+    lora = None
+    if args.enable_lora:
+        lora = LoRAConfig(
+            max_loras=args.max_loras,
+            max_cpu_loras=args.max_cpu_loras or max(4 * args.max_loras, 32),
+            max_lora_rank=args.max_lora_rank,
+        )
+    return EngineConfig(
+        model=facts.path,
+        dtype=dtype,
+        device=hardware.device,
+        load_format=args.load_format,
+        seed=args.seed,
+        max_logprobs=args.max_logprobs,
+        cache=CacheConfig(
+            block_size=args.block_size,
+            num_blocks=_num_blocks(args, facts, hardware, max_model_len, max_num_seqs),
+            enable_prefix_caching=args.enable_prefix_caching,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=batched,
+            max_model_len=max_model_len,
+            policy=args.scheduling_policy,
+            enable_chunked_prefill=args.enable_chunked_prefill,
+            max_num_queued_reqs=args.max_num_queued_reqs,
+        ),
+        lora=lora,
+        speculative=parse_speculative(args.speculative_config),
+    )

@@ -1,0 +1,124 @@
+"""Typed errors. Each knows the field it is about and survives the trip between processes.
+
+`type` is the name clients see in the HTTP body (`error.type`), `status` the HTTP status that fits it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as plain data, for messages between processes."""
+
+    type: str
+    message: str
+    param: str | None = None
+
+
+class OutriderError(Exception):
+    """Base of all errors that users are meant to see."""
+
+    type: ClassVar[str] = "InternalServerError"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def info(self) -> ErrorInfo:
+        """The error as plain data."""
+        return ErrorInfo(type(self).type, self.message, self.param)
+
+
+class InvalidRequestError(OutriderError, ValueError):
+    """A request or an option is wrong; `param` names the field."""
+
+    type = "BadRequestError"
+    status = 400
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt plus the tokens asked for do not fit `max_model_len`."""
+
+    type = "ContextLengthExceeded"
+
+
+class InvalidUserInputError(InvalidRequestError):
+    """An admin call contradicts the present state, such as a duplicate adapter name."""
+
+    type = "InvalidUserInput"
+
+
+class AdapterError(InvalidRequestError):
+    """An adapter cannot be served: missing or corrupt files, wrong shapes, rank above the limit, another base."""
+
+    type = "InvalidAdapter"
+
+
+class NotFoundError(OutriderError, LookupError):
+    """The named model or adapter does not exist."""
+
+    type = "NotFoundError"
+    status = 404
+
+
+class AuthenticationError(OutriderError):
+    """The API key is missing or wrong."""
+
+    type = "AuthenticationError"
+    status = 401
+
+
+class OverloadedError(OutriderError):
+    """The queue is full; try again later."""
+
+    type = "OverloadedError"
+    status = 503
+
+
+class EngineDeadError(OutriderError):
+    """The engine process died while it had this request; it is being restarted."""
+
+    type = "EngineDeadError"
+    status = 503
+
+
+class ShuttingDownError(OutriderError):
+    """The server is draining and takes no new requests."""
+
+    type = "ShuttingDownError"
+    status = 503
+
+
+class UnsupportedModelError(OutriderError, ValueError):
+    """The model's architecture or configuration is not one that Outrider serves."""
+
+    type = "UnsupportedModel"
+    status = 400
+
+
+_BY_TYPE: dict[str, type[OutriderError]] = {
+    cls.type: cls
+    for cls in (
+        OutriderError,
+        InvalidRequestError,
+        PromptTooLongError,
+        InvalidUserInputError,
+        AdapterError,
+        NotFoundError,
+        AuthenticationError,
+        OverloadedError,
+        EngineDeadError,
+        ShuttingDownError,
+        UnsupportedModelError,
+    )
+}
+
+
+def error_from_info(info: ErrorInfo) -> OutriderError:
+    """Rebuild the typed error that `info` describes; an unknown type becomes a plain OutriderError."""
+    return _BY_TYPE.get(info.type, OutriderError)(info.message, param=info.param)

@@ -1,0 +1,148 @@
+"""What the client and the engine say to each other. Plain dataclasses: in one process they are passed as they are,
+between processes they are encoded by the client's IPC module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .errors import ErrorInfo
+from .lora_request import LoRARequest
+from .sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One sequence to generate. The client has tokenized, validated and, for `n` > 1, split it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: list[int] = field(default_factory=list)
+    """End-of-sequence ids of the model; generation stops there unless `params.ignore_eos`."""
+    lora: LoRARequest | None = None
+    priority: int = 0
+    """Lower runs first under the priority policy."""
+    tenant: str = ""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with the same salt."""
+    group: str | None = None
+    """Set on the sequences of one request with `n` > 1: they share the prompt's blocks."""
+    arrival_time: float = 0.0
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, of the raw logits."""
+
+    token_ids: list[int]
+    """The token itself first, then the top ones, most likely first."""
+    logprobs: list[float]
+    """Aligned with `token_ids`."""
+    rank: int
+    """Rank of the token itself; 1 is the most likely."""
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Cumulative for one request: verification rounds, drafts verified, drafts accepted."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add one verification of `drafted` tokens of which the first `accepted` were right."""
+        if drafted == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        if len(self.accepted_per_pos) < drafted:
+            self.accepted_per_pos.extend([0] * (drafted - len(self.accepted_per_pos)))
+        for position in range(accepted):
+            self.accepted_per_pos[position] += 1
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """What one step added to one sequence. Exactly one delta of a sequence has a `finish_reason` or an `error`: its
+    last."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    """Aligned with `token_ids` when the request asked for log-probabilities."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Whole prompt, once, with the first delta; the first entry is None."""
+    finish_reason: str | None = None
+    """"stop", "length" or "abort"."""
+    stop_reason: int | None = None
+    """The stop token id that ended it (None for end-of-sequence)."""
+    error: ErrorInfo | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache."""
+    speculation: SpeculationCounts | None = None
+    """On the last delta, when drafts were verified for the sequence."""
+
+
+@dataclass(slots=True)
+class AdapterInfo:
+    """One registered adapter as the engine knows it."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int
+    rows: int
+    """Rank rows that it takes on the device."""
+    level: str
+    """"device", "host" or "disk"."""
+    pinned: bool = False
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot of the engine. Counters are cumulative since the engine started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_by_reason: dict[str, int] = field(default_factory=dict)
+    num_preemptions: int = 0
+    num_steps: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of KV blocks in use, 0 to 1; cached but unused blocks count as free."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found."""
+    speculation: dict[str, SpeculationCounts] = field(default_factory=dict)
+    """By adapter name; "" for the base model."""
+    adapters: list[AdapterInfo] = field(default_factory=list)
+    running_adapters: list[str] = field(default_factory=list)
+    waiting_adapters: list[str] = field(default_factory=list)
+    lora_load_seconds: list[float] = field(default_factory=list)
+    """Durations of adapter loads since the last snapshot."""
+
+
+@dataclass(slots=True)
+class EngineInfo:
+    """What a started engine tells its clients once."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    num_kv_blocks: int
+    block_size: int
+    num_parameters: int
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    speculation: str
+    """For people: "off", or the method and the number of drafts."""
+    load_seconds: float

@@ -1,0 +1,67 @@
+"""What users get back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .lora_request import LoRARequest
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token under the raw logits (before any sampling parameter)."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds of the monotonic clock of the process that served the request, and counts."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    num_drafts: int = 0
+    """Verification rounds, that is steps that verified at least one draft token."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` sequences of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    """"stop", "length" or "abort"; None while running."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether this sequence is complete."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's outputs so far; `finished` once every sequence is complete."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry a prompt token; the first is None."""
+    lora_request: LoRARequest | None = None

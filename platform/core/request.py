@@ -1,0 +1,94 @@
+"""A sequence inside the engine: a row of tokens, some computed, some not."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .lora_request import LoRARequest
+from .messages import SpeculationCounts, TokenLogprobs
+from .sampling_params import SamplingParams
+
+
+class Drafts(NamedTuple):
+    """Proposed, unverified continuations of a sequence."""
+
+    token_ids: list[int]
+    probs: Any = None
+    """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
+    (n-gram), or when the request's verification does not need it."""
+
+    def truncated(self, k: int) -> Drafts:
+        """The first `k` drafts."""
+        if k >= len(self.token_ids):
+            return self
+        return Drafts(self.token_ids[:k], None if self.probs is None else self.probs[:k])
+
+
+NO_DRAFTS = Drafts([])
+
+
+class Status(enum.Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Only `Scheduler.commit` moves `tokens` and `num_computed`."""
+
+    request_id: str
+    tokens: list[int]
+    """Prompt and accepted tokens."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed_key: int
+    """64 bits that all of this sequence's random numbers come from: made from `params.seed`, or drawn by the engine."""
+    eos_token_ids: frozenset[int] = frozenset()
+    lora: LoRARequest | None = None
+    adapter: Any = None
+    """The adapter's handle while admitted; opaque here. It belongs to the adapter manager."""
+    namespace: bytes | None = None
+    """Prefix-cache namespace; None keeps this sequence out of the prefix cache."""
+    group: str | None = None
+    priority: int = 0
+    tenant: str = ""
+    arrival_time: float = 0.0
+
+    status: Status = Status.WAITING
+    drafts: Drafts = NO_DRAFTS
+    """Proposed after the last step, to be verified by the next."""
+    num_computed: int = 0
+    """Length of the prefix of `tokens` whose KV is valid."""
+    num_draft_computed: int = 0
+    """The same for the layers that the proposer owns."""
+    blocks: list[int] = field(default_factory=list)
+    """KV blocks in order; each reference counted by the block pool."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks of `tokens`, as far as they have been needed."""
+    num_published: int = 0
+    """Leading blocks already offered to the prefix cache."""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Collected while the prompt is computed in chunks."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens and drafts that still lack KV."""
+        return len(self.tokens) + len(self.drafts.token_ids) - self.num_computed
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the text must not depend on the drafter: greedy, or seeded (drafter-invariant verification)."""
+        return self.params.greedy or self.params.seed is not None

@@ -1,0 +1,171 @@
+"""The engine: sequences in, tokens out, a step at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from ..core.config import EngineArgs
+from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
+from ..core.lora_request import LoRARequest
+from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, SpeculationCounts, TokenDelta
+from ..core.request import Request
+from .setup import build
+
+IDLE_WAIT_SECONDS = 0.05
+"""How long a step with nothing to compute waits for what the queued sequences wait for."""
+
+
+class EngineCore:
+    """Owns the scheduler, the runner and the features. Not thread-safe: one thread calls it."""
+
+    def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
+        """Load the model and allocate the KV cache; see `setup.build` for the errors."""
+        parts = build(args, progress=progress)
+        self.info: EngineInfo = parts.info
+        self.scheduler = parts.scheduler
+        self._config = parts.config
+        self._runner = parts.runner
+        self._adapters = parts.adapters
+        self._random = random.Random(args.seed)
+        self._num_steps = 0
+        self._speculation: dict[str, SpeculationCounts] = {}
+
+    def step(self) -> list[TokenDelta]:
+        """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on."""
+        plan = self.scheduler.schedule()
+        if not plan.rows and self.scheduler.waiting:
+            self._adapters.wait(IDLE_WAIT_SECONDS)
+        result = self._runner.run(plan)
+        deltas = self.scheduler.commit(plan, result)
+        self._num_steps += bool(plan.rows)
+        self._count(plan, result)
+        return deltas
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work()
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a sequence.
+
+        Raises:
+            PromptTooLongError, InvalidRequestError, AdapterError, NotFoundError, OverloadedError: it is refused;
+            nothing
+                else is affected.
+        """
+        self._check(request)
+        seed = request.params.seed
+        sequence = Request(
+            request_id=request.request_id,
+            tokens=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            params=request.params,
+            seed_key=self._random.getrandbits(64) if seed is None else _seed_key(seed),
+            eos_token_ids=frozenset(request.eos_token_ids),
+            lora=request.lora,
+            group=request.group,
+            priority=request.priority,
+            tenant=request.tenant,
+            arrival_time=request.arrival_time,
+        )
+        self._adapters.resolve(sequence)
+        sequence.namespace = self._namespace(request, sequence)
+        self.scheduler.add(sequence)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget these sequences; unknown ids are ignored and no delta follows."""
+        self.scheduler.abort(request_ids)
+
+    def load_adapter(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+        """Parse, validate and register an adapter now.
+
+        Raises:
+            AdapterError: it cannot be served. InvalidUserInputError: the name is taken (and not `load_inplace`).
+        """
+        return self._adapters.load(request, load_inplace=load_inplace, pinned=pinned)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no new requests for an adapter and free it when the running ones are done. NotFoundError when
+        unknown."""
+        self._adapters.unload(name)
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        """The registered adapters."""
+        return self._adapters.list()
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        cache = self.scheduler.prefix_cache
+        return EngineStats(
+            num_running=len(running),
+            num_waiting=len(waiting),
+            num_waiting_by_reason=self.scheduler.waiting_by_reason(),
+            num_preemptions=self.scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            kv_cache_usage=self.scheduler.pool.usage,
+            prefix_cache_queries=cache.num_queries,
+            prefix_cache_hits=cache.num_hits,
+            speculation=self._speculation,
+            adapters=self._adapters.list(),
+            running_adapters=_adapter_names(running),
+            waiting_adapters=_adapter_names(waiting),
+            lora_load_seconds=self._adapters.take_load_seconds(),
+        )
+
+    def shutdown(self) -> None:
+        """Abort what is left and stop background work."""
+        self.scheduler.abort([request.request_id for request in self.scheduler.running + self.scheduler.waiting])
+        self._adapters.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all allocators agree with what the sequences hold."""
+        self.scheduler.check_integrity()
+        self._adapters.check_integrity()
+
+    def _check(self, request: EngineRequest) -> None:
+        if request.request_id in self.scheduler:
+            raise InvalidUserInputError(f"request id {request.request_id!r} is in use", param="request_id")
+        limit, length = self._config.scheduler.max_model_len, len(request.prompt_token_ids)
+        if length == 0:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if length >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens; at most {limit - 1} fit max_model_len {limit}", param="prompt"
+            )
+        bad = next((t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"token id {bad} is outside the vocabulary of {self.info.vocab_size}", param="prompt"
+            )
+        queued = self._config.scheduler.max_num_queued_reqs
+        if queued is not None and len(self.scheduler.waiting) >= queued:
+            raise OverloadedError(f"{queued} requests are waiting already (max_num_queued_reqs)")
+
+    def _namespace(self, request: EngineRequest, sequence: Request) -> bytes | None:
+        """Where this sequence's blocks may be shared; None: nowhere. Siblings (`n` > 1) always share."""
+        parts = [request.tenant, request.cache_salt]
+        if not self._config.cache.enable_prefix_caching:
+            if request.group is None:
+                return None
+            parts.append(request.group)
+        # Lengths keep the parts apart: no two different lists join to the same bytes.
+        joined = b"".join(len(p).to_bytes(8, "little") + p for p in (part.encode() for part in parts))
+        return joined + self._adapters.namespace(sequence)
+
+    def _count(self, plan, result) -> None:
+        for row, got in zip(plan.rows, result.rows, strict=True):
+            if row.num_drafts:
+                name = row.request.lora.name if row.request.lora is not None else ""
+                self._speculation.setdefault(name, SpeculationCounts()).count(row.num_drafts, got.num_accepted)
+
+
+def _seed_key(seed: int) -> int:
+    """64 well-mixed bits for a user's seed, so that seeds 1 and 2 share nothing."""
+    return int.from_bytes(blake2b(seed.to_bytes(16, "little", signed=True), digest_size=8).digest(), "little")
+
+
+def _adapter_names(requests: list[Request]) -> list[str]:
+    return sorted({request.lora.name for request in requests if request.lora is not None})

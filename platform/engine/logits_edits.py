@@ -1,0 +1,136 @@
+"""Sampling parameters that change single logits: masks, biases and penalties.
+
+Each edit is a function of the request's parameters and its tokens, drafts before the row included, so it holds no state
+that preemption or rejected drafts could make stale. All are vectorised over the rows that want them: one gather and one
+scatter on the flat logits, whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.request import Request
+from ..core.sampling_params import SamplingParams
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+class LogitsRow(NamedTuple):
+    """One row of the logits: the request's next token after its tokens and `drafts`."""
+
+    index: int
+    request: Request
+    drafts: list[int]
+    """The drafts before this row; they count like generated tokens."""
+
+    @property
+    def outputs(self) -> list[int]:
+        """Generated tokens that this row continues."""
+        return self.request.tokens[self.request.num_prompt_tokens :] + self.drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One kind of edit: whether a request wants it, and its effect on the rows that do (in place)."""
+
+    wanted: Callable[[SamplingParams], bool]
+    apply: Callable[[Tensor, Sequence[LogitsRow]], None]
+
+
+def apply_edits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    """Edit `logits` [R, V] (float32) in place, in vLLM's order: allowed tokens, bad words, minimum length, bias,
+    penalties."""
+    for edit in EDITS:
+        chosen = [row for row in rows if edit.wanted(row.request.params)]
+        if chosen:
+            edit.apply(logits, chosen)
+
+
+def wants_edits(params: SamplingParams) -> bool:
+    """Whether any edit applies to a request with these parameters."""
+    return any(edit.wanted(params) for edit in EDITS)
+
+
+def _flat(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int] | np.ndarray]]) -> Tensor:
+    """Indices into `logits.view(-1)` of these tokens of these rows. Tokens are below V: admission checks it."""
+    width = logits.shape[1]
+    parts = [np.asarray(tokens, dtype=np.int64) + row.index * width for row, tokens in pairs]
+    return torch.from_numpy(np.concatenate(parts)).to(logits.device)
+
+
+def _ban(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int]]]) -> None:
+    if any(len(tokens) for _, tokens in pairs):
+        logits.view(-1)[_flat(logits, pairs)] = NEGATIVE_INFINITY
+
+
+def _allow_only(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    where = _flat(logits, [(row, row.request.params.allowed_token_ids or ()) for row in rows])
+    kept = logits.view(-1)[where]
+    logits[torch.tensor([row.index for row in rows], device=logits.device)] = NEGATIVE_INFINITY
+    logits.view(-1)[where] = kept
+
+
+def _banned_by_words(row: LogitsRow) -> list[int]:
+    """Tokens that would complete a bad word."""
+    outputs, banned = row.outputs, []
+    for word in row.request.params.bad_words_token_ids:
+        head = word[:-1]
+        if len(head) <= len(outputs) and (not head or outputs[-len(head) :] == head):
+            banned.append(word[-1])
+    return banned
+
+
+def _bad_words(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    _ban(logits, [(row, _banned_by_words(row)) for row in rows])
+
+
+def _min_tokens(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    """No end-of-sequence and no stop token before `min_tokens` tokens."""
+    short = [row for row in rows if row.request.num_output_tokens + len(row.drafts) < row.request.params.min_tokens]
+    _ban(logits, [(row, [*row.request.eos_token_ids, *(row.request.params.stop_token_ids or ())]) for row in short])
+
+
+def _logit_bias(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    pairs = [(row, list(row.request.params.logit_bias or ())) for row in rows]
+    amounts = [bias for row in rows for bias in (row.request.params.logit_bias or {}).values()]
+    logits.view(-1)[_flat(logits, pairs)] += torch.tensor(amounts, device=logits.device)
+
+
+def _repetition(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    """Logits of tokens seen in the prompt or the output are divided by the penalty, or multiplied where negative
+    (Keskar et al. 2019, CTRL, section 4.1)."""
+    pairs = [(row, np.unique(np.asarray(row.request.tokens + row.drafts))) for row in rows]
+    factors = np.concatenate(
+        [np.full(len(tokens), row.request.params.repetition_penalty, np.float32) for row, tokens in pairs]
+    )
+    where = _flat(logits, pairs)
+    factor, values = torch.from_numpy(factors).to(logits.device), logits.view(-1)[where]
+    logits.view(-1)[where] = torch.where(values > 0, values / factor, values * factor)
+
+
+def _presence_and_frequency(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    """Logits of generated tokens lose `presence_penalty`, and `frequency_penalty` for each time (OpenAI's
+    definition)."""
+    pairs, amounts = [], []
+    for row in rows:
+        tokens, counts = np.unique(np.asarray(row.outputs, dtype=np.int64), return_counts=True)
+        pairs.append((row, tokens))
+        params = row.request.params
+        amounts.append((params.presence_penalty + params.frequency_penalty * counts).astype(np.float32))
+    logits.view(-1)[_flat(logits, pairs)] -= torch.from_numpy(np.concatenate(amounts)).to(logits.device)
+
+
+EDITS: tuple[Edit, ...] = (
+    Edit(lambda p: p.allowed_token_ids is not None, _allow_only),
+    Edit(lambda p: bool(p.bad_words_token_ids), _bad_words),
+    Edit(lambda p: p.min_tokens > 0, _min_tokens),
+    Edit(lambda p: bool(p.logit_bias), _logit_bias),
+    Edit(lambda p: p.repetition_penalty != 1.0, _repetition),
+    Edit(lambda p: p.presence_penalty != 0.0 or p.frequency_penalty != 0.0, _presence_and_frequency),
+)

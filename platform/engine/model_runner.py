@@ -1,0 +1,145 @@
+"""Runs one planned step on the device: build the batch, forward, sample and verify, propose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...models.batch import LayerKV, SequenceRows, build_batch
+from ...spec_decode.proposer import DraftRow, Proposer
+from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
+from ..core.request import Request
+from .sampler import Sampled, Sampler, SampleRow, token_logprobs
+
+LOGITS_CHUNK = 128
+"""Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
+
+AdapterPreparer = Callable[[Sequence[tuple[Any, int]]], Any]
+"""From each row's (adapter handle, number of tokens) to what the adapters' layers need for this step."""
+
+
+class CausalLM(Protocol):
+    """What the runner needs of a model."""
+
+    device: torch.device
+
+    def forward(self, batch: Any) -> Tensor:
+        """Hidden states [T, H] after the final norm."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] in float32 of hidden states [R, H]."""
+
+
+class RunnerParts(NamedTuple):
+    """What a runner is composed of."""
+
+    model: Any
+    kv: list[LayerKV]
+    """The target's layers."""
+    sampler: Sampler
+    proposer: Proposer
+    prepare_adapters: AdapterPreparer
+
+
+class ModelRunner:
+    """Executes step plans. Keeps nothing between steps but the model and the KV memory."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._model = parts.model
+        self._kv = parts.kv
+        self._sampler = parts.sampler
+        self._proposer = parts.proposer
+        self._prepare_adapters = parts.prepare_adapters
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step. Does not change requests: `Scheduler.commit` does."""
+        if not plan.rows:
+            return StepResult([])
+        hidden = self._forward(plan)
+        sampled = self._sample(plan, hidden)
+        prompt_logprobs = [
+            self._prompt_logprobs(row, hidden[offset : offset + row.num_tokens])
+            for row, offset in zip(plan.rows, _offsets(plan), strict=True)
+        ]
+        drafts = self._proposer.propose([_draft_row(row, got) for row, got in zip(plan.rows, sampled, strict=True)])
+        return StepResult(
+            [
+                RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
+                for got, prompt, (draft, computed) in zip(sampled, prompt_logprobs, drafts, strict=True)
+            ]
+        )
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        rows = SequenceRows(
+            token_ids=[token for row in plan.rows for token in _input_tokens(row)],
+            query_lens=[row.num_tokens for row in plan.rows],
+            starts=[row.start for row in plan.rows],
+            block_tables=[row.request.blocks for row in plan.rows],
+        )
+        adapters = self._prepare_adapters([(row.request.adapter, row.num_tokens) for row in plan.rows])
+        return self._model.forward(build_batch(rows, self._model, self._kv, adapters))
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> list[Sampled]:
+        """Aligned with the plan's rows; nothing for those that do not reach their end."""
+        index: list[int] = []
+        chosen: list[SampleRow] = []
+        for row, offset in zip(plan.rows, _offsets(plan), strict=True):
+            if row.samples:
+                end = offset + row.num_tokens
+                index.extend(range(end - 1 - row.num_drafts, end))
+                chosen.append(SampleRow(row.request, row.request.drafts))
+        if not chosen:
+            return [Sampled([], 0)] * len(plan.rows)
+        picked = hidden if len(index) == len(hidden) else hidden[torch.tensor(index, device=hidden.device)]
+        results = iter(self._sampler(self._model.compute_logits(picked), chosen))
+        return [next(results) if row.samples else Sampled([], 0) for row in plan.rows]
+
+    def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[Any] | None:
+        """Log-probabilities of the prompt tokens that follow this chunk's positions; None when not asked for."""
+        request = row.request
+        k, last = request.params.prompt_logprobs, request.num_prompt_tokens - 1
+        if k is None or request.num_output_tokens > 0 or row.start >= last:
+            return None
+        found = []
+        for start in range(row.start, min(row.end, last), LOGITS_CHUNK):
+            end = min(start + LOGITS_CHUNK, row.end, last)
+            logits = self._model.compute_logits(hidden[start - row.start : end - row.start])
+            found += token_logprobs(logits, request.tokens[start + 1 : end + 1], k)
+        return found
+
+
+def _offsets(plan: StepPlan) -> list[int]:
+    """Where each row begins among the step's tokens."""
+    offsets, total = [], 0
+    for row in plan.rows:
+        offsets.append(total)
+        total += row.num_tokens
+    return offsets
+
+
+def _input_tokens(row: RowPlan) -> list[int]:
+    request, known_end = row.request, row.end - row.num_drafts
+    tokens = request.tokens[row.start : known_end]
+    return tokens + request.drafts.token_ids if row.num_drafts else tokens
+
+
+def _draft_row(row: RowPlan, got: Sampled) -> DraftRow:
+    request = row.request
+    return DraftRow(
+        request=request,
+        tokens=request.tokens + got.token_ids if got.token_ids else request.tokens,
+        num_valid=row.end - (row.num_drafts - got.num_accepted),
+        num_draft_valid=min(request.num_draft_computed, _accepted_end(request, got)),
+        max_drafts=0 if got.error is not None else row.max_new_drafts,
+        block_table=request.blocks,
+        sampled=bool(got.token_ids),
+    )
+
+
+def _accepted_end(request: Request, got: Sampled) -> int:
+    """One past the last position whose token is what the proposer saw: later ones held rejected drafts."""
+    return len(request.tokens) + got.num_accepted

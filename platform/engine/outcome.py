@@ -1,0 +1,60 @@
+"""Takes one row's result into its sequence: which tokens count, and whether they end it."""
+
+from __future__ import annotations
+
+from ..core.batch import RowPlan, RowResult
+from ..core.messages import TokenDelta
+from ..core.request import NO_DRAFTS, Request
+
+
+def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | None:
+    """Apply `got` to `row.request`; returns what to tell the client, or None when there is nothing yet.
+
+    After `a` of `k` drafts were accepted, `num_computed` grows by the row's tokens less the `k - a` rejected ones,
+    whose KV the next step overwrites.
+    """
+    request = row.request
+    if got.error is not None:
+        return TokenDelta(request.request_id, error=got.error)
+    request.num_computed = row.end - (row.num_drafts - got.num_accepted)
+    if got.prompt_logprobs is not None:
+        if request.prompt_logprobs is None:
+            request.prompt_logprobs = [None]
+        request.prompt_logprobs.extend(got.prompt_logprobs)
+    request.drafts = NO_DRAFTS
+    request.num_draft_computed = got.num_draft_computed
+    if not got.token_ids:
+        return None
+    first = request.num_output_tokens == 0
+    reason, stop, kept = None, None, 0
+    for token in got.token_ids:
+        request.tokens.append(token)
+        kept += 1
+        reason, stop = _finish_reason(request, token, max_model_len)
+        if reason is not None:
+            break
+    request.speculation.count(row.num_drafts, min(got.num_accepted, kept))
+    request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + len(got.drafts.token_ids))
+    request.drafts = got.drafts
+    delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
+    if got.logprobs is not None:
+        delta.logprobs = got.logprobs[:kept]
+    if first:
+        delta.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        delta.num_cached_tokens = request.num_cached_tokens
+    if reason is not None and request.speculation.num_drafts:
+        delta.speculation = request.speculation
+    return delta
+
+
+def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
+    """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to go on."""
+    params, outputs = request.params, request.num_output_tokens
+    if outputs >= params.min_tokens:
+        if token in request.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if params.stop_token_ids and token in params.stop_token_ids:
+            return "stop", token
+    if (params.max_tokens is not None and outputs >= params.max_tokens) or len(request.tokens) >= max_model_len:
+        return "length", None
+    return None, None

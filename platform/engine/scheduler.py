@@ -1,0 +1,331 @@
+"""Decides what each step computes, and takes its results into the sequences.
+
+There are no phases. A sequence is a row of tokens of which a prefix has been computed; a step computes some more of
+each. A prompt chunk, a decode and the verification of k drafts differ only in their counts.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple, Protocol
+
+from ..core.batch import RowPlan, StepPlan, StepResult
+from ..core.config import SchedulerConfig
+from ..core.errors import OutriderError
+from ..core.messages import TokenDelta
+from ..core.request import NO_DRAFTS, Request, Status
+from .block_pool import BlockPool
+from .outcome import accept
+from .policies import POLICIES, Key
+from .prefix_cache import PrefixCache
+
+
+class Gate(Protocol):
+    """Something a sequence must hold while it runs, beside KV blocks."""
+
+    def admit(self, request: Request) -> str | None:
+        """Take it and return None, or return the reason to wait. A typed error fails this request alone."""
+
+    def release(self, request: Request) -> None:
+        """Give it back: the request finished or was preempted."""
+
+
+class DraftLimits(NamedTuple):
+    """What the proposer asks of the scheduler, as integers."""
+
+    num_drafts: int = 0
+    """Most drafts a step."""
+    extra_slots: bool = False
+    """Whether proposing k drafts writes KV at the k positions after the step's last."""
+
+
+class _Queued(NamedTuple):
+    """A request in its place; only `key` is compared, and keys are unique."""
+
+    key: Key
+    request: Request
+
+
+class Scheduler:
+    """Owns the queue, the running set and every request's blocks. `schedule` and `commit` alternate."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        prefix_cache: PrefixCache,
+        gates: Sequence[Gate] = (),
+        drafts: DraftLimits | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.prefix_cache = prefix_cache
+        self.num_preemptions = 0
+        self._gates = gates
+        self._draft_limits = drafts or DraftLimits()
+        self._policy = POLICIES[config.policy]
+        self._arrivals = count()
+        self._requests: dict[str, _Queued] = {}
+        self._waiting: list[_Queued] = []
+        self._running: list[_Queued] = []
+        self._leaders: dict[str, Request] = {}
+        self._reasons: dict[str, str] = {}
+        self._failed: list[TokenDelta] = []
+
+    # ------------------------------------------------------------------ queue
+
+    @property
+    def running(self) -> list[Request]:
+        """Admitted sequences, most urgent first."""
+        return [item.request for item in self._running]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Queued sequences, most urgent first."""
+        return [item.request for item in self._waiting]
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Queued sequences by what held them in the last step; "capacity" where nothing but room is missing."""
+        reasons: dict[str, int] = {}
+        for item in self._waiting:
+            reason = self._reasons.get(item.request.request_id, "capacity")
+            reasons[reason] = reasons.get(reason, 0) + 1
+        return reasons
+
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished, or an error is still to be told."""
+        return bool(self._waiting or self._running or self._failed)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Queue a new sequence."""
+        item = _Queued(self._policy(request, next(self._arrivals)), request)
+        self._requests[request.request_id] = item
+        insort(self._waiting, item, key=_key)
+        if request.group is not None:
+            self._leaders.setdefault(request.group, request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget these sequences and free what they hold; unknown ids are ignored."""
+        for request_id in request_ids:
+            item = self._requests.get(request_id)
+            if item is not None:
+                self._finish(item)
+
+    # --------------------------------------------------------------- schedule
+
+    def schedule(self) -> StepPlan:
+        """Plan a step under the token budget: running sequences first, then new ones, each in the policy's order."""
+        rows: list[RowPlan] = []
+        budget = self.config.max_num_batched_tokens
+        preempted = self.num_preemptions
+        index = 0
+        while index < len(self._running) and budget > 0:
+            item = self._running[index]
+            row = self._plan_row(item, budget)
+            if row is None:  # it was the least urgent itself, and gave way
+                break
+            rows.append(row)
+            budget -= row.num_tokens
+            index += 1
+        if self.num_preemptions == preempted:
+            self._admit(rows, budget)
+        return StepPlan(rows)
+
+    def _plan_row(self, item: _Queued, budget: int) -> RowPlan | None:
+        """The row of a running sequence, with blocks for it; preempts less urgent ones if it must."""
+        while True:
+            row = self._fit(item.request, budget)
+            if row is not None:
+                return row
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is item:
+                return None
+
+    def _fit(self, request: Request, budget: int) -> RowPlan | None:
+        """The largest row that budget and free blocks allow: with room for new drafts, without, without drafts at
+        all."""
+        if self._draft_limits.num_drafts == 0:
+            request.drafts = NO_DRAFTS
+        known = len(request.tokens) - request.num_computed
+        drafts = request.drafts.truncated(max(0, min(budget - known, self._draft_room(request, 0))))
+        plain = NO_DRAFTS
+        for use, lookahead in ((drafts, True), (drafts, False), (plain, False)):
+            num_tokens = min(known + len(use.token_ids), budget)
+            end = request.num_computed + num_tokens
+            samples = num_tokens >= known
+            new_drafts = self._draft_room(request, len(use.token_ids) + 1) if samples else 0
+            extra = new_drafts if self._draft_limits.extra_slots else 0
+            if lookahead is False and extra:
+                new_drafts = extra = 0
+            if self._reserve(request, end + extra):
+                request.drafts = use
+                return RowPlan(request, request.num_computed, num_tokens, len(use.token_ids), samples, new_drafts)
+        return None
+
+    def _draft_room(self, request: Request, ahead: int) -> int:
+        """Most drafts that may follow when the sequence has grown by at most `ahead` tokens, at least one if any."""
+        limit = self._draft_limits.num_drafts
+        if request.params.max_drafts is not None:
+            limit = min(limit, request.params.max_drafts)
+        least = min(ahead, 1)
+        outputs = request.num_output_tokens + least
+        if request.params.max_tokens is not None:
+            limit = min(limit, request.params.max_tokens - outputs - 1)
+        return max(0, min(limit, self.config.max_model_len - len(request.tokens) - ahead))
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        """Give the request blocks for its first `num_tokens` positions, or change nothing."""
+        missing = -(-num_tokens // self.prefix_cache.block_size) - len(request.blocks)
+        if missing <= 0:
+            return True
+        blocks = self.pool.allocate(missing)
+        if blocks is None:
+            return False
+        request.blocks.extend(blocks)
+        return True
+
+    def _preempt(self, item: _Queued) -> None:
+        """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
+        self._running.remove(item)
+        self._release(item.request)
+        self.num_preemptions += 1
+        request = item.request
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        insort(self._waiting, item, key=_key)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = []
+        request.num_computed = request.num_draft_computed = request.num_published = 0
+        request.drafts = NO_DRAFTS
+        request.prompt_logprobs = None
+        for gate in self._gates:
+            gate.release(request)
+
+    # -------------------------------------------------------------- admission
+
+    def _admit(self, rows: list[RowPlan], budget: int) -> None:
+        """Start waiting sequences. One that waits for something of its own lets others pass; one that waits for
+        room does not."""
+        self._reasons.clear()
+        for item in list(self._waiting):
+            if budget <= 0 or len(self._running) >= self.config.max_num_seqs:
+                break
+            reason = self._blocked(item)
+            if reason is not None:
+                self._reasons[item.request.request_id] = reason
+                continue
+            if item.request.status is Status.FINISHED:
+                continue
+            row = self._start(item.request, budget, alone=not self._running)
+            if row is None:
+                self._release(item.request)
+                break
+            self.prefix_cache.count(item.request, row.start)
+            self._waiting.remove(item)
+            insort(self._running, item, key=_key)
+            item.request.status = Status.RUNNING
+            rows.append(row)
+            budget -= row.num_tokens
+
+    def _blocked(self, item: _Queued) -> str | None:
+        """Why the request cannot start for a reason of its own; None once it holds everything but blocks.
+        A gate's typed error finishes it."""
+        request = item.request
+        if self._awaits_leader(request):
+            return "group"
+        for index, gate in enumerate(self._gates):
+            try:
+                reason = gate.admit(request)
+            except OutriderError as error:
+                for taken in self._gates[:index]:
+                    taken.release(request)
+                self._failed.append(TokenDelta(request.request_id, error=error.info()))
+                self._finish(item, holding=False)
+                return None
+            if reason is not None:
+                for taken in self._gates[:index]:
+                    taken.release(request)
+                return reason
+        return None
+
+    def _awaits_leader(self, request: Request) -> bool:
+        """Whether a sibling is about to compute the prompt blocks that this sequence can then share."""
+        if request.group is None or (request.num_prompt_tokens - 1) < self.prefix_cache.block_size:
+            return False
+        leader = self._leaders.get(request.group)
+        if leader is None or leader is request or leader.status is Status.FINISHED:
+            return False
+        return leader.num_computed < leader.num_prompt_tokens
+
+    def _start(self, request: Request, budget: int, *, alone: bool) -> RowPlan | None:
+        """The first row of a request, after what the prefix cache has; None when there is no room for it now."""
+        match = self.prefix_cache.match(request)
+        request.blocks = match.blocks
+        request.num_computed = match.num_tokens
+        request.num_draft_computed = match.num_draft_tokens
+        request.num_published = len(match.blocks)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = match.num_tokens
+        uncomputed = len(request.tokens) - request.num_computed
+        if uncomputed > budget and not self.config.enable_chunked_prefill:
+            return None
+        # Admitting a prompt of which only a part fits would only preempt it again a few steps later.
+        whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
+        if whole > self.pool.num_free and not alone:
+            return None
+        return self._fit(request, budget)
+
+    # ----------------------------------------------------------------- commit
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed`."""
+        deltas, self._failed = self._failed, []
+        for row, got in zip(plan.rows, result.rows, strict=True):
+            request = row.request
+            item = self._requests.get(request.request_id)
+            if item is None or item.request is not request:  # aborted meanwhile
+                continue
+            delta = accept(row, got, self.config.max_model_len)
+            self.prefix_cache.publish(request)
+            if delta is None:
+                continue
+            deltas.append(delta)
+            if delta.finish_reason is not None or delta.error is not None:
+                self._finish(item)
+        return deltas
+
+    def _finish(self, item: _Queued, *, holding: bool = True) -> None:
+        """Remove a sequence for good. `holding`: whether it may hold blocks and gates."""
+        request = item.request
+        if request.status is Status.RUNNING:
+            self._running.remove(item)
+            if holding:
+                self._release(request)
+        else:
+            self._waiting.remove(item)
+        request.status = Status.FINISHED
+        del self._requests[request.request_id]
+        if request.group is not None and not any(
+            other.request.group == request.group for other in self._requests.values()
+        ):
+            self._leaders.pop(request.group, None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, counts, queues and maps agree."""
+        self.pool.check_integrity(item.request.blocks for item in self._running)
+        self.prefix_cache.check_integrity()
+        assert all(not item.request.blocks for item in self._waiting), "a waiting sequence holds blocks"
+        assert len(self._waiting) + len(self._running) == len(self._requests)
+        assert [item.key for item in self._running] == sorted(item.key for item in self._running)
+
+
+def _key(item: _Queued) -> Key:
+    return item.key

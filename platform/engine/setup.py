@@ -1,0 +1,123 @@
+"""The composition root: from options to the parts of a running engine. Features are listed here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from ...lora.manager import AdapterManager
+from ...models.demo import demo_model_path
+from ...models.loader import load_model, read_facts, resolve_model_path
+from ...spec_decode.proposer import Proposer
+from ...spec_decode.registry import make_proposer
+from ..core.config import EngineArgs, EngineConfig, Hardware, check_args, parse_speculative, resolve
+from ..core.errors import InvalidRequestError
+from ..core.messages import EngineInfo
+from .block_pool import BlockPool
+from .features import NoAdapters
+from .kv_cache import allocate_kv
+from .model_runner import ModelRunner, RunnerParts
+from .prefix_cache import PrefixCache
+from .sampler import Sampler
+from .scheduler import DraftLimits, Scheduler
+
+
+class EngineParts(NamedTuple):
+    """What `EngineCore` is made of."""
+
+    config: EngineConfig
+    info: EngineInfo
+    scheduler: Scheduler
+    runner: ModelRunner
+    adapters: AdapterManager | NoAdapters
+
+
+def find_hardware(device: str) -> Hardware:
+    """The machine, and the device to use for "auto", "cpu" or "cuda"."""
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise InvalidRequestError("device cuda was asked for, but no CUDA device is available", param="device")
+    if device == "cuda" or (device == "auto" and has_cuda):
+        return Hardware(device="cuda", free_memory_bytes=torch.cuda.mem_get_info()[0])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Hardware(device="cpu", free_memory_bytes=free, num_threads=torch.get_num_threads())
+
+
+def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
+    """Resolve the options, load the weights, allocate the memory and put the parts together.
+
+    Raises:
+        InvalidRequestError: an option is wrong; `param` names it. NotFoundError: no such model.
+        UnsupportedModelError: an architecture that is not served.
+    """
+    started = time.perf_counter()
+    check_args(args)
+    hardware = find_hardware(args.device)
+    path = resolve_model_path(args.model) if args.model is not None else demo_model_path()
+    config = _resolve(args, path, hardware)
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    model = load_model(
+        path, config.dtype, config.device, load_format=config.load_format, progress=progress, seed=config.seed
+    )
+    adapters: AdapterManager | NoAdapters = NoAdapters()
+    if config.lora is not None:
+        adapters = AdapterManager(model.linears(), config.lora, dtype, device)
+    proposer = make_proposer(config.speculative, model, config, progress=progress)
+    layers = [*model.kv_layers, *proposer.kv_layers]
+    kv = allocate_kv(layers, config.cache.num_blocks, config.cache.block_size, dtype, device)
+    proposer.bind(kv[len(model.kv_layers) :])
+    sampler = Sampler(
+        always_invariant=config.speculative is not None and config.speculative.rejection_sample_method == "invariant"
+    )
+    runner = ModelRunner(
+        RunnerParts(model, kv[: len(model.kv_layers)], sampler, proposer, prepare_adapters=adapters.prepare)
+    )
+    scheduler = _make_scheduler(config, proposer, adapters)
+    info = _describe(args, config, model, time.perf_counter() - started)
+    return EngineParts(config, info, scheduler, runner, adapters)
+
+
+def _resolve(args: EngineArgs, path: Any, hardware: Hardware) -> EngineConfig:
+    """The configuration; the KV cache is sized for the target's layers and a draft model's."""
+    facts = read_facts(path, None if args.dtype == "auto" else args.dtype)
+    speculative = parse_speculative(args.speculative_config)
+    if speculative is not None and speculative.model is not None:
+        draft = read_facts(resolve_model_path(speculative.model), facts.dtype if args.dtype == "auto" else args.dtype)
+        total = facts.kv_bytes_per_token + draft.kv_bytes_per_token
+        facts = dataclasses.replace(facts, kv_bytes_per_token=total)
+    return resolve(args, facts, hardware)
+
+
+def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterManager | NoAdapters) -> Scheduler:
+    pool = BlockPool(config.cache.num_blocks)
+    limits = DraftLimits()
+    if config.speculative is not None:
+        limits = DraftLimits(config.speculative.num_speculative_tokens, extra_slots=bool(proposer.kv_layers))
+    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), [adapters], limits)
+
+
+def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:
+    speculation = "off"
+    if config.speculative is not None:
+        speculation = f"{config.speculative.method}, {config.speculative.num_speculative_tokens} drafts a step"
+    return EngineInfo(
+        model=config.model,
+        architecture=model.config.architecture,
+        dtype=config.dtype,
+        device=config.device,
+        vocab_size=model.config.vocab_size,
+        max_model_len=config.scheduler.max_model_len,
+        max_logprobs=config.max_logprobs,
+        num_kv_blocks=config.cache.num_blocks,
+        block_size=config.cache.block_size,
+        num_parameters=model.num_parameters,
+        enable_lora=config.lora is not None,
+        max_loras=config.lora.max_loras if config.lora is not None else 0,
+        max_lora_rank=config.lora.max_lora_rank if config.lora is not None else 0,
+        speculation=speculation,
+        load_seconds=load_seconds,
+    )

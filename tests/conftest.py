@@ -1,0 +1,46 @@
+"""Shared test setup: no network, fixed seeds, two torch threads; set before any test module imports a library."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # what torch starts with, here and in child processes
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+
+
+class RootIsNoTestPackage:
+    """Collects the repository root as a plain folder.
+
+    Its `__init__.py` is the package `outrider`; pytest would import it a second time, under the checkout's folder name.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == REPO_ROOT else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(RootIsNoTestPackage())
+
+
+@pytest.fixture(autouse=True)
+def _seed_everything() -> None:
+    """Same random numbers in every test, whatever ran before; torch and numpy only where a test has loaded them."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The repository root, which is also the package's folder."""
+    return REPO_ROOT

@@ -1,0 +1,92 @@
+"""`resolve`: defaults, limits, and options that do not go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.platform.core.config import EngineArgs, Hardware, ModelFacts, parse_speculative, resolve
+from outrider.platform.core.errors import InvalidRequestError
+
+FACTS = ModelFacts(
+    path="/m",
+    architecture="LlamaForCausalLM",
+    dtype="bfloat16",
+    vocab_size=100,
+    max_position_embeddings=1024,
+    kv_bytes_per_token=1024,
+)
+CPU = Hardware(device="cpu", free_memory_bytes=1 << 30)
+
+
+def test_defaults_follow_the_model():
+    config = resolve(EngineArgs(), FACTS, CPU)
+    assert (config.dtype, config.scheduler.max_model_len, config.lora, config.speculative) == (
+        "bfloat16",
+        1024,
+        None,
+        None,
+    )
+
+
+def test_no_more_blocks_than_the_sequences_can_use():
+    config = resolve(EngineArgs(max_num_seqs=2), FACTS, CPU)
+    assert config.cache.num_blocks == 3 * 1024 // 16
+
+
+def test_blocks_follow_the_memory():
+    config = resolve(EngineArgs(kv_cache_memory_bytes=2048 * 1024), FACTS, CPU)
+    assert config.cache.num_blocks == 128
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"dtype": "int8"}, "dtype"),
+        ({"device": "tpu"}, "device"),
+        ({"load_format": "gguf"}, "load_format"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy"),
+        ({"max_model_len": 2048}, "max_model_len"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_num_seqs": -1}, "max_num_seqs"),
+        ({"block_size": "16"}, "block_size"),
+        ({"kv_cache_memory_bytes": 1024}, "max_model_len"),
+        ({"num_gpu_blocks_override": 8}, "num_gpu_blocks_override"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
+        ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 128},
+            "max_num_batched_tokens",
+        ),
+    ],
+)
+def test_wrong_options_are_named(options, param):
+    with pytest.raises(InvalidRequestError) as caught:
+        resolve(EngineArgs(**options), FACTS, CPU)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "oracle"},
+        {"num_speculative_tokens": 3},
+        {"method": "ngram", "k": 3},
+        {"method": "draft_model"},
+        {"method": "ngram", "num_speculative_tokens": 0},
+        {"method": "ngram", "num_speculative_tokens": True},
+        {"method": "ngram", "prompt_lookup_max": "3"},
+        {"method": "ngram", "rejection_sample_method": "fast"},
+    ],
+)
+def test_wrong_speculative_configs_are_refused(config):
+    with pytest.raises(InvalidRequestError):
+        parse_speculative(config)
+
+
+def test_speculative_defaults():
+    assert parse_speculative(None) is None
+    assert parse_speculative({"method": "off"}) is None
+    assert parse_speculative({"model": "/d"}).method == "draft_model"
+    ngram = parse_speculative({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 4})
+    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (2, 2)

@@ -1,0 +1,103 @@
+"""Masks, biases and penalties against their definitions, one row at a time in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.platform.core.request import Request
+from outrider.platform.engine.logits_edits import LogitsRow, apply_edits, wants_edits
+
+VOCAB, EOS = 12, 11
+
+
+def request(params, prompt=(1, 2), outputs=()):
+    tokens = [*prompt, *outputs]
+    return Request("r", tokens, len(prompt), params, seed_key=0, eos_token_ids=frozenset([EOS]))
+
+
+def edited(logits, *rows):
+    result = logits.clone()
+    apply_edits(result, [LogitsRow(i, r, list(drafts)) for i, (r, drafts) in enumerate(rows)])
+    return result
+
+
+def reference(values, item, drafts):
+    """The definitions, in Python."""
+    p, out = item.params, item.tokens[item.num_prompt_tokens :] + list(drafts)
+    row = [float(v) for v in values]
+    if p.allowed_token_ids is not None:
+        row = [v if i in p.allowed_token_ids else -math.inf for i, v in enumerate(row)]
+    for word in p.bad_words_token_ids:
+        head = word[:-1]
+        if not head or out[-len(head) :] == head:
+            row[word[-1]] = -math.inf
+    if len(out) < p.min_tokens:
+        for token in [EOS, *p.stop_token_ids]:
+            row[token] = -math.inf
+    for token, bias in (p.logit_bias or {}).items():
+        row[token] += bias
+    for token in set(item.tokens) | set(drafts):
+        row[token] = row[token] / p.repetition_penalty if row[token] > 0 else row[token] * p.repetition_penalty
+    for token in set(out):
+        row[token] -= p.presence_penalty + p.frequency_penalty * out.count(token)
+    return row
+
+
+params_strategy = st.builds(
+    SamplingParams,
+    presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.7, -0.3]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    min_tokens=st.integers(0, 4),
+    stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5), max_size=3),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+    bad_words_token_ids=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=2),
+)
+tokens_strategy = st.lists(st.integers(0, VOCAB - 1), max_size=6)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(params_strategy, tokens_strategy, tokens_strategy), min_size=1, max_size=4), st.integers(0, 99)
+)
+def test_every_combination_equals_the_definitions(cases, seed):
+    logits = torch.randn(len(cases), VOCAB, generator=torch.Generator().manual_seed(seed))
+    rows = [(request(params, outputs=outputs), drafts) for params, outputs, drafts in cases]
+    want = torch.tensor([reference(row, *case) for row, case in zip(logits.tolist(), rows, strict=True)])
+    torch.testing.assert_close(edited(logits, *rows), want, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_without_edits_are_untouched():
+    logits = torch.randn(2, VOCAB)
+    result = edited(logits, (request(SamplingParams()), []), (request(SamplingParams(logit_bias={3: 1.0})), []))
+    assert torch.equal(result[0], logits[0])
+    assert result[1, 3] == logits[1, 3] + 1.0
+
+
+def test_drafts_before_a_row_count_like_generated_tokens():
+    logits = torch.zeros(2, VOCAB)
+    item = request(SamplingParams(frequency_penalty=1.0), outputs=[4])
+    result = edited(logits, (item, []), (item, [4, 5]))
+    assert result[0, 4] == -1.0
+    assert result[1, 4] == -2.0
+    assert result[1, 5] == -1.0
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        (SamplingParams(), False),
+        (SamplingParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1), False),
+        (SamplingParams(min_tokens=1), True),
+        (SamplingParams(logit_bias={1: 1.0}), True),
+    ],
+)
+def test_plain_sampling_wants_no_edits(params, wanted):
+    assert wants_edits(params) is wanted

@@ -1,0 +1,317 @@
+"""The scheduler against a simulated device that knows what every KV slot holds."""
+
+from __future__ import annotations
+
+import random
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.platform.core.batch import RowResult, StepResult
+from outrider.platform.core.config import SchedulerConfig
+from outrider.platform.core.errors import AdapterError
+from outrider.platform.core.request import Drafts, Request
+from outrider.platform.engine.block_pool import BlockPool
+from outrider.platform.engine.prefix_cache import PrefixCache
+from outrider.platform.engine.scheduler import DraftLimits, Scheduler
+
+BLOCK, VOCAB = 4, 50
+NO_SPECULATION = DraftLimits()
+
+
+def next_token(tokens):
+    """The simulated model: a fixed function of the whole prefix."""
+    return blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCAB
+
+
+class Device:
+    """Checks that a step reads exactly the tokens it should from its blocks, then answers like a model with a
+    proposer."""
+
+    def __init__(self, num_blocks, limits=NO_SPECULATION, skill=0.7, lag=0.2, seed=0):
+        self.kv = {}  # slot -> token, the target's layer
+        self.draft_kv = {}
+        self.limits, self.skill, self.lag = limits, skill, lag
+        self.random = random.Random(seed)
+
+    def run(self, plan):
+        return StepResult([self._row(row) for row in plan.rows])
+
+    def _row(self, row):
+        request = row.request
+        inputs = (request.tokens + request.drafts.token_ids)[row.start : row.end]
+        assert len(inputs) == row.num_tokens > 0
+        assert row.num_drafts == len(request.drafts.token_ids)
+        for position, token in enumerate(inputs, row.start):
+            self.kv[self._slot(request, position)] = token
+        sequence = request.tokens + request.drafts.token_ids
+        held = [self.kv[self._slot(request, position)] for position in range(row.end)]
+        assert held == sequence[: row.end], "a KV slot holds another sequence's token"
+        if not row.samples:
+            assert row.end < len(request.tokens)
+            return RowResult([], num_draft_computed=self._catch_up(request, request.tokens, row.end))
+        tokens = list(request.tokens)
+        accepted = []
+        for draft in request.drafts.token_ids:
+            if draft != next_token(tokens + accepted):
+                break
+            accepted.append(draft)
+        got = [*accepted, next_token(tokens + accepted)]
+        return self._propose(row, got, len(accepted))
+
+    def _propose(self, row, got, num_accepted):
+        request, tokens = row.request, row.request.tokens + got
+        valid = min(request.num_draft_computed, len(request.tokens) + num_accepted)
+        drafts = []
+        while len(drafts) < row.max_new_drafts and self.random.random() < 0.9:
+            right = self.random.random() < self.skill
+            drafts.append(next_token(tokens + drafts) if right else self.random.randrange(VOCAB))
+        if self.limits.extra_slots and self.random.random() >= self.lag:
+            valid = self._catch_up(request, tokens + drafts[:-1], row.end - (row.num_drafts - num_accepted), valid)
+            for position in range(valid, len(tokens) + len(drafts) - 1):
+                self.draft_kv[self._slot(request, position)] = (tokens + drafts)[position]
+            valid = len(tokens) + max(0, len(drafts) - 1) if drafts else valid
+        return RowResult(got, num_accepted, drafts=Drafts(drafts), num_draft_computed=valid)
+
+    def _catch_up(self, request, tokens, end, valid=None):
+        valid = min(request.num_draft_computed, len(tokens)) if valid is None else valid
+        if not self.limits.extra_slots:
+            return 0
+        for position in range(valid):
+            assert self.draft_kv[self._slot(request, position)] == tokens[position], "the draft layer is stale"
+        for position in range(valid, end):
+            self.draft_kv[self._slot(request, position)] = tokens[position]
+        return max(valid, end)
+
+    @staticmethod
+    def _slot(request, position):
+        return request.blocks[position // BLOCK] * BLOCK + position % BLOCK
+
+
+class TwoSeats:
+    """A gate with two seats by name, like adapters with room for two."""
+
+    def __init__(self):
+        self.seated = {}
+
+    def admit(self, request):
+        name = request.tenant
+        if name == "broken":
+            raise AdapterError("cannot be served", param="lora_path")
+        if name and name not in self.seated and len(self.seated) == 2:
+            return "seats"
+        if name:
+            self.seated.setdefault(name, set()).add(request.request_id)
+        return None
+
+    def release(self, request):
+        holders = self.seated.get(request.tenant)
+        if holders is not None:
+            holders.discard(request.request_id)
+            if not holders:
+                del self.seated[request.tenant]
+
+
+def make(num_blocks=16, limits=NO_SPECULATION, gates=(), **config):
+    values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "policy": "fcfs"} | config
+    pool = BlockPool(num_blocks)
+    return Scheduler(SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK), gates, limits)
+
+
+def request(name, tokens, max_tokens=8, **fields):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, **fields.pop("params", {}))
+    fields.setdefault("namespace", b"")
+    return Request(name, list(tokens), len(tokens), params, seed_key=0, **fields)
+
+
+def finish(scheduler, device, limit=2000):
+    """Step until idle; returns outputs and errors by request."""
+    outputs, errors = {}, {}
+    for _ in range(limit):
+        if not scheduler.has_work():
+            break
+        plan = scheduler.schedule()
+        assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
+        for delta in scheduler.commit(plan, device.run(plan)):
+            outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.error:
+                errors[delta.request_id] = delta.error
+        scheduler.check_integrity()
+    assert not scheduler.has_work(), "did not finish"
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    return outputs, errors
+
+
+def expected(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+workloads = st.lists(
+    st.tuples(
+        st.integers(1, 30), st.integers(1, 17), st.sampled_from(["", "a", "b", "c", "broken"]), st.integers(0, 3)
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    workloads,
+    st.integers(12, 30),
+    st.integers(1, 20),
+    st.sampled_from([DraftLimits(), DraftLimits(3), DraftLimits(4, extra_slots=True)]),
+    st.sampled_from(["fcfs", "priority"]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_every_sequence_gets_its_own_text_whatever_happens(jobs, blocks, budget, limits, policy, cached, seed):
+    scheduler = make(blocks, limits, [TwoSeats()], max_num_batched_tokens=budget, policy=policy)
+    device = Device(blocks, limits, seed=seed)
+    want = {}
+    for index, (length, count, tenant, priority) in enumerate(jobs):
+        prompt = [i % (priority + 2) for i in range(length)]  # few different prompts, so that prefixes are shared
+        namespace = tenant.encode() if cached else None
+        scheduler.add(request(str(index), prompt, count, tenant=tenant, priority=priority, namespace=namespace))
+        want[str(index)] = None if tenant == "broken" else expected(prompt, count)
+    outputs, errors = finish(scheduler, device)
+    assert set(errors) == {name for name, text in want.items() if text is None}
+    assert {name: text for name, text in outputs.items() if name not in errors} == {
+        name: text for name, text in want.items() if text is not None
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 99))
+def test_aborts_at_any_step_free_everything_and_disturb_no_one(aborts, seed):
+    limits = DraftLimits(3, extra_slots=True)
+    scheduler, device = make(14, limits), Device(14, limits, seed=seed)
+    for index in range(10):
+        scheduler.add(request(str(index), [index % 3] * (5 + index), 9, group="g" if index in (4, 5, 6) else None))
+    outputs = {}
+    for victim in aborts:
+        plan = scheduler.schedule()
+        for delta in scheduler.commit(plan, device.run(plan)):
+            outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+        scheduler.abort([str(victim), "unknown"])
+        scheduler.check_integrity()
+    rest, _ = finish(scheduler, device)
+    for name, tokens in rest.items():
+        outputs.setdefault(name, []).extend(tokens)
+    for index in set(range(10)) - set(aborts):
+        assert outputs[str(index)] == expected([index % 3] * (5 + index), 9)
+
+
+def test_budget_is_shared_by_decodes_and_chunks():
+    scheduler, device = make(), Device(16)
+    scheduler.add(request("short", [1], 20))
+    plan = scheduler.schedule()
+    scheduler.commit(plan, device.run(plan))
+    scheduler.add(request("long", range(30), 2))
+    plan = scheduler.schedule()
+    assert [(row.request.request_id, row.num_tokens, row.samples) for row in plan.rows] == [
+        ("short", 1, True),
+        ("long", 15, False),
+    ]
+
+
+def test_whole_prompts_only_when_chunking_is_off():
+    scheduler = make(max_num_batched_tokens=48, enable_chunked_prefill=False)
+    for name in "ab":
+        scheduler.add(request(name, range(30)))
+    plan = scheduler.schedule()
+    assert [(row.request.request_id, row.num_tokens) for row in plan.rows] == [("a", 30)]
+
+
+def test_siblings_wait_for_the_leader_and_share_its_blocks():
+    scheduler, device = make(), Device(16)
+    for index in range(3):
+        scheduler.add(request(f"s{index}", range(10), 3, group="s"))
+    plan = scheduler.schedule()
+    assert [row.request.request_id for row in plan.rows] == ["s0"]
+    assert scheduler.waiting_by_reason() == {"group": 2}
+    scheduler.commit(plan, device.run(plan))
+    plan = scheduler.schedule()
+    assert [row.num_tokens for row in plan.rows] == [1, 2, 2]
+    blocks = [row.request.blocks for row in plan.rows]
+    assert blocks[0][:2] == blocks[1][:2] == blocks[2][:2]
+    assert len({b[2] for b in blocks}) == 3
+
+
+def test_priority_admits_the_urgent_first_and_preempts_the_other():
+    scheduler, device = make(12, policy="priority"), Device(12)
+    scheduler.add(request("later", range(4), 30, priority=5))
+    scheduler.add(request("urgent", range(4, 8), 30, priority=-1))
+    plan = scheduler.schedule()
+    assert [row.request.request_id for row in plan.rows] == ["urgent", "later"]
+    scheduler.commit(plan, device.run(plan))
+    while scheduler.num_preemptions == 0:
+        plan = scheduler.schedule()
+        scheduler.commit(plan, device.run(plan))
+    assert [item.request_id for item in scheduler.waiting] == ["later"]
+    outputs, _ = finish(scheduler, device)
+    assert outputs["later"][-1] == expected(range(4), 30)[-1]
+
+
+def test_one_that_waits_for_a_seat_lets_others_pass():
+    scheduler = make(gates=[TwoSeats()])
+    for name, tenant in (("1", "a"), ("2", "b"), ("3", "c"), ("4", "a")):
+        scheduler.add(request(name, [1, 2], tenant=tenant))
+    plan = scheduler.schedule()
+    assert [row.request.request_id for row in plan.rows] == ["1", "2", "4"]
+    assert scheduler.waiting_by_reason() == {"seats": 1}
+
+
+def test_one_that_waits_for_room_is_not_overtaken():
+    scheduler, device = make(6), Device(6)
+    scheduler.add(request("a", range(12), 8))
+    plan = scheduler.schedule()
+    scheduler.commit(plan, device.run(plan))
+    scheduler.add(request("large", range(20, 34), 2))
+    scheduler.add(request("small", [1], 2))
+    plan = scheduler.schedule()
+    assert [row.request.request_id for row in plan.rows] == ["a"]
+    assert scheduler.waiting_by_reason() == {"capacity": 2}
+
+
+@pytest.mark.parametrize(("speculative", "most"), [(None, 4), (2, 2), (False, 0), (0, 0), (9, 4)])
+def test_a_request_may_cap_its_drafts(speculative, most):
+    limits = DraftLimits(4)
+    scheduler, device = make(limits=limits), Device(16, limits, skill=1.0)
+    scheduler.add(request("a", [1], 40, params={"speculative": speculative}))
+    seen = set()
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        seen.add(plan.rows[0].num_drafts)
+        scheduler.commit(plan, device.run(plan))
+    assert max(seen) == most
+
+
+def test_drafts_never_reach_past_max_tokens_or_the_context():
+    limits = DraftLimits(4, extra_slots=True)
+    for max_tokens, prompt in ((3, 2), (40, 44)):
+        scheduler, device = make(limits=limits), Device(16, limits, skill=1.0, lag=0.0)
+        scheduler.add(request("a", [1] * prompt, max_tokens))
+        while scheduler.has_work():
+            plan = scheduler.schedule()
+            (row,) = plan.rows
+            assert row.request.num_output_tokens + row.num_drafts < max_tokens
+            assert len(row.request.blocks) * BLOCK <= 48
+            scheduler.commit(plan, device.run(plan))
+
+
+def test_a_stop_token_inside_accepted_drafts_ends_the_text_there():
+    limits = DraftLimits(4)
+    scheduler, device = make(limits=limits), Device(16, limits, skill=1.0)
+    text = expected([1], 40)
+    stop = text[6]
+    first = text.index(stop)
+    scheduler.add(request("a", [1], 40, params={"stop_token_ids": [stop]}))
+    outputs, _ = finish(scheduler, device)
+    assert outputs["a"] == text[: first + 1]

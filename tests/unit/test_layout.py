@@ -1,0 +1,159 @@
+"""The checkout is the package `outrider`: what that needs in order not to break anything else."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import outrider
+
+# Folders of the root that are no part of the package.
+NOT_PACKAGED = {"benchmarks", "build", "dist", "docs", "examples", "tests", "tools"}
+
+
+def run_python(code: str, cwd: Path) -> str:
+    """Run `code` in a fresh interpreter whose import path begins with its working directory."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def package_folders(root: Path) -> set[str]:
+    """Dotted names of all folders below the root that hold Python code of the package, the root's included."""
+    names = set()
+    for folder, subfolders, files in os.walk(root):
+        skipped = NOT_PACKAGED if Path(folder) == root else {"__pycache__"}
+        subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
+        if any(file.endswith(".py") for file in files):
+            names.add(".".join(("outrider", *Path(folder).relative_to(root).parts)))
+    return names
+
+
+@pytest.fixture(scope="module")
+def pyproject(repo_root: Path) -> dict:
+    return tomllib.loads((repo_root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def wheel_files(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Paths inside the wheel. It is built from links, so that nothing is written into the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for entry in repo_root.iterdir():
+        if entry.name.startswith(".") or entry.name.endswith(".egg-info") or entry.name in NOT_PACKAGED:
+            continue
+        if entry.is_dir():
+            (source / entry.name).symlink_to(entry)
+        else:
+            shutil.copy(entry, source)
+    target = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--wheel-dir", str(target)]
+    command += ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    done = subprocess.run(command, cwd=target, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = target.glob("outrider-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_standard_library_works_at_the_root(repo_root):
+    code = "import sys; assert sys.path[0] == ''; import platform, uuid; uuid.uuid4(); print(platform.python_version())"
+    assert run_python(code, repo_root) == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_guard_leaves_the_real_module_and_nothing_else(repo_root):
+    code = "import platform; print(platform.__file__, *sorted(vars(platform)))"
+    assert run_python(code, repo_root) == run_python(code, repo_root / "tests")
+
+
+def test_guard_leaves_our_package_alone(repo_root):
+    code = "import outrider.platform as p, platform; print(p.__file__); assert p is not platform; print(*vars(p))"
+    file, names = run_python(code, repo_root).splitlines()
+    assert Path(file) == repo_root / "platform" / "__init__.py"
+    assert all(name.startswith("__") for name in names.split())
+
+
+def test_libraries_work_at_the_root(repo_root):
+    # transformers looks for a top-level module `kernels`, an optional library of that name.
+    code = "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; print(torch.ones(2).sum())"
+    assert run_python(code, repo_root) == "tensor(2.)"
+
+
+def test_pytest_did_not_import_the_root_again(repo_root):
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    assert [name for name, file in files.items() if file == str(repo_root / "__init__.py")] == ["outrider"]
+
+
+def test_every_package_folder_is_listed(repo_root, pyproject):
+    listed = pyproject["tool"]["setuptools"]["packages"]
+    assert listed == sorted(listed)
+    assert set(listed) == package_folders(repo_root)
+
+
+def test_every_package_folder_has_an_init(repo_root, pyproject):
+    folders = [Path(*name.split(".")[1:]) for name in pyproject["tool"]["setuptools"]["packages"]]
+    assert [str(folder) for folder in folders if not (repo_root / folder / "__init__.py").is_file()] == []
+
+
+def test_wheel_holds_every_module(repo_root, pyproject, wheel_files):
+    expected = {"outrider/py.typed"}
+    for name in pyproject["tool"]["setuptools"]["packages"]:
+        folder = repo_root.joinpath(*name.split(".")[1:])
+        expected |= {f"outrider/{file.relative_to(repo_root).as_posix()}" for file in folder.glob("*.py")}
+    assert expected - wheel_files == set()
+
+
+def test_wheel_holds_the_demo_model(repo_root, wheel_files):
+    demo = repo_root / "models" / "demo"
+    folders = [demo / name for name in ("base", "draft", "adapters")]
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    if not files:
+        pytest.skip("the demo model is not in this checkout")
+    files.append(demo / "MODEL_CARD.md")
+    assert {f"outrider/{file.relative_to(repo_root).as_posix()}" for file in files} - wheel_files == set()
+
+
+def test_wheel_holds_nothing_else_of_the_root(wheel_files):
+    inside = [name.split("/")[1:] for name in wheel_files if name.startswith("outrider/")]
+    assert {path[0] for path in inside if len(path) == 1} == {"__init__.py", "py.typed"}
+    assert {path[0] for path in inside if len(path) > 1} & NOT_PACKAGED == set()
+    assert {name.split("/")[0] for name in wheel_files if ".dist-info/" not in name} == {"outrider"}
+
+
+def test_version_is_the_projects(pyproject):
+    assert outrider.__version__ == pyproject["project"]["version"]
+
+
+def test_public_names_are_listed_and_unknown_ones_refused():
+    assert {"LLM", "AsyncLLM", "SamplingParams", "LoRARequest"} <= set(dir(outrider))
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = outrider.Nonsense
+
+
+@pytest.mark.parametrize("code", ["import outrider", "import outrider.platform.core"])
+def test_import_is_light(code, tmp_path):
+    heavy = "torch numpy transformers fastapi pydantic zmq uvicorn triton".split()
+    assert run_python(f"{code}; import sys; print(*sys.modules.keys() & {set(heavy)})", tmp_path) == ""
+
+
+def test_core_modules_import_no_torch(repo_root, tmp_path):
+    modules = [
+        f"outrider.platform.core.{p.stem}" for p in (repo_root / "platform/core").glob("*.py") if p.stem[0] != "_"
+    ]
+    code = f"import importlib, sys; [importlib.import_module(m) for m in {modules}]; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path) == "False"
+
+
+def test_llm_needs_no_web_stack(repo_root, tmp_path):
+    if not (repo_root / "platform" / "client" / "llm.py").exists():
+        pytest.skip("outrider.LLM is not written yet")
+    web = "fastapi starlette uvicorn zmq msgspec prometheus_client sqlalchemy".split()
+    code = f"from outrider import LLM; import sys; print(*sys.modules.keys() & {set(web)})"
+    assert run_python(code, tmp_path) == ""
