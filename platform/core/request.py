@@ -52,8 +52,10 @@ class Request:
     lora: LoRARequest | None = None
     adapter: Any = None
     """The adapter's handle while admitted; opaque here. It belongs to the adapter manager."""
+    sharing: bytes | None = None
+    """With whom its KV may be shared: tenant, salt and such; None: with nobody."""
     namespace: bytes | None = None
-    """Prefix-cache namespace; None keeps this sequence out of the prefix cache."""
+    """Prefix-cache namespace, `sharing` and the adapter's content, set at admission; None keeps it out of the cache."""
     group: str | None = None
     priority: int = 0
     tenant: str = ""

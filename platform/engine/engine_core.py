@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 from hashlib import blake2b
 
+from ..core.batch import StepPlan, StepResult
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest
@@ -65,13 +66,13 @@ class EngineCore:
             seed_key=self._random.getrandbits(64) if seed is None else _seed_key(seed),
             eos_token_ids=frozenset(request.eos_token_ids),
             lora=request.lora,
+            sharing=self._sharing(request),
             group=request.group,
             priority=request.priority,
             tenant=request.tenant,
             arrival_time=request.arrival_time,
         )
         self._adapters.resolve(sequence)
-        sequence.namespace = self._namespace(request, sequence)
         self.scheduler.add(sequence)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -97,11 +98,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        cache = self.scheduler.prefix_cache
+        cache, adapters = self.scheduler.prefix_cache, self._adapters.stats()
         return EngineStats(
-            num_running=len(running),
-            num_waiting=len(waiting),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
             num_waiting_by_reason=self.scheduler.waiting_by_reason(),
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=self._num_steps,
@@ -109,10 +109,10 @@ class EngineCore:
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,
             speculation=self._speculation,
-            adapters=self._adapters.list(),
-            running_adapters=_adapter_names(running),
-            waiting_adapters=_adapter_names(waiting),
-            lora_load_seconds=self._adapters.take_load_seconds(),
+            adapters=adapters.adapters,
+            running_adapters=adapters.running,
+            waiting_adapters=adapters.waiting,
+            lora_load_seconds=adapters.load_seconds,
         )
 
     def shutdown(self) -> None:
@@ -144,18 +144,17 @@ class EngineCore:
         if queued is not None and len(self.scheduler.waiting) >= queued:
             raise OverloadedError(f"{queued} requests are waiting already (max_num_queued_reqs)")
 
-    def _namespace(self, request: EngineRequest, sequence: Request) -> bytes | None:
-        """Where this sequence's blocks may be shared; None: nowhere. Siblings (`n` > 1) always share."""
+    def _sharing(self, request: EngineRequest) -> bytes | None:
+        """With whom this sequence's KV may be shared; None: with nobody. Siblings (`n` > 1) always share."""
         parts = [request.tenant, request.cache_salt]
         if not self._config.cache.enable_prefix_caching:
             if request.group is None:
                 return None
             parts.append(request.group)
         # Lengths keep the parts apart: no two different lists join to the same bytes.
-        joined = b"".join(len(p).to_bytes(8, "little") + p for p in (part.encode() for part in parts))
-        return joined + self._adapters.namespace(sequence)
+        return b"".join(len(part).to_bytes(8, "little") + part for part in (text.encode() for text in parts))
 
-    def _count(self, plan, result) -> None:
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
         for row, got in zip(plan.rows, result.rows, strict=True):
             if row.num_drafts:
                 name = row.request.lora.name if row.request.lora is not None else ""
@@ -165,7 +164,3 @@ class EngineCore:
 def _seed_key(seed: int) -> int:
     """64 well-mixed bits for a user's seed, so that seeds 1 and 2 share nothing."""
     return int.from_bytes(blake2b(seed.to_bytes(16, "little", signed=True), digest_size=8).digest(), "little")
-
-
-def _adapter_names(requests: list[Request]) -> list[str]:
-    return sorted({request.lora.name for request in requests if request.lora is not None})

@@ -5,9 +5,10 @@ The scheduler and the runner know none of them: they see the small protocols her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...lora.manager import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo
@@ -24,9 +25,6 @@ class NoAdapters:
                 f"adapter {request.lora.name!r} was requested, but LoRA is not enabled (enable_lora)",
                 param="lora_request",
             )
-
-    def forget(self, request: Request) -> None:
-        """Nothing was resolved."""
 
     def admit(self, request: Request) -> str | None:
         """Always ready."""
@@ -58,9 +56,35 @@ class NoAdapters:
         """None."""
         return []
 
-    def take_load_seconds(self) -> list[float]:
-        """None were loaded."""
-        return []
+    def stats(self) -> AdapterStats:
+        """Nothing to tell."""
+        return AdapterStats([], [], [], [])
+
+    def close(self) -> None:
+        """Nothing to stop."""
 
     def check_integrity(self) -> None:
         """Nothing to check."""
+
+
+class PrefixNamespaces:
+    """Fixes each sequence's prefix-cache namespace when it is admitted: only then is its adapter's content known.
+
+    Listed after the adapters' gate.
+    """
+
+    def __init__(self, adapter_namespace: Callable[[Request], bytes]) -> None:
+        self._adapter_namespace = adapter_namespace
+
+    def admit(self, request: Request) -> str | None:
+        """Set `request.namespace`; hashes made under another one are dropped."""
+        if request.sharing is None:
+            return None
+        namespace = request.sharing + self._adapter_namespace(request)
+        if namespace != request.namespace:
+            request.namespace = namespace
+            request.block_hashes.clear()
+        return None
+
+    def release(self, request: Request) -> None:
+        """Nothing is held."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import filter_logits, top_logprobs
-from ...spec_decode.verification import Rule, VerifyRow, verify
+from ...spec_decode.verification import VerifyRow, choose_rule, verify
 from ..core.errors import ErrorInfo, InvalidRequestError
 from ..core.messages import TokenLogprobs
 from ..core.request import Drafts, Request
@@ -100,12 +100,7 @@ class Sampler:
 
     def _verify_row(self, row: SampleRow) -> VerifyRow:
         request = row.request
-        if request.params.greedy:
-            rule = Rule.GREEDY
-        elif self._always_invariant or request.deterministic:
-            rule = Rule.INVARIANT
-        else:
-            rule = Rule.REJECTION
+        rule = choose_rule(request, self._always_invariant)
         return VerifyRow(request.seed_key, len(request.tokens), row.drafts.token_ids, row.drafts.probs, rule)
 
 

@@ -29,7 +29,7 @@ class Gate(Protocol):
         """Take it and return None, or return the reason to wait. A typed error fails this request alone."""
 
     def release(self, request: Request) -> None:
-        """Give it back: the request finished or was preempted."""
+        """Give it back: the request finished, failed or was preempted. Also called for one that was never admitted."""
 
 
 class DraftLimits(NamedTuple):
@@ -245,10 +245,8 @@ class Scheduler:
             try:
                 reason = gate.admit(request)
             except OutriderError as error:
-                for taken in self._gates[:index]:
-                    taken.release(request)
                 self._failed.append(TokenDelta(request.request_id, error=error.info()))
-                self._finish(item, holding=False)
+                self._finish(item)
                 return None
             if reason is not None:
                 for taken in self._gates[:index]:
@@ -302,21 +300,16 @@ class Scheduler:
                 self._finish(item)
         return deltas
 
-    def _finish(self, item: _Queued, *, holding: bool = True) -> None:
-        """Remove a sequence for good. `holding`: whether it may hold blocks and gates."""
+    def _finish(self, item: _Queued) -> None:
+        """Remove a sequence for good, with all that it holds."""
         request = item.request
-        if request.status is Status.RUNNING:
-            self._running.remove(item)
-            if holding:
-                self._release(request)
-        else:
-            self._waiting.remove(item)
+        (self._running if request.status is Status.RUNNING else self._waiting).remove(item)
         request.status = Status.FINISHED
+        self._release(request)
         del self._requests[request.request_id]
-        if request.group is not None and not any(
-            other.request.group == request.group for other in self._requests.values()
-        ):
-            self._leaders.pop(request.group, None)
+        group = request.group
+        if group is not None and all(other.request.group != group for other in self._requests.values()):
+            self._leaders.pop(group, None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, counts, queues and maps agree."""

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ...lora.manager import AdapterManager
+from ...models.batch import allocate_kv
 from ...models.demo import demo_model_path
 from ...models.loader import load_model, read_facts, resolve_model_path
-from ...spec_decode.proposer import Proposer
-from ...spec_decode.registry import make_proposer
+from ...spec_decode.proposer import Proposer, ProposerContext, make_proposer
 from ..core.config import EngineArgs, EngineConfig, Hardware, check_args, parse_speculative, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from .block_pool import BlockPool
-from .features import NoAdapters
-from .kv_cache import allocate_kv
+from .features import NoAdapters, PrefixNamespaces
 from .model_runner import ModelRunner, RunnerParts
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
@@ -66,7 +65,7 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     adapters: AdapterManager | NoAdapters = NoAdapters()
     if config.lora is not None:
         adapters = AdapterManager(model.linears(), config.lora, dtype, device)
-    proposer = make_proposer(config.speculative, model, config, progress=progress)
+    proposer = make_proposer(config.speculative, _proposer_context(config, model.config.vocab_size, progress))
     layers = [*model.kv_layers, *proposer.kv_layers]
     kv = allocate_kv(layers, config.cache.num_blocks, config.cache.block_size, dtype, device)
     proposer.bind(kv[len(model.kv_layers) :])
@@ -92,12 +91,25 @@ def _resolve(args: EngineArgs, path: Any, hardware: Hardware) -> EngineConfig:
     return resolve(args, facts, hardware)
 
 
+def _proposer_context(config: EngineConfig, vocab_size: int, progress: bool) -> ProposerContext:
+    return ProposerContext(
+        vocab_size=vocab_size,
+        device=config.device,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=progress,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+
+
 def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterManager | NoAdapters) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
+    gates = [adapters, PrefixNamespaces(adapters.namespace)]
     limits = DraftLimits()
     if config.speculative is not None:
         limits = DraftLimits(config.speculative.num_speculative_tokens, extra_slots=bool(proposer.kv_layers))
-    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), [adapters], limits)
+    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits)
 
 
 def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:

@@ -1,0 +1,154 @@
+"""Tiny random models in float32 that the engine tests share, and a way to run requests through an engine."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import LoRARequest, SamplingParams
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.messages import EngineRequest
+
+VOCAB = 160
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Models:
+    """Folders of a target, a draft that often agrees with it, and adapters of ranks 4, 8 and 3."""
+
+    def __init__(self, root: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.target, self.draft = root / "target", root / "draft"
+        config = LlamaConfig(
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            vocab_size=VOCAB,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=2,
+        )
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).float()
+        model.save_pretrained(self.target)
+        self.adapters = {}
+        for name, rank in (("a", 4), ("b", 8), ("c", 3)):
+            torch.manual_seed(rank)
+            base = LlamaForCausalLM.from_pretrained(self.target)
+            lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, init_lora_weights=False)
+            self.adapters[name] = str(root / f"adapter-{name}")
+            get_peft_model(base, lora).save_pretrained(self.adapters[name])
+        with torch.no_grad():  # a drafter that is right about half of the time
+            for parameter in model.parameters():
+                parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+        model.save_pretrained(self.draft)
+
+    def lora(self, name: str | None) -> LoRARequest | None:
+        """The request for an adapter, None for the base."""
+        return None if name is None else LoRARequest(name, path=self.adapters[name])
+
+    def reference(self, name: str | None = None):
+        """The model in transformers, with the adapter in PEFT."""
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float32).eval()
+        return model if name is None else PeftModel.from_pretrained(model, self.adapters[name]).eval()
+
+    def speculative(self, method: str | None, k: int) -> dict | None:
+        """A `speculative_config`."""
+        if method is None:
+            return None
+        config = {"method": method, "num_speculative_tokens": k}
+        return config | ({"model": str(self.draft)} if method == "draft_model" else {})
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def make_engine(models):
+    """Engines that are checked and shut down at the end of the test."""
+    from outrider.platform.engine.engine_core import EngineCore
+
+    engines = []
+
+    def make(**options):
+        values = {"model": str(models.target), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "seed": 1}
+        engine = EngineCore(EngineArgs(**(values | options)))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        assert not engine.has_work()
+        engine.check_integrity()
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+        assert engine.stats().kv_cache_usage == 0.0
+        engine.shutdown()
+
+
+class Outcome:
+    """All that an engine said of one sequence."""
+
+    def __init__(self) -> None:
+        self.token_ids, self.logprobs, self.deltas = [], [], []
+        self.prompt_logprobs = self.finish_reason = self.stop_reason = self.error = self.speculation = None
+        self.num_cached_tokens = 0
+
+    def take(self, delta) -> None:
+        self.deltas.append(delta.token_ids)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        for name in ("finish_reason", "stop_reason", "error", "speculation"):
+            setattr(self, name, getattr(delta, name) or getattr(self, name))
+
+
+@pytest.fixture
+def run():
+    """run(engine, [(prompt ids, SamplingParams, LoRARequest or None, fields...)]) -> outcomes in order."""
+    numbers = itertools.count()
+
+    def run(engine, jobs):
+        outcomes = {}
+        for prompt, params, *rest in jobs:
+            lora, fields = [*rest, *(None, {})[len(rest) :]]
+            request = EngineRequest(str(next(numbers)), list(prompt), params, [1], lora=lora, **fields)
+            outcomes[request.request_id] = Outcome()
+            engine.add_request(request)
+        for _ in range(5000):
+            if not engine.has_work():
+                break
+            for delta in engine.step():
+                outcomes[delta.request_id].take(delta)
+        assert not engine.has_work(), "did not finish"
+        return list(outcomes.values())
+
+    return run
+
+
+@pytest.fixture
+def prompts():
+    """Prompts of different lengths; some repeat themselves, so that n-grams match."""
+    generator = torch.Generator().manual_seed(7)
+    made = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (5, 17, 33, 60)]
+    return [*made, [5, 6, 7, 8] * 6, made[1] * 2]
+
+
+@pytest.fixture
+def greedy():
+    return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -1,0 +1,161 @@
+"""Speculation never changes the text: byte equality, and frequencies where the text is random."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from outrider import SamplingParams
+
+METHODS = ["ngram", "draft_model"]
+NAMES = [None, "a", "b", None, "a", "c"]
+
+
+def text(outcomes):
+    return [(o.token_ids, o.finish_reason, o.stop_reason) for o in outcomes]
+
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, seed=42, max_tokens=24),
+    "filtered": SamplingParams(temperature=1.1, top_k=12, top_p=0.9, min_p=0.02, seed=-9, max_tokens=24),
+    "penalised": SamplingParams(
+        temperature=0.7,
+        seed=1,
+        presence_penalty=0.6,
+        frequency_penalty=0.4,
+        repetition_penalty=1.3,
+        min_tokens=6,
+        max_tokens=24,
+        logit_bias={5: 4.0, 1: 3.0},
+        bad_words_token_ids=[[6], [7, 8]],
+    ),
+    "restricted": SamplingParams(temperature=0, allowed_token_ids=[*range(3, 12)], stop_token_ids=[9], max_tokens=24),
+}
+
+
+@pytest.fixture
+def jobs(models, prompts):
+    def jobs(params, adapters):
+        names = NAMES if adapters else [None] * len(prompts)
+        return [(p, params, models.lora(n)) for p, n in zip(prompts, names, strict=True)]
+
+    return jobs
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["base", "adapters"])
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_text_is_byte_equal_with_and_without(models, make_engine, run, jobs, method, k, adapters):
+    options = {"enable_lora": adapters, "max_loras": 3, "max_lora_rank": 8}
+    plain = make_engine(**options)
+    drafted = make_engine(speculative_config=models.speculative(method, k), **options)
+    for name, params in PARAMS.items():
+        want = run(plain, jobs(params, adapters))
+        got = run(drafted, jobs(params, adapters))
+        assert text(got) == text(want), name
+    counts = drafted.stats().speculation
+    assert sum(c.num_accepted_tokens for c in counts.values()) > 0
+    assert sum(c.num_draft_tokens - c.num_accepted_tokens for c in counts.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 9},
+        {"block_size": 4, "max_num_seqs": 3},
+        {"max_model_len": 112, "block_size": 8, "num_gpu_blocks_override": 17},
+    ],
+    ids=["no-prefix-cache", "chunked", "small-blocks", "preempted"],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_scheduling_and_speculation_together(models, make_engine, run, jobs, method, options):
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    plain = make_engine(**lora, max_model_len=options.get("max_model_len", 256))
+    drafted = make_engine(speculative_config=models.speculative(method, 4), **lora, **options)
+    for name in ("greedy", "penalised"):
+        want = text(run(plain, jobs(PARAMS[name], True)))
+        for _ in range(2):  # the second time from the prefix cache
+            assert text(run(drafted, jobs(PARAMS[name], True))) == want
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logprobs_do_not_depend_on_speculation(models, make_engine, run, jobs, method):
+    params = SamplingParams(temperature=0.8, seed=6, max_tokens=16, logprobs=3, prompt_logprobs=1)
+    want = run(make_engine(), jobs(params, False))
+    got = run(make_engine(speculative_config=models.speculative(method, 3)), jobs(params, False))
+    for one, other in zip(got, want, strict=True):
+        assert [e.token_ids for e in one.logprobs] == [e.token_ids for e in other.logprobs]
+        assert [e.rank for e in one.logprobs] == [e.rank for e in other.logprobs]
+        ours, theirs = one.logprobs + one.prompt_logprobs[1:], other.logprobs + other.prompt_logprobs[1:]
+        for entry, want_entry in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(entry.logprobs), torch.tensor(want_entry.logprobs), rtol=0, atol=1e-4
+            )
+
+
+def test_a_request_can_switch_speculation_off_or_cap_it(models, make_engine, run, prompts):
+    engine = make_engine(speculative_config=models.speculative("draft_model", 4))
+    params = PARAMS["greedy"]
+    wants = (None, False, 2)
+    outcomes = run(engine, [(prompts[0], params.clone(speculative=w)) for w in wants])
+    assert len({tuple(o.token_ids) for o in outcomes}) == 1
+    assert outcomes[1].speculation is None
+    assert max(len(d) for d in outcomes[1].deltas) == 1
+    assert len(outcomes[0].speculation.accepted_per_pos) == 4
+    assert len(outcomes[2].speculation.accepted_per_pos) == 2
+
+
+def test_the_drafter_catches_up_after_a_spell_without_drafts(models, make_engine, run, prompts):
+    """A prompt computed with speculation off is found in the prefix cache by a request that has it on."""
+    engine = make_engine(speculative_config=models.speculative("draft_model", 4))
+    params = PARAMS["greedy"]
+    (alone,) = run(engine, [(prompts[3], params)])
+    fresh = make_engine(speculative_config=models.speculative("draft_model", 4))
+    run(fresh, [(prompts[3], params.clone(speculative=False))])
+    (after,) = run(fresh, [(prompts[3], params)])
+    assert after.num_cached_tokens > 0
+    assert after.token_ids == alone.token_ids
+    assert after.speculation == alone.speculation
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", ["standard", "invariant"])
+def test_unseeded_frequencies_are_the_targets(models, make_engine, run, method, rule):
+    """Chi-square over the third token of 2,000 samples against the target's exact distribution, summed over paths.
+
+    With top_k=4 there are 16 paths to it; cells under 5 expected are pooled. The bound is the 99.99% quantile.
+    """
+    from scipy.stats import chi2
+
+    prompt, count = [5, 6, 7, 8] * 4, 2000
+    reference = models.reference()
+
+    def distribution(ids):
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids])).logits[0, -1].double()
+        top = logits.topk(4)
+        return dict(zip(top.indices.tolist(), (top.values / 1.5).softmax(-1).tolist(), strict=True))
+
+    exact = Counter()
+    for first, p in distribution(prompt).items():
+        for second, q in distribution([*prompt, first]).items():
+            for third, r in distribution([*prompt, first, second]).items():
+                exact[third] += p * q * r
+    speculative = models.speculative(method, 3) | {"rejection_sample_method": rule}
+    engine = make_engine(speculative_config=speculative, max_num_seqs=100)
+    params = SamplingParams(temperature=1.5, top_k=4, max_tokens=5, ignore_eos=True)
+    seen = Counter()
+    for _ in range(count // 100):
+        seen.update(o.token_ids[2] for o in run(engine, [(prompt, params)] * 100))
+    assert set(seen) <= set(exact)
+    large = [t for t, p in exact.items() if p * count >= 5]
+    cells = [(seen[t], exact[t] * count) for t in large]
+    rest = (count - sum(s for s, _ in cells), count - sum(e for _, e in cells))
+    cells += [rest] if rest[1] >= 5 else []
+    statistic = sum((s - e) ** 2 / e for s, e in cells)
+    assert statistic < chi2.ppf(0.9999, len(cells) - 1)
+    assert sum(c.num_accepted_tokens for c in engine.stats().speculation.values()) > 0
