@@ -1,4 +1,4 @@
-"""Shared test setup: no network, fixed seeds, two torch threads; set before any test module imports a library."""
+"""Shared test setup: no network, fixed seeds, one torch thread; set before any test module imports a library."""
 
 import os
 import random
@@ -10,7 +10,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "2")  # what torch starts with, here and in child processes
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: a second thread costs more than it saves
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 

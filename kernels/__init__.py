@@ -1,0 +1,1 @@
+"""Operations with a Triton kernel and a PyTorch reference, one sub-package an operation."""

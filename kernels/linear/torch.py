@@ -1,0 +1,64 @@
+"""The CPU path: oneDNN with prepacked weights where it knows the dtype. Elsewhere, and on a GPU, plain `F.linear`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def _prepacks(weight: Tensor) -> bool:
+    """Whether oneDNN has a prepacked product for this weight on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.float32:
+        return True
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return False
+
+
+class PackedLinear:
+    """A weight [out, in] and its bias [out], ready for use; immutable. Made by `pack`."""
+
+    __slots__ = ("_bias", "_prepacked", "_weight", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], prepacked: bool) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._prepacked = prepacked
+        self.out_features, self.in_features = shape
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b (+ residual) as a new tensor.
+
+        Args:
+            x: [T, in], of the weight's dtype.
+            residual: [T, out]; added before the result is rounded to the dtype.
+        """
+        if self._prepacked:
+            if residual is None:
+                return _pointwise(x, self._weight, self._bias, "none", (), "")
+            return _pointwise_binary(x, residual, self._weight, self._bias, "add")
+        y = F.linear(x, self._weight, self._bias)
+        return y if residual is None else y.add_(residual)
+
+
+if torch.backends.mkldnn.is_available():
+    # Overloads looked up once: a lookup takes as long as a small product.
+    _pointwise = torch.ops.mkldnn._linear_pointwise.default
+    _pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+
+@torch.inference_mode()
+def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """Pack `weight` [out, in] and `bias` [out]. On CPU the packed copy is independent of `weight`, which may be freed.
+
+    oneDNN streams prepacked bfloat16 weights at memory speed for a few rows; `F.linear` packs them on every call.
+    """
+    shape = (weight.shape[0], weight.shape[1])
+    if not _prepacks(weight):
+        return PackedLinear(weight, bias, shape, prepacked=False)
+    return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias, shape, prepacked=True)

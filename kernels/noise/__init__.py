@@ -1,0 +1,104 @@
+"""Counter-based noise: every random number is a hash of (seed key, position, stream, token id).
+
+    key(row)   = splitmix64 of (seed key, stream, position)               64 bits
+    h(row, t)  = lowbias32 of (t, low half of key, high half of key)      32 bits
+    v(row, t)  = (h + 0.5) * 2^-32                                        in (0, 1)
+    G(row, t)  = -log(-log1p(-v))                                         standard Gumbel
+
+No state and no order: a row's noise does not depend on the batch around it, on the step or on the device, which is what
+makes speculation drafter-invariant (Daliri, Musco, Suresh 2024, "Coupling without Communication and Drafter-Invariant
+Speculative Decoding"). h is the same bit for bit everywhere; G is as exact as the device's float32 `log`, and large G,
+which decide an argmax, come from small v, where float32 is densest.
+
+Hashes: splitmix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators"); lowbias32 (Wellons,
+"Hash Prospector").
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor, int64
+
+# In this package the name `torch` is the module beside this file: `import torch` here would hide it.
+from . import torch as _reference
+
+
+class Stream(enum.IntEnum):
+    """What a random number is for; streams of one position are independent of each other."""
+
+    TARGET = 0
+    """Choice of the token; the drafter of a deterministic request uses it too, and is thereby coupled to the target."""
+    ACCEPT = 1
+    """Rejection sampling's accept test."""
+    RESIDUAL = 2
+    """Rejection sampling's choice from the residual, and of the bonus token."""
+    DRAFT = 3
+    """Drafts that rejection sampling verifies: they must not know the noise of the verification."""
+
+
+def row_keys(seed_keys: Sequence[int], positions: Sequence[int], stream: Stream) -> Tensor:
+    """Keys of R rows, on the host.
+
+    Args:
+        seed_keys: [R] the requests' 64-bit keys; only the low 64 bits of each count, negative ones are fine.
+        positions: [R] absolute index in the sequence where the token will stand.
+        stream: what the noise is for.
+
+    Returns:
+        [R] int64 on the CPU.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    if len(seed_keys) != len(positions):
+        raise ValueError(f"{len(seed_keys)} seed keys for {len(positions)} positions")
+    mask = (1 << 64) - 1
+    seeds = np.fromiter((seed & mask for seed in seed_keys), np.uint64, len(seed_keys))
+    return _reference.row_keys(seeds, np.asarray(positions, dtype=np.uint64), int(stream))
+
+
+def _check(row_keys: Tensor, num_tokens: int) -> None:
+    if row_keys.ndim != 1 or row_keys.dtype != int64:
+        raise ValueError(f"row_keys must be int64 [R], got {row_keys.dtype} {list(row_keys.shape)}")
+    if not 0 < num_tokens < 2**31:
+        raise ValueError(f"the number of tokens must be positive and fit 31 bits, got {num_tokens}")
+
+
+def hash_bits(row_keys: Tensor, num_tokens: int) -> Tensor:
+    """h: [R, num_tokens] int32, the 32 bits as they are, on the device of `row_keys` ([R] int64)."""
+    _check(row_keys, num_tokens)
+    return _reference.hash_bits(row_keys, num_tokens)
+
+
+def gumbel(row_keys: Tensor, num_tokens: int) -> Tensor:
+    """G: [R, num_tokens] float32, finite (-2.9 to 22.9), on the device of `row_keys` ([R] int64)."""
+    _check(row_keys, num_tokens)
+    return _reference.gumbel(row_keys, num_tokens)
+
+
+def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor:
+    """argmax over t of scores[row, t] + G(row, t): a draw from softmax(scores). The noise stays in cache.
+
+    Args:
+        scores: [R, V] float32 logits or unnormalised log-probabilities, -inf where the mass is zero. Not changed.
+        row_keys: [R] int64 on the same device.
+
+    Returns:
+        [R] int64; the lowest id among equal sums. A row of nothing but -inf gives 0.
+    """
+    _check(row_keys, scores.shape[-1])
+    if scores.shape[0] != row_keys.shape[0]:
+        raise ValueError(f"{row_keys.shape[0]} keys for {scores.shape[0]} rows")
+    return _reference.gumbel_argmax(scores, row_keys)
+
+
+def uniform(row_keys: Tensor) -> Tensor:
+    """[R] float32 in (0, 1), multiples of 2^-24 that are never 0 or 1; one number a row key ([R] int64)."""
+    _check(row_keys, 1)
+    return _reference.uniform(row_keys)
+
+
+__all__ = ["Stream", "gumbel", "gumbel_argmax", "hash_bits", "row_keys", "uniform"]

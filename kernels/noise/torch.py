@@ -1,0 +1,145 @@
+"""Counter-based noise in plain torch: 32-bit wrapping arithmetic, the same bits on every device.
+
+Everything runs tile by tile with in-place operations, so that temporaries stay in a core's cache; on the CPU the
+noise of [32, 4096] costs little more than its two logarithms.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Elements of a tile: three float32 buffers of this size fit the L2 caches of two cores.
+_TILE_CPU = 1 << 17
+_TILE_GPU = 1 << 24
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below one
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    """One step of splitmix64 from state `x`, uint64, wrapping."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def row_keys(seeds: np.ndarray, positions: np.ndarray, stream: int) -> Tensor:
+    """splitmix64(splitmix64(seed ^ splitmix64(stream)) ^ position) of uint64 [R] each: int64 [R]."""
+    stream_key = _splitmix64(np.full(1, stream, dtype=np.uint64))
+    keys = _splitmix64(_splitmix64(seeds ^ stream_key) ^ positions)
+    return torch.from_numpy(keys.view(np.int64))
+
+
+def _signed(bits: int) -> int:
+    """The int32 with these 32 bits."""
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
+
+
+_M1 = _signed(0x7FEB352D)
+_M2 = _signed(0x846CA68B)
+
+
+def _xor_shift(x: Tensor, shift: int, scratch: Tensor) -> None:
+    """x ^= x >>> shift. torch shifts int32 arithmetically; the mask makes it logical."""
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+@functools.lru_cache(maxsize=8)
+def _token_hashes(num_tokens: int, device: torch.device) -> Tensor:
+    """lowbias32(t) for all token ids: [V] int32. Neighbouring ids must not stay neighbours."""
+    x = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    scratch = torch.empty_like(x)
+    for shift, multiplier in ((16, _M1), (15, _M2)):
+        _xor_shift(x, shift, scratch)
+        x.mul_(multiplier)
+    _xor_shift(x, 16, scratch)
+    return x
+
+
+def _hash_tile(low: Tensor, high: Tensor, tokens: Tensor, out: Tensor, scratch: Tensor) -> None:
+    """out[r, t] = lowbias32(tokens[t] ^ low[r]) with high[r] mixed in between its two rounds; int32 [r, t]."""
+    torch.bitwise_xor(tokens, low, out=out)
+    _xor_shift(out, 16, scratch)
+    out.mul_(_M1)
+    _xor_shift(out, 15, scratch)
+    out.bitwise_xor_(high).mul_(_M2)
+    _xor_shift(out, 16, scratch)
+
+
+def _hash_tiles(keys: Tensor, num_tokens: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, tokens, h of them) tile by tile: some whole rows, or a part of one. h is overwritten by the next tile."""
+    size = _TILE_CPU if keys.device.type == "cpu" else _TILE_GPU
+    width = min(num_tokens, size)
+    height = max(1, min(size // num_tokens, keys.shape[0]))
+    halves = torch.stack((keys, keys >> 32), dim=1).to(torch.int32)  # wraps: low and high bits
+    tokens = _token_hashes(num_tokens, keys.device)
+    buffers = torch.empty((2, height, width), dtype=torch.int32, device=keys.device)
+    for top in range(0, keys.shape[0], height):
+        rows = slice(top, min(top + height, keys.shape[0]))
+        low, high = halves[rows, :1], halves[rows, 1:]
+        for left in range(0, num_tokens, width):
+            columns = slice(left, min(left + width, num_tokens))
+            shape = (slice(rows.stop - rows.start), slice(columns.stop - columns.start))
+            bits, scratch = buffers[0][shape], buffers[1][shape]
+            _hash_tile(low, high, tokens[columns], bits, scratch)
+            yield rows, columns, bits
+
+
+def _exponential_(bits: Tensor, out: Tensor) -> Tensor:
+    """E = -log1p(-v), v = (h + 0.5) * 2^-32, standard exponential and at least 2^-33; into `out`, float32."""
+    out.copy_(bits.view(torch.uint32))
+    return out.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-_BELOW_ONE).log1p_().neg_()
+
+
+def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
+    """See the package."""
+    out = torch.empty((keys.shape[0], num_tokens), dtype=torch.int32, device=keys.device)
+    for rows, columns, bits in _hash_tiles(keys, num_tokens):
+        out[rows, columns] = bits
+    return out
+
+
+def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
+    """See the package."""
+    out = torch.empty((keys.shape[0], num_tokens), dtype=torch.float32, device=keys.device)
+    for rows, columns, bits in _hash_tiles(keys, num_tokens):
+        _exponential_(bits, out[rows, columns]).log_().neg_()
+    return out
+
+
+def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
+    """See the package. A row wider than a tile takes the best of its tiles' bests."""
+    num_rows, num_tokens = scores.shape
+    result = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    noise = torch.empty(0, dtype=torch.float32, device=scores.device)
+    best: list[Tensor] = []
+    ids: list[Tensor] = []
+    for rows, columns, bits in _hash_tiles(keys, num_tokens):
+        if noise.shape != bits.shape:
+            noise = torch.empty_like(bits, dtype=torch.float32)
+        log_exponential = _exponential_(bits, noise).log_()
+        total = torch.sub(scores[rows, columns], log_exponential, out=noise)
+        if columns.stop - columns.start == num_tokens:
+            torch.argmax(total, dim=-1, out=result[rows])
+            continue
+        index = total.argmax(dim=-1, keepdim=True)
+        best.append(total.gather(1, index))
+        ids.append(index + columns.start)
+        if columns.stop == num_tokens:
+            winner = torch.cat(best, dim=1).argmax(dim=-1, keepdim=True)
+            result[rows] = torch.cat(ids, dim=1).gather(1, winner).squeeze(1)
+            best, ids = [], []
+    return result
+
+
+def uniform(keys: Tensor) -> Tensor:
+    """See the package: (2 m + 1) * 2^-24 with m the key's top 23 bits."""
+    top = (keys >> 41) & ((1 << 23) - 1)
+    return top.to(torch.float32).mul_(2.0).add_(1.0).mul_(2.0**-24)

@@ -1,0 +1,20 @@
+"""Attention of ragged rows over a paged KV cache.
+
+    softmax(q Kᵀ / sqrt(D) + mask) V, a query seeing only positions up to its own (and within its window)
+
+The cache of a layer is two tensors [Hk, num_blocks, block_size, D]: picking whole blocks of dimension 1 leaves each
+head's keys contiguous, which is what the products want.
+"""
+
+from .torch import LayerKV, LongRow, QueryTile, ShortGroup, Workspace, attend_long, attend_short, write_kv
+
+__all__ = [
+    "LayerKV",
+    "LongRow",
+    "QueryTile",
+    "ShortGroup",
+    "Workspace",
+    "attend_long",
+    "attend_short",
+    "write_kv",
+]

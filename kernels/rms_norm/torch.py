@@ -1,0 +1,35 @@
+"""In few operations, because each costs as much as the arithmetic of a decode step's rows."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class NormWeight(NamedTuple):
+    """What `rms_norm` needs of a layer, computed once by `prepare`. With n = |x|₂ over H elements,
+
+    y = x / sqrt(n²/H + eps) · weight = x / hypot(n, root) · scale
+    """
+
+    scale: Tensor
+    """[..., H] float32: weight · sqrt(H)."""
+    root: Tensor
+    """[] float32: sqrt(eps · H)."""
+
+
+def prepare(weight: Tensor, eps: float) -> NormWeight:
+    """The prepared form of `weight` [..., H]; leading dimensions broadcast against those of x."""
+    size = weight.shape[-1]
+    root = torch.tensor(math.sqrt(eps * size), dtype=torch.float32, device=weight.device)
+    return NormWeight(weight.float() * math.sqrt(size), root)
+
+
+def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
+    """Normalise x [..., H] over its last dimension; computed in float32, returned in x's dtype."""
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return wide.div(norm.hypot_(weight.root)).mul_(weight.scale).to(x.dtype)

@@ -1,0 +1,21 @@
+"""The rotation in three operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + D/2]): y = x · cos + swap_halves(x) · sin.
+
+    Args:
+        x: [T, heads, D]; D even. Queries and keys side by side are rotated in one call.
+        cos: [T, 1, D], both halves equal.
+        sin: [T, 1, D], the first half negated, so that swapping halves needs no sign.
+
+    Returns:
+        [T, heads, D], contiguous.
+    """
+    swapped = torch.roll(x, x.shape[-1] // 2, -1)
+    return torch.mul(x, cos).addcmul_(swapped, sin)

@@ -1,0 +1,94 @@
+"""From logits to the distribution a request asked for, and log-probabilities for its report.
+
+Every function works row by row: a row's result does not depend on the other rows or their parameters, bit for bit. That
+is what lets the same request get the same text alone, in a batch, and with any number of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor, float32
+
+# In this package the name `torch` is the module beside this file: `import torch` here would hide it.
+from . import torch as _reference
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below it a row is greedy, as in `SamplingParams.greedy`."""
+
+
+def _host(name: str, values: Sequence[float] | Tensor | np.ndarray, rows: int) -> np.ndarray:
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != (rows,):
+        raise ValueError(f"{name} must be [{rows}], got {list(array.shape)}")
+    return array
+
+
+def filter_logits(
+    logits: Tensor,
+    temperature: Sequence[float],
+    top_k: Sequence[int] | None = None,
+    top_p: Sequence[float] | None = None,
+    min_p: Sequence[float] | None = None,
+) -> Tensor:
+    """Logits of the distribution after temperature, min-p, top-k and top-p, in this order (vLLM's).
+
+    min-p keeps tokens of at least `min_p` times the top probability; top-k keeps the k largest logits and all that
+    equal the k-th; top-p keeps the smallest set of most likely tokens, of what min-p and top-k left, that has a mass
+    of at least `top_p`, lower ids first among equals. At least one token is always kept.
+
+    Args:
+        logits: [R, V] float32; -inf is a mass of exactly zero and stays so. Not changed.
+        temperature: [R] on the host, like the rest; rows below `GREEDY_TEMPERATURE` are returned as they are.
+        top_k: [R]; 0, -1 and anything from V on: no limit.
+        top_p: [R] in (0, 1]; 1 is no limit.
+        min_p: [R] in [0, 1]; 0 is no limit.
+
+    Returns:
+        [R, V] float32, -inf where the mass is zero; `logits` itself when there is nothing to do.
+
+    Raises:
+        ValueError: a parameter has the wrong length, or `logits` the wrong type.
+    """
+    if logits.ndim != 2 or logits.dtype != float32:
+        raise ValueError(f"logits must be float32 [R, V], got {logits.dtype} {list(logits.shape)}")
+    num_rows, num_tokens = logits.shape
+    heat = _host("temperature", temperature, num_rows)
+    sampled = heat >= GREEDY_TEMPERATURE
+    heat = np.where(sampled, heat, 1.0)
+    k = np.zeros(num_rows) if top_k is None else _host("top_k", top_k, num_rows)
+    p = np.ones(num_rows) if top_p is None else _host("top_p", top_p, num_rows)
+    m = np.zeros(num_rows) if min_p is None else _host("min_p", min_p, num_rows)
+    limits = _reference.Limits(
+        top_k=np.where(sampled & (k > 0) & (k < num_tokens), k, 0).astype(np.int64),
+        top_p=np.where(sampled & (p < 1.0), p, 1.0),
+        min_p=np.where(sampled & (m > 0.0), m, 0.0),
+    )
+    scaled = logits if (heat == 1.0).all() else _reference.divide(logits, heat)
+    if not limits.rows.size:
+        return scaled
+    return _reference.apply_limits(scaled, limits, in_place=scaled is not logits)
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of the raw distribution softmax(logits).
+
+    Args:
+        logits: [R, V] float32.
+        chosen: [R] int64 token ids.
+        k: how many of the most likely tokens to report; at most V are.
+
+    Returns:
+        (ids [R, k] int64, most likely first, lower ids first among equals; logprobs [R, k] float32;
+        chosen_logprob [R] float32; chosen_rank [R] int64, 1 + the number of strictly more likely tokens).
+
+    Raises:
+        ValueError: the shapes do not fit, or k is negative.
+    """
+    if logits.ndim != 2 or chosen.shape != logits.shape[:1] or k < 0:
+        raise ValueError(f"logits {list(logits.shape)}, chosen {list(chosen.shape)} and k={k} do not fit")
+    return _reference.top_logprobs(logits, chosen, min(k, logits.shape[1]))
+
+
+__all__ = ["GREEDY_TEMPERATURE", "filter_logits", "top_logprobs"]

@@ -1,0 +1,296 @@
+"""The adapters of an engine: registration, background loads, admission of requests, and the step's LoraBatch.
+
+    disk --loader thread--> host tier (parsed, LRU) --admit()--> device rows (RowPool, LRU)
+
+Everything but the parsing runs in the engine's thread. A request is bound to a version when it is added (`resolve`),
+waits alone while that version is not on the device (`admit`), and holds its rows from admission to `release`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..platform.core.config import LoRAConfig
+from ..platform.core.errors import InvalidUserInputError, error_from_info
+from ..platform.core.lora_request import LoRARequest
+from ..platform.core.messages import AdapterInfo
+from ..platform.core.request import Request
+from .adapter import Adapter, fingerprint, parse
+from .batching import LoraBatcher
+from .layers import LoraBatch
+from .loader import AdapterLoader, Loaded
+from .peft_config import adapter_error
+from .pool import Allocation
+from .registry import AdapterRegistry, AdapterVersion
+from .residency import Residency
+
+if TYPE_CHECKING:
+    from ..models.layers.linear import Linear
+
+# Why a request must wait.
+LOADING = "adapter_loading"
+ROWS = "adapter_rows"
+
+
+class AdapterStats(NamedTuple):
+    """A snapshot for the engine's statistics."""
+
+    adapters: list[AdapterInfo]
+    running: list[str]
+    """Names with admitted requests."""
+    waiting: list[str]
+    """Names with requests to be admitted."""
+    load_seconds: list[float]
+    """Durations of the loads that ended since the last snapshot, failed ones too."""
+
+
+class AdapterManager:
+    """See the module's docstring. Errors are typed and concern one adapter; they change nothing for the others."""
+
+    def __init__(
+        self,
+        linears: Sequence[Linear],
+        config: LoRAConfig,
+        dtype: torch.dtype | str,
+        device: torch.device | str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Gives every linear its LoraSite; adapters are served in `dtype` on `device`. `close` it in the end."""
+        self._dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+        self._max_rank = config.max_lora_rank
+        self._clock = clock
+        device = torch.device(device)
+        self._registry = AdapterRegistry()
+        self._residency = Residency(linears, config, self._registry, self._dtype, device, clock)
+        self._loader: AdapterLoader[AdapterVersion] = AdapterLoader(self._parse)
+        self._batcher = LoraBatcher(self._residency.pool, self._dtype, device)
+        self._load_seconds: list[float] = []
+
+    def _parse(self, path: str) -> Adapter:
+        return parse(path, self._residency.modules, max_rank=self._max_rank, dtype=self._dtype)
+
+    # --- the registry, as users see it ---
+
+    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+        """Read, check and register an adapter now.
+
+        Args:
+            request: Name and folder.
+            load_inplace: Replace an adapter of this name; requests on it finish on the content that they began with.
+            pinned: Keep it on the device.
+
+        Raises:
+            AdapterError: the adapter cannot be served; an adapter registered under the name stays.
+            InvalidUserInputError: the name is taken and `load_inplace` is not set, or no more can be pinned.
+        """
+        self._poll()
+        if self._registry.find(request.name) is not None and not load_inplace:
+            raise InvalidUserInputError(
+                f"The lora adapter '{request.name}' has already been loaded.", param="lora_name"
+            )
+        started = time.perf_counter()
+        adapter = self._parse(request.path)
+        self._load_seconds.append(time.perf_counter() - started)
+        if pinned:
+            self._residency.check_pinnable(request.name, adapter)
+        version = self._registry.register(request.name, request.path)
+        version.take_content(adapter)
+        version.pinned = pinned
+        if adapter.digest in self._residency.host or self._make_room(version):
+            self._residency.host.put(adapter)
+            if pinned:
+                self._residency.place(version, adapter)
+        self._collect()
+        self._residency.update_pins()
+        return self._info(version)
+
+    def unload(self, name: str) -> None:
+        """Forget a name; NotFoundError when unknown. Requests that have it finish; it leaves memory with the last."""
+        self._poll()
+        self._registry.remove(name)
+        self._collect()
+        self._residency.update_pins()
+
+    def list(self) -> builtins.list[AdapterInfo]:
+        """The registered adapters, in the order of registration."""
+        self._poll()
+        return [self._info(version) for version in self._registry.current()]
+
+    def stats(self) -> AdapterStats:
+        """A snapshot; each load's duration is handed out once."""
+        self._poll()
+        seconds, self._load_seconds = self._load_seconds, []
+        versions = [*self._registry]
+        return AdapterStats(
+            adapters=[self._info(version) for version in self._registry.current()],
+            running=sorted({version.name for version in versions if version.running}),
+            waiting=sorted({version.name for version in versions if version.waiting_since() is not None}),
+            load_seconds=seconds,
+        )
+
+    def _info(self, version: AdapterVersion) -> AdapterInfo:
+        return AdapterInfo(
+            name=version.name,
+            path=version.path,
+            digest=version.digest.hex() if version.digest else "",
+            rank=version.rows,
+            rows=version.rows,
+            level=self._residency.level(version.digest),
+            pinned=version.pinned,
+            num_running=len(version.running),
+        )
+
+    # --- the scheduler's admission gate ---
+
+    def resolve(self, request: Request) -> None:
+        """Bind a new request to the version that its adapter's name has now, registering it from its path on first use.
+
+        The files are read in the background; what is wrong with them comes out of `admit`. A registered content stays
+        the registered one when its files change, as long as it is in memory.
+
+        Raises:
+            AdapterError: the path is not a folder.
+        """
+        if request.lora is None:
+            return
+        self._poll()
+        version = self._registry.find(request.lora.name)
+        if version is None or version.path != os.path.abspath(request.lora.path):
+            if not os.path.isdir(request.lora.path):
+                raise adapter_error(f"the adapter's folder {request.lora.path!r} does not exist")
+            version = self._registry.register(request.lora.name, request.lora.path)
+        elif self._must_read_again(version) and fingerprint(version.path) != version.fingerprint:
+            version = self._registry.renew(version)
+        request.adapter = version
+        version.waiting[request] = self._clock()
+        self._collect()
+        if self._must_read_again(version):
+            self._start_load(version)
+
+    def _must_read_again(self, version: AdapterVersion) -> bool:
+        return not version.loading and (version.digest is None or version.digest not in self._residency.host)
+
+    def admit(self, request: Request) -> str | None:
+        """Let a request run: its rows are on the device and stay until `release`.
+
+        Returns:
+            None when admitted (again, too, without effect), else why it must wait: "adapter_loading" or "adapter_rows".
+
+        Raises:
+            AdapterError: the adapter cannot be loaded; the request no longer waits for it.
+        """
+        version: AdapterVersion | None = request.adapter
+        if version is None or request in version.running:
+            return None
+        self._poll()
+        if version.error is not None:
+            self.release(request)
+            raise error_from_info(version.error)
+        version.waiting.setdefault(request, self._clock())
+        adapter = self._residency.host.get(version.digest) if version.digest is not None else None
+        if adapter is None:
+            self._start_load(version)
+            return LOADING
+        if self._residency.must_yield(request, version) or not self._residency.place(version, adapter):
+            return ROWS
+        del version.waiting[request]
+        version.running.add(request)
+        self._residency.pool.retain(adapter.digest)
+        return None
+
+    def release(self, request: Request) -> None:
+        """The request finished, was aborted or is preempted: it holds no rows. Also for one that was not admitted."""
+        version: AdapterVersion | None = request.adapter
+        if version is None:
+            return
+        version.waiting.pop(request, None)
+        if request in version.running:
+            version.running.remove(request)
+            assert version.digest is not None
+            self._residency.pool.release(version.digest)
+        self._collect()
+
+    def wait(self, timeout: float) -> None:
+        """Block up to `timeout` seconds until a background load ends; return at once when none is under way."""
+        for loaded in self._loader.wait(timeout):
+            self._finish(loaded)
+
+    # --- the runner's feature ---
+
+    def prepare(self, plan_rows: Sequence[tuple[AdapterVersion | None, int]]) -> LoraBatch | None:
+        """What the forward needs for rows of (request.adapter, number of tokens); None when all are the base model's.
+
+        Every adapter named must be that of an admitted request.
+        """
+        if all(version is None for version, _ in plan_rows):
+            return None
+        return self._batcher.build([(self._allocation(version), tokens) for version, tokens in plan_rows])
+
+    def _allocation(self, version: AdapterVersion | None) -> Allocation | None:
+        if version is None:
+            return None
+        assert version.digest is not None
+        return self._residency.pool.allocation(version.digest)
+
+    def namespace(self, request: Request) -> bytes:
+        """What keys an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
+        version: AdapterVersion | None = request.adapter
+        if version is None:
+            return b""
+        assert version.digest is not None, "the adapter has not been read yet"
+        return version.digest
+
+    def close(self) -> None:
+        """Stop the loader thread."""
+        self._loader.close()
+
+    def check_integrity(self) -> None:
+        """Rows, tiers, versions and requests agree."""
+        self._registry.check_integrity()
+        self._residency.check_integrity()
+
+    # --- loads ---
+
+    def _make_room(self, version: AdapterVersion) -> bool:
+        return self._residency.make_room(version, self._loader.num_in_flight)
+
+    def _start_load(self, version: AdapterVersion) -> None:
+        if not version.loading and self._make_room(version):
+            version.loading = True
+            self._loader.submit(version, version.path)
+
+    def _poll(self) -> None:
+        for loaded in self._loader.poll():
+            self._finish(loaded)
+
+    def _finish(self, loaded: Loaded[AdapterVersion]) -> None:
+        """A background load has ended: fill the host tier, or give the version's requests its error."""
+        version, adapter, error = loaded.ticket, loaded.adapter, loaded.error
+        version.loading = False
+        self._load_seconds.append(loaded.seconds)
+        if adapter is not None and version.digest not in (None, adapter.digest):
+            adapter, error = None, adapter_error(f"the files of adapter '{version.name}' changed on disk; try again")
+        if adapter is not None:
+            version.take_content(adapter)
+            self._residency.host.put(adapter)
+        else:
+            assert error is not None
+            version.error = error.info()
+            if version.current and version.digest is None:
+                self._registry.remove(version.name)  # it never was an adapter; the next request reads the files anew
+            elif version.current:
+                self._registry.renew(version)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Drop what no version needs any more from the device and from host memory."""
+        for version in self._registry.collect():
+            if version.digest is not None and not self._registry.has_digest(version.digest):
+                self._residency.drop(version.digest)

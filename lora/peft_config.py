@@ -1,0 +1,129 @@
+"""adapter_config.json as PEFT writes it: what is served, what is refused by name, and the scale of every module."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..platform.core.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+
+# Initializations that change the base model's weights too: without those changes the adapter means something else.
+_BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
+
+
+def adapter_error(message: str) -> AdapterError:
+    """An AdapterError about an adapter's files."""
+    return AdapterError(message, param="lora_path")
+
+
+def _changes_base(value: Any) -> bool:
+    return isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS)
+
+
+# (field, whether its value asks for something that is not served, how to call that). A field that is absent or has
+# its neutral value is fine; target_modules and layers_to_transform need no rule, the tensors' keys say it all.
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("use_dora", bool, "DoRA (use_dora)"),
+    ("modules_to_save", bool, "fully trained modules (modules_to_save)"),
+    ("bias", lambda value: value not in (None, "none"), "trained biases (bias other than 'none')"),
+    ("lora_bias", bool, "a bias on lora_B (lora_bias)"),
+    ("fan_in_fan_out", bool, "transposed weights (fan_in_fan_out)"),
+    ("init_lora_weights", _changes_base, "init_lora_weights that changes the base weights"),
+    ("layer_replication", bool, "layer_replication"),
+    ("trainable_token_indices", bool, "trained embeddings (trainable_token_indices)"),
+    ("target_parameters", bool, "adapters on bare parameters (target_parameters)"),
+    ("alora_invocation_tokens", bool, "activated LoRA (alora_invocation_tokens)"),
+    ("use_qalora", bool, "QA-LoRA (use_qalora)"),
+    ("use_bdlora", bool, "block-diagonal LoRA (use_bdlora)"),
+    ("arrow_config", bool, "Arrow routing (arrow_config)"),
+    ("kasa_config", bool, "KaSA (kasa_config)"),
+    ("monteclora_config", bool, "MonteCLoRA (monteclora_config)"),
+    ("velora_config", bool, "VeLoRA (velora_config)"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig:
+    """The part of a PEFT configuration that decides what an adapter computes."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+
+    def rank_of(self, module: str) -> int:
+        """The rank that the configuration gives a module, named as in the base model."""
+        return int(_by_pattern(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
+        rank = self.rank_of(module)
+        return float(_by_pattern(self.alpha_pattern, module, self.alpha)) / (
+            math.sqrt(rank) if self.use_rslora else rank
+        )
+
+
+def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that matches a module's name or a dotted end of it (PEFT's `get_pattern_key`)."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _positive(name: str, value: Any, *, integer: bool) -> Any:
+    good = isinstance(value, int) if integer else isinstance(value, (int, float)) and math.isfinite(value)
+    if isinstance(value, bool) or not good or value <= 0:
+        kind = "a positive integer" if integer else "a positive number"
+        raise adapter_error(f"{CONFIG_FILE}: {name} must be {kind}, got {value!r}")
+    return value
+
+
+def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> dict[str, Any]:
+    patterns = config.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {patterns!r}")
+    for pattern, value in patterns.items():
+        _positive(f"{name}[{pattern!r}]", value, integer=integer)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise adapter_error(f"{CONFIG_FILE}: {name}: {pattern!r} is no regular expression: {error}") from None
+    return patterns
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Read and check `folder`/adapter_config.json.
+
+    Raises:
+        AdapterError: the file is missing or broken, or asks for something that is not served (named in the message).
+    """
+    file = folder / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise adapter_error(f"no {CONFIG_FILE} in {folder}") from None
+    except (OSError, ValueError) as error:
+        raise adapter_error(f"cannot read {file}: {error}") from None
+    if not isinstance(config, dict):
+        raise adapter_error(f"{file} is not a JSON object")
+    if config.get("peft_type") != "LORA":
+        raise adapter_error(f"{CONFIG_FILE}: peft_type {config.get('peft_type')!r} is not served; only 'LORA' is")
+    for name, refused, what in _REFUSED:
+        if refused(config.get(name)):
+            raise adapter_error(f"{CONFIG_FILE}: {what} is not served (got {name}={config[name]!r})")
+    return PeftConfig(
+        rank=_positive("r", config.get("r"), integer=True),
+        alpha=_positive("lora_alpha", config.get("lora_alpha"), integer=False),
+        use_rslora=bool(config.get("use_rslora")),
+        rank_pattern=_pattern(config, "rank_pattern", integer=True),
+        alpha_pattern=_pattern(config, "alpha_pattern", integer=False),
+    )

@@ -1,0 +1,1 @@
+"""Model families, their layers and attention, loading and the embedded demo model."""

@@ -1,0 +1,65 @@
+"""Attention over the paged KV cache, one backend a module.
+
+A backend decides once a step how the rows are computed (`plan`) and does it for every layer (`forward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...platform.core.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from ...kernels.paged_attention import LayerKV
+    from ..batch import SequenceRows
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a backend needs to know of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: frozenset[int | None]
+    """The layers' sliding windows: a query at position p sees (p - window, p]; None: all of [0, p]."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class AttentionBackend(Protocol):
+    """How attention is computed."""
+
+    def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> Any:
+        """Everything about `rows` that does not depend on the layer; `positions` [T] int64 are their tokens'."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None) -> Tensor:
+        """Store k and v [T, Hk, D] (which it may change) in `kv`, then attend with q [T, H, D]; returns [T, H * D]."""
+
+
+def _torch(spec: AttentionSpec) -> AttentionBackend:
+    from .torch import TorchAttention
+
+    return TorchAttention(spec)
+
+
+_BACKENDS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {"torch": _torch}
+
+
+def make_attention(spec: AttentionSpec, name: str = "torch") -> AttentionBackend:
+    """The backend called `name`.
+
+    Raises:
+        InvalidRequestError: there is none of that name.
+    """
+    if name not in _BACKENDS:
+        raise InvalidRequestError(
+            f"attention backend must be one of {', '.join(sorted(_BACKENDS))}; got {name!r}", param="attention_backend"
+        )
+    return _BACKENDS[name](spec)

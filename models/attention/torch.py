@@ -1,0 +1,201 @@
+"""Attention with PyTorch alone: the CPU path, and the reference on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.paged_attention import (
+    LayerKV,
+    LongRow,
+    QueryTile,
+    ShortGroup,
+    Workspace,
+    attend_long,
+    attend_short,
+    write_kv,
+)
+from ..batch import SequenceRows
+from . import AttentionSpec
+
+# A row with more queries runs by itself: its products are large enough.
+MAX_SHORT_QUERIES = 16
+# Short rows with at most this many queries are padded to a common number; it costs little, as keys dominate.
+_FEW_QUERIES = 8
+# Queries a tile of a long row: bounds the mask's memory, and keys after a tile's last query are not read.
+_TILE = 512
+# Padded keys in a group that cost about as much as running another group.
+_PADDING_LIMIT = 1024
+
+
+@dataclass(slots=True, frozen=True)
+class _WindowPlan:
+    """How layers with one window run the batch."""
+
+    groups: list[ShortGroup]
+    long_rows: list[LongRow]
+
+
+@dataclass(slots=True, frozen=True)
+class TorchPlan:
+    """What `TorchAttention` works out once a step."""
+
+    slots: Tensor
+    """[T] int64: where each token's KV goes."""
+    by_window: dict[int | None, _WindowPlan]
+
+
+class _Tables:
+    """The rows' shapes and block tables as arrays; every [B] array is int64."""
+
+    def __init__(self, rows: SequenceRows, block_size: int) -> None:
+        self.block_size = block_size
+        self.query_lens = np.asarray(rows.query_lens, dtype=np.int64)
+        self.starts = np.asarray(rows.starts, dtype=np.int64)
+        self.lengths = self.starts + self.query_lens
+        self.token_starts = np.cumsum(self.query_lens) - self.query_lens
+        self.num_blocks = -(-self.lengths // block_size)
+        self._offsets = np.cumsum(self.num_blocks) - self.num_blocks
+        used = (table[:count] for table, count in zip(rows.block_tables, self.num_blocks.tolist(), strict=True))
+        self._blocks = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=int(self.num_blocks.sum()))
+
+    def slots(self, positions: np.ndarray) -> np.ndarray:
+        """[T] cache slots of all tokens."""
+        block, offset = np.divmod(positions, self.block_size)
+        return self._blocks[np.repeat(self._offsets, self.query_lens) + block] * self.block_size + offset
+
+    def blocks(self, rows: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
+        """[len(rows), count] blocks from each row's `first` on; past its end a row's last block is repeated."""
+        wanted = np.minimum(first[:, None] + np.arange(count), self.num_blocks[rows, None] - 1)
+        return self._blocks[self._offsets[rows, None] + wanted]
+
+    def first_blocks(self, rows: np.ndarray, window: int | None) -> np.ndarray:
+        """[len(rows)] the first block that any query of a row can see."""
+        if window is None:
+            return np.zeros(len(rows), dtype=np.int64)
+        return np.maximum(self.starts[rows] - window + 1, 0) // self.block_size
+
+
+def split_by_length(rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]:
+    """Split `rows` into groups that are worth padding to their longest; each group in ascending order."""
+    groups: list[list[int]] = []
+    longest = padding = 0
+    for row in sorted(rows, key=lambda r: -int(lengths[r])):
+        length = int(lengths[row])
+        if not groups or padding + longest - length > _PADDING_LIMIT:
+            groups.append([])
+            longest, padding = length, 0
+        padding += longest - length
+        groups[-1].append(row)
+    return [sorted(group) for group in groups]
+
+
+class TorchAttention:
+    """Rows with few queries run together in padded groups, rows with many one by one. Implements AttentionBackend."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+        self._workspace = Workspace()
+
+    def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> TorchPlan:
+        """See AttentionBackend."""
+        tables = _Tables(rows, block_size)
+        few = [b for b, n in enumerate(rows.query_lens) if n <= _FEW_QUERIES]
+        more = [b for b, n in enumerate(rows.query_lens) if _FEW_QUERIES < n <= MAX_SHORT_QUERIES]
+        many = [b for b, n in enumerate(rows.query_lens) if n > MAX_SHORT_QUERIES]
+        by_window = {}
+        for window in self._spec.windows:
+            sizes = tables.lengths if window is None else np.minimum(tables.lengths, window + tables.query_lens)
+            groups = split_by_length(few, sizes) + split_by_length(more, sizes)
+            by_window[window] = _WindowPlan(
+                [self._group(np.asarray(group), tables, window) for group in groups],
+                [self._long_row(row, tables, window) for row in many],
+            )
+        return TorchPlan(self._tensor(tables.slots(positions)), by_window)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: TorchPlan, window: int | None) -> Tensor:
+        """See AttentionBackend."""
+        write_kv(k, v, kv, plan.slots)
+        work = plan.by_window[window]
+        if not work.long_rows and len(work.groups) == 1:
+            return attend_short(q, kv, work.groups[0], None, self._workspace).reshape(q.shape[0], -1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for group in work.groups:
+            attend_short(q, kv, group, out, self._workspace)
+        for row in work.long_rows:
+            attend_long(q, kv, row, out, self._workspace)
+        return out.view(q.shape[0], -1)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
+
+    def _group(self, rows: np.ndarray, tables: _Tables, window: int | None) -> ShortGroup:
+        query_lens = tables.query_lens[rows]
+        num_queries = int(query_lens.max())
+        first = tables.first_blocks(rows, window)
+        num_blocks = int((tables.num_blocks[rows] - first).max())
+        place = np.arange(num_queries)
+        real = place < query_lens[:, None]
+        # A padded query repeats its row's last one.
+        within = np.minimum(place, query_lens[:, None] - 1)
+        tokens = tables.token_starts[rows, None] + within
+        positions = tables.starts[rows, None] + within
+        key_positions = first[:, None] * tables.block_size + np.arange(num_blocks * tables.block_size)
+        hidden = key_positions[:, None, :] > positions[:, :, None]
+        if window is not None:
+            hidden |= key_positions[:, None, :] <= positions[:, :, None] - window
+        key_range = None
+        if hidden.shape[:2] == (1, 1):
+            seen = np.flatnonzero(~hidden)
+            key_range = int(seen[0]), int(seen[-1]) + 1
+        in_order = len(rows) == len(tables.starts)
+        return ShortGroup(
+            num_rows=len(rows),
+            num_queries=num_queries,
+            query_index=None if in_order and real.all() else self._tensor(tokens.reshape(-1)),
+            padded_index=None if real.all() else self._tensor(np.flatnonzero(real)),
+            token_index=None if in_order else self._tensor(tokens[real]),
+            block_index=self._tensor(tables.blocks(rows, first, num_blocks).reshape(-1)),
+            key_range=key_range,
+            bias=self._group_bias(hidden) if key_range is None and hidden.any() else None,
+        )
+
+    def _group_bias(self, hidden: np.ndarray) -> Tensor:
+        """A group's bias from `hidden` [B, Q, keys]."""
+        rows, queries, keys = hidden.shape
+        kv_heads = self._spec.num_kv_heads
+        fold = self._spec.num_heads // kv_heads
+        bias = self._bias(self._tensor(hidden)).view(1, rows, queries, 1, keys)
+        return bias.expand(kv_heads, -1, -1, fold, -1).reshape(kv_heads * rows, queries * fold, keys)
+
+    def _bias(self, hidden: Tensor) -> Tensor:
+        bias = torch.zeros(hidden.shape, dtype=self._spec.dtype, device=hidden.device)
+        return bias.masked_fill_(hidden, -torch.inf)
+
+    def _long_row(self, row: int, tables: _Tables, window: int | None) -> LongRow:
+        index = np.asarray([row])
+        first = tables.first_blocks(index, window)
+        blocks = tables.blocks(index, first, int(tables.num_blocks[row] - first[0]))[0]
+        base = int(first[0]) * tables.block_size
+        start, count = int(tables.starts[row]), int(tables.query_lens[row])
+        token = int(tables.token_starts[row])
+        tiles = [self._tile(begin, min(begin + _TILE, count), start, base, window) for begin in range(0, count, _TILE)]
+        return LongRow((token, token + count), self._tensor(blocks), tiles)
+
+    def _tile(self, begin: int, end: int, start: int, base: int, window: int | None) -> QueryTile:
+        """Queries [begin, end) of a row that starts at position `start`, over keys gathered from position `base` on."""
+        low = 0 if window is None else max(start + begin - window + 1 - base, 0)
+        high = start + end - base
+        if high - low == end - begin and (window is None or end - begin <= window):
+            return QueryTile((begin, end), (low, high), None)
+        positions = torch.arange(start + begin, start + end, device=self._spec.device)[:, None]
+        keys = torch.arange(base + low, base + high, device=self._spec.device)
+        hidden = keys > positions
+        if window is not None:
+            hidden |= keys <= positions - window
+        return QueryTile((begin, end), (low, high), self._bias(hidden))

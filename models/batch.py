@@ -1,0 +1,99 @@
+"""What a forward pass is given: ragged rows of tokens and where their KV lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.paged_attention import LayerKV
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
+
+__all__ = ["ForwardBatch", "KVLayerSpec", "LayerKV", "SequenceRows", "allocate_kv", "build_batch"]
+
+
+class KVLayerSpec(NamedTuple):
+    """What one layer keeps of a token: a key and a value of `head_dim` for each KV head."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements a token, keys and values together."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(slots=True)
+class SequenceRows:
+    """B ragged rows of one forward pass, on the host. Row b computes positions [start, start + query_len)."""
+
+    token_ids: list[int]
+    """[T], row after row."""
+    query_lens: list[int]
+    """[B], each at least 1."""
+    starts: list[int]
+    """[B], the first position of each row; the KV of all positions before is in the cache."""
+    block_tables: list[list[int]]
+    """[B], blocks in order; at least enough for start + query_len positions."""
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """The same on the device, with everything that all layers share. Made by `build_batch`, used for one pass."""
+
+    input_ids: Tensor
+    """[T] int64"""
+    positions: Tensor
+    """[T] int64"""
+    cos: Tensor
+    """[T, 1, D] in the model's dtype; with `sin`, as kernels.rope wants them."""
+    sin: Tensor
+    attention: Any
+    """The attention backend's plan."""
+    kv: Sequence[LayerKV]
+    """This model's layers of the cache."""
+    adapters: Any = None
+    """What the linears' LoRA sites need (lora.layers.LoraBatch); None when no row has an adapter."""
+
+
+def allocate_kv(
+    specs: Sequence[KVLayerSpec],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> list[LayerKV]:
+    """A zeroed cache of `num_blocks` blocks for each layer; zeros because attention reads slots never written to."""
+    layers = []
+    for spec in specs:
+        shape = (spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
+        layers.append(LayerKV(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))))
+    return layers
+
+
+@torch.inference_mode()
+def build_batch(rows: SequenceRows, model: Decoder, kv: Sequence[LayerKV], adapters: Any = None) -> ForwardBatch:
+    """Put `rows` on the model's device and plan their attention over `kv`, the model's layers of the cache."""
+    block_size = kv[0].k.shape[2]
+    query_lens = np.asarray(rows.query_lens, dtype=np.int64)
+    starts = np.asarray(rows.starts, dtype=np.int64)
+    ends = np.cumsum(query_lens)
+    positions = np.arange(len(rows.token_ids), dtype=np.int64) + np.repeat(starts - (ends - query_lens), query_lens)
+    on_device = torch.from_numpy(positions).to(model.device)
+    cos, sin = model.rope.tables(on_device, int((starts + query_lens).max()))
+    return ForwardBatch(
+        input_ids=torch.tensor(rows.token_ids, dtype=torch.int64, device=model.device),
+        positions=on_device,
+        cos=cos,
+        sin=sin,
+        attention=model.attention.plan(rows, positions, block_size),
+        kv=kv,
+        adapters=adapters,
+    )

@@ -1,0 +1,223 @@
+"""What a model is: a frozen config, read from a HF `config.json` once and checked there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+ROPE_TYPES = ("default", "linear", "llama3")
+ACTIVATIONS = ("silu", "swish")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding; the fields after `factor` are used by "llama3" alone."""
+
+    rope_type: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A decoder of the Llama shape; the families differ in these fields only."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer: a query sees itself and the window - 1 positions before; None: everything."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether queries and keys are normalised for each head before the rotation."""
+    dtype: torch.dtype
+    """Of weights, activations and KV."""
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window when all layers have the same one; None when some layer sees everything."""
+        distinct = set(self.windows)
+        return distinct.pop() if len(distinct) == 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyTraits:
+    """How a family reads its config.json: the values of keys that are absent, and what is not in the file."""
+
+    defaults: Mapping[str, Any]
+    attention_bias: bool | None = None
+    """Bias of q, k and v; None: the file's `attention_bias` decides, for o too."""
+    mlp_bias: bool | None = None
+    """None: the file's `mlp_bias` decides."""
+    qk_norm: bool = False
+    window_switch: bool = False
+    """Whether a window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
+    has_window: bool = True
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model directory.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InvalidRequestError: it is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFoundError(f"{path.parent} has no readable {path.name}", param="model") from error
+    except ValueError as error:
+        raise InvalidRequestError(f"{path} is not valid JSON: {error}", param="model") from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{path} is not a JSON object", param="model")
+    return value
+
+
+def stored_dtype(raw: Mapping[str, Any]) -> str:
+    """The dtype that config.json names, "float32" when it names none.
+
+    Raises:
+        UnsupportedModelError: it is none of DTYPES.
+    """
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModelError(
+            f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}", param="dtype"
+        )
+    return name
+
+
+def decoder_config(
+    raw: Mapping[str, Any], architecture: str, dtype: torch.dtype, traits: FamilyTraits
+) -> DecoderConfig:
+    """Read a HF config. Pure.
+
+    Raises:
+        UnsupportedModelError: something this decoder does not do, or a wrong value; `param` names the field.
+    """
+    # A key with null is an absent one, but the family's default is for absent keys only: null means no window, and as
+    # many KV heads as heads.
+    values = {key: value for key, value in {**traits.defaults, **raw}.items() if value is not None}
+    _refuse_unsupported(values)
+    hidden_size = _positive(values, "hidden_size")
+    num_heads = _positive(values, "num_attention_heads")
+    num_kv_heads = _positive(values, "num_key_value_heads", num_heads)
+    head_dim = _positive(values, "head_dim", hidden_size // num_heads)
+    num_layers = _positive(values, "num_hidden_layers")
+    if num_heads % num_kv_heads:
+        raise _wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    if head_dim % 2:
+        raise _wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
+    from_file = bool(values.get("attention_bias", False))
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=_positive(values, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(values, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=_positive(values, "max_position_embeddings"),
+        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rope=_rope_config(values),
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        windows=_windows(values, num_layers, traits),
+        qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
+        o_bias=from_file if traits.attention_bias is None else False,
+        mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
+        qk_norm=traits.qk_norm,
+        dtype=dtype,
+    )
+
+
+def _wrong(field: str, problem: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config.json: {field} {problem}", param=field)
+
+
+def _positive(values: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    value = values.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong(field, f"must be a positive integer, got {value!r}")
+    return value
+
+
+def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+    activation = values.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise _wrong("hidden_act", f"{activation!r} is not supported; supported is silu")
+    quantization = values.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
+        raise _wrong("quantization_config", f"({method}) is not supported: quantized checkpoints cannot be served")
+
+
+def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+    field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
+    given = values.get(field, {})
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise _wrong(field, "must be one flat object for all layers")
+    # `type` is what the key was called at first.
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise _wrong(field, f"of type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    if given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise _wrong("partial_rotary_factor", "other than 1 is not supported")
+    numbers = {"theta": given.get("rope_theta", values.get("rope_theta", 10000.0))}
+    if rope_type != "default":
+        needed = ["factor"]
+        if rope_type == "llama3":
+            needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+        for name in needed:
+            if name not in given:
+                raise _wrong(field, f"of type {rope_type!r} lacks {name}")
+            numbers[name] = given[name]
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or number <= 0:
+            raise _wrong(field, f"{name} must be a positive number, got {number!r}")
+    return RopeConfig(rope_type=rope_type, **numbers)
+
+
+def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> tuple[int | None, ...]:
+    if not traits.has_window or "sliding_window" not in values:
+        return (None,) * num_layers
+    if not traits.window_switch:
+        return (_positive(values, "sliding_window"),) * num_layers
+    window = _positive(values, "sliding_window") if values.get("use_sliding_window", False) else None
+    first = values.get("max_window_layers", num_layers)
+    types = values.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    if len(types) != num_layers:
+        raise _wrong("layer_types", f"has {len(types)} entries for {num_layers} layers")
+    for name in types:
+        if name not in ("full_attention", "sliding_attention"):
+            raise _wrong("layer_types", f"{name!r} is not supported; known are full_attention and sliding_attention")
+    return tuple(window if name == "sliding_attention" else None for name in types)

@@ -1,0 +1,143 @@
+"""The decoder that all supported families share; they differ in their DecoderConfig alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.rope import apply_rope
+from ..kernels.silu_mul import silu_mul
+from .attention import AttentionBackend, AttentionSpec, make_attention
+from .batch import ForwardBatch, KVLayerSpec, LayerKV
+from .config import DecoderConfig
+from .layers.embedding import Embedding
+from .layers.linear import Linear
+from .layers.norm import RMSNorm
+from .layers.rope import RotaryEmbedding
+from .layers.weights import WeightSlot
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> None:
+        self._config = config
+        self._attention = attention
+        self._window = config.windows[index]
+        self._num_qk_heads = config.num_heads + config.num_kv_heads
+        heads = config.num_heads * config.head_dim
+        kv_heads = config.num_kv_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        ours, theirs = f"layers.{index}", f"model.layers.{index}"
+
+        def linear(name: str, modules: dict[str, int], in_features: int, bias: bool) -> Linear:
+            slices = [(f"{theirs}.{module}", rows) for module, rows in modules.items()]
+            return Linear(f"{ours}.{name}", slices, in_features, bias=bias, dtype=config.dtype, device=device)
+
+        def norm(names: list[str], size: int, repeats: list[int] | None = None) -> RMSNorm:
+            full = [f"{theirs}.{name}.weight" for name in names]
+            return RMSNorm(full, size, config.rms_norm_eps, repeats=repeats, dtype=config.dtype, device=device)
+
+        qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
+        self.qkv = linear("qkv", qkv, hidden, config.qkv_bias)
+        self.o = linear("o", {"self_attn.o_proj": hidden}, heads, config.o_bias)
+        self.gate_up = linear("gate_up", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias)
+        self.down = linear("down", {"mlp.down_proj": hidden}, inner, config.mlp_bias)
+        self.input_norm = norm(["input_layernorm"], hidden)
+        self.post_norm = norm(["post_attention_layernorm"], hidden)
+        self.qk_norm: RMSNorm | None = None
+        if config.qk_norm:
+            repeats = [config.num_heads, config.num_kv_heads]
+            self.qk_norm = norm(["self_attn.q_norm", "self_attn.k_norm"], config.head_dim, repeats)
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """hidden [T, H] to the next layer's [T, H]."""
+        attended = self._attend(self.qkv.forward(self.input_norm(hidden), batch), batch, kv)
+        hidden = self.o.forward(attended, batch, residual=hidden)
+        inner = silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
+        return self.down.forward(inner, batch, residual=hidden)
+
+    def _attend(self, qkv: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        heads = qkv.view(qkv.shape[0], -1, self._config.head_dim)
+        qk, v = heads[:, : self._num_qk_heads], heads[:, self._num_qk_heads :]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        qk = apply_rope(qk, batch.cos, batch.sin)
+        q, k = qk[:, : self._config.num_heads], qk[:, self._config.num_heads :]
+        return self._attention.forward(q, k, v, kv, batch.attention, self._window)
+
+    def linears(self) -> list[Linear]:
+        """In the order of the computation."""
+        return [self.qkv, self.o, self.gate_up, self.down]
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots by the checkpoint's tensor names."""
+        slots: dict[str, WeightSlot] = {}
+        for linear in self.linears():
+            slots |= linear.weight_slots()
+        for norm in (self.input_norm, self.post_norm, self.qk_norm):
+            slots |= norm.weight_slots() if norm is not None else {}
+        return slots
+
+
+class Decoder:
+    """A causal language model. Built without weights: fill every slot of `weight_slots`, then run it."""
+
+    def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
+        self.config = config
+        self.device = torch.device(device)
+        spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            windows=frozenset(config.windows),
+            dtype=config.dtype,
+            device=self.device,
+        )
+        self.attention = make_attention(spec)
+        self.rope = RotaryEmbedding(config.rope, config.head_dim, dtype=config.dtype, device=self.device)
+        self.layers = [DecoderLayer(config, i, self.attention, self.device) for i in range(config.num_layers)]
+        self._embedding = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            tied=config.tie_word_embeddings,
+            dtype=config.dtype,
+            device=self.device,
+        )
+        self._final_norm = RMSNorm(
+            ["model.norm.weight"], config.hidden_size, config.rms_norm_eps, dtype=config.dtype, device=self.device
+        )
+
+    @property
+    def kv_layers(self) -> list[KVLayerSpec]:
+        """What each layer keeps of a token, in order."""
+        return [KVLayerSpec(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights; a tied head counts once."""
+        return sum(torch.Size(slot.shape).numel() for slot in self.weight_slots().values())
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, H] after the final norm; the tokens' KV is written to `batch.kv`."""
+        hidden = self._embedding.lookup(batch.input_ids)
+        for layer, kv in zip(self.layers, batch.kv, strict=True):
+            hidden = layer.forward(hidden, batch, kv)
+        return self._final_norm(hidden)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] to float32 logits [R, vocab_size]."""
+        return self._embedding.logits(hidden)
+
+    def linears(self) -> list[Linear]:
+        """All projections that adapters may target."""
+        return [linear for layer in self.layers for linear in layer.linears()]
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Every tensor the model needs, by its name in HF checkpoints."""
+        slots = self._embedding.weight_slots()
+        for layer in self.layers:
+            slots.update(layer.weight_slots())
+        return slots | self._final_norm.weight_slots()

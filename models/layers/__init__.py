@@ -1,0 +1,1 @@
+"""The layers model families are built from."""

@@ -1,0 +1,83 @@
+"""Linear layers: several projections of one input merged, prepacked once loaded, with a place for adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear import PackedLinear, pack
+from .weights import WeightSlot
+
+if TYPE_CHECKING:
+    from ..batch import ForwardBatch
+
+
+class LoraSite(Protocol):
+    """The adapters' rows for one linear layer."""
+
+    def add(self, y: Tensor, x: Tensor, adapters: Any) -> None:
+        """y [T, out] += each token's adapter applied to x [T, in]."""
+
+
+class Linear:
+    """y = x Wᵀ + b (+ adapters) (+ residual), W being the rows of one or several projections of the checkpoint."""
+
+    def __init__(
+        self,
+        name: str,
+        slices: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        """Such as "layers.3.qkv"."""
+        self.slices = list(slices)
+        """(module name in the checkpoint, rows) of each merged projection, in order."""
+        self.in_features = in_features
+        self.out_features = sum(rows for _, rows in slices)
+        self.lora: LoraSite | None = None
+        """Set by the adapter manager."""
+        self._bias = bias
+        self._dtype = dtype
+        self._device = device
+        # While loading: the merged tensors, and how many slots are still to come. Freed when packed.
+        self._merged: dict[str, Tensor] = {}
+        self._missing = len(self.slices) * (1 + bias)
+        self._packed: PackedLinear | None = None
+
+    def forward(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] to a new tensor [T, out]; `residual` [T, out] is added."""
+        y = self._packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
+        if self.lora is not None and batch.adapters is not None:
+            self.lora.add(y, x, batch.adapters)
+        return y
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots by the checkpoint's tensor names."""
+        slots = {}
+        begin = 0
+        for module, rows in self.slices:
+            slots[f"{module}.weight"] = self._slot("weight", begin, (rows, self.in_features))
+            if self._bias:
+                slots[f"{module}.bias"] = self._slot("bias", begin, (rows,))
+            begin += rows
+        return slots
+
+    def _slot(self, kind: str, begin: int, shape: tuple[int, ...]) -> WeightSlot:
+        def load(tensor: Tensor) -> None:
+            if kind not in self._merged:
+                whole = (self.out_features, *shape[1:])
+                self._merged[kind] = torch.empty(whole, dtype=self._dtype, device=self._device)
+            self._merged[kind][begin : begin + shape[0]].copy_(tensor)
+            self._missing -= 1
+            if not self._missing:
+                self._packed = pack(self._merged["weight"], self._merged.get("bias"))
+                self._merged = {}
+
+        return WeightSlot(shape, load, scale=self.in_features**-0.5)

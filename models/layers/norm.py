@@ -1,0 +1,58 @@
+"""RMS normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.rms_norm import NormWeight, prepare, rms_norm
+from .weights import WeightSlot
+
+
+class RMSNorm:
+    """Normalises the last dimension. Several weights of that size make one layer: see `repeats`."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        size: int,
+        eps: float,
+        *,
+        repeats: Sequence[int] | None = None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """One name: x is [..., size]. With `repeats`, x is [..., sum(repeats), size]: repeats[i] heads for weight i."""
+        self._names = list(names)
+        self._size = size
+        self._eps = eps
+        self._repeats = repeats
+        self._dtype = dtype
+        self._device = device
+        self._loaded: dict[str, Tensor] = {}
+        self._weight: NormWeight | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """A new tensor of x's shape and dtype."""
+        return rms_norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots by the checkpoint's tensor names."""
+        return {name: self._slot(name) for name in self._names}
+
+    def _slot(self, name: str) -> WeightSlot:
+        def load(tensor: Tensor) -> None:
+            # Rounded to the model's dtype first, as a model that holds its weights in it does.
+            self._loaded[name] = tensor.to(self._device, self._dtype, copy=True)
+            if len(self._loaded) == len(self._names):
+                weights = [self._loaded[name] for name in self._names]
+                if self._repeats is None:
+                    merged = weights[0]
+                else:
+                    merged = torch.cat([w.expand(n, -1) for w, n in zip(weights, self._repeats, strict=True)])
+                self._weight = prepare(merged, self._eps)
+                self._loaded = {}
+
+        return WeightSlot((self._size,), load)

@@ -1,0 +1,53 @@
+"""Tables for the rotary position embedding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..config import RopeConfig
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """[head_dim / 2] float32 angles a position.
+
+    "linear" divides all by the factor (kaiokendev 2023). "llama3" divides those whose wavelength exceeds the original
+    context, keeps the short ones, and goes smoothly between (Llama 3.1's reference code).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (config.theta**exponents)
+    if config.rope_type == "linear":
+        return frequencies / config.factor
+    if config.rope_type == "llama3":
+        context = config.original_max_position_embeddings
+        low, high = config.low_freq_factor, config.high_freq_factor
+        wavelengths = 2 * math.pi / frequencies
+        smooth = ((context / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - smooth) * frequencies / config.factor + smooth * frequencies
+    return frequencies
+
+
+class RotaryEmbedding:
+    """Cosines and sines of all positions so far, computed in float32 and grown when a longer sequence comes."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(config, head_dim)
+        self._dtype = dtype
+        self._device = device
+        self._table = self._compute(2048)
+
+    def tables(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [T, 1, D] as `kernels.rope` wants them, for `positions` [T], all below `end`."""
+        if end > self._table.shape[0]:
+            self._table = self._compute(1 << (end - 1).bit_length())
+        both = self._table.index_select(0, positions)
+        return both[:, 0:1], both[:, 1:2]
+
+    def _compute(self, count: int) -> Tensor:
+        """[count, 2, D]: cosines, and sines with the first half negated."""
+        angles = torch.outer(torch.arange(count, dtype=torch.float32), self._frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        return table.to(self._device, self._dtype)

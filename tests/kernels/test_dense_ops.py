@@ -1,0 +1,77 @@
+"""linear, rms_norm, rope and silu_mul against their definitions in float64."""
+
+import pytest
+import torch
+
+from outrider.kernels.linear import pack
+from outrider.kernels.rms_norm import prepare, rms_norm
+from outrider.kernels.rope import apply_rope
+from outrider.kernels.silu_mul import silu_mul
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Half precision: one rounding of the result (8 or 11 bits), and of intermediates for rope and silu_mul.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_linear(dtype: torch.dtype, rows: int, bias: bool, residual: bool) -> None:
+    x, weight = torch.randn(rows, 36).to(dtype), torch.randn(50, 36).mul(36**-0.5).to(dtype)
+    b = torch.randn(50).to(dtype) if bias else None
+    r = torch.randn(rows, 50).to(dtype) if residual else None
+    expected = x.double() @ weight.double().T
+    expected = expected + (b.double() if b is not None else 0) + (r.double() if r is not None else 0)
+    kept = None if r is None else r.clone()
+    linear = pack(weight, b)
+    assert (linear.in_features, linear.out_features) == (36, 50)
+    close(linear(x, r), expected)
+    assert r is None or r.equal(kept)  # the residual is not changed
+
+
+def test_linear_on_cpu_does_not_need_the_weight_again() -> None:
+    weight = torch.randn(16, 8)
+    x = torch.randn(2, 8)
+    linear = pack(weight)
+    before = linear(x)
+    weight.zero_()
+    assert linear(x).equal(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_rms_norm(dtype: torch.dtype, scale: float) -> None:
+    x, weight = (torch.randn(5, 3, 48) * scale).to(dtype), torch.rand(3, 48).to(dtype)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    kept = x.clone()
+    close(rms_norm(x, prepare(weight, 1e-5)), expected)
+    assert x.equal(kept)
+
+
+def test_rms_norm_of_zeros_is_zero() -> None:
+    assert rms_norm(torch.zeros(2, 8), prepare(torch.ones(8), 1e-6)).equal(torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_rotates_each_pair_by_its_angle(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 3, 10).to(dtype)
+    angles = torch.rand(4, 1, 5, dtype=torch.float64) * 6
+    cos, sin = angles.cos(), angles.sin()
+    y = apply_rope(x, torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
+    rotated = torch.view_as_complex(torch.stack(x.double().chunk(2, -1), -1)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    close(y, torch.cat((rotated.real, rotated.imag), -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    x = torch.randn(7, 26).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    close(silu_mul(x), gate * gate.sigmoid() * up)

@@ -1,0 +1,146 @@
+"""Ragged rows over a paged cache against dense attention of each row by itself."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.kernels.paged_attention import LayerKV, Workspace, write_kv
+from outrider.models.attention import AttentionSpec, make_attention
+from outrider.models.attention.torch import split_by_length
+from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
+from outrider.platform.core.errors import InvalidRequestError
+
+# float32: sums in another order. bfloat16: scores, weights and results are rounded to 8 bits.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
+    """q [n, H, D] at positions start.., k and v [start + n, Hk, D]; the definition, in float64."""
+    fold = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(fold, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(q.shape[-1])
+    positions = torch.arange(start, start + q.shape[0])[:, None]
+    keys = torch.arange(k.shape[0])
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def run(rows: list[tuple[int, int]], *, shape=(4, 2, 8), block_size=4, window=None, dtype=torch.float32, seed=0):
+    """Attention of `rows` (start, query_len) in one batch; returns it and what it should be, [T, H*D] each."""
+    heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"))
+    backend = make_attention(spec)
+    needed = [-(-(start + count) // block_size) for start, count in rows]
+    order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in needed]
+    kv = allocate_kv([KVLayerSpec(kv_heads, dim)], sum(needed) + 3, block_size, dtype)[0]
+    for cache in kv:  # what others left behind
+        cache.fill_(1e3)
+    expected, queries, new_keys, new_values = [], [], [], []
+    for (start, count), table in zip(rows, tables, strict=True):
+        k, v = (torch.randn(start + count, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+        q = torch.randn(count, heads, dim, generator=generator).to(dtype)
+        for position in range(start):
+            slot = table[position // block_size], position % block_size
+            kv.k[:, slot[0], slot[1]], kv.v[:, slot[0], slot[1]] = k[position], v[position]
+        queries.append(q)
+        new_keys.append(k[start:])
+        new_values.append(v[start:])
+        expected.append(dense(q, k, v, start, window))
+    sequences = SequenceRows([0] * sum(n for _, n in rows), [n for _, n in rows], [s for s, _ in rows], tables)
+    positions = np.concatenate([np.arange(start, start + count) for start, count in rows])
+    plan = backend.plan(sequences, positions, block_size)
+    out = backend.forward(torch.cat(queries), torch.cat(new_keys), torch.cat(new_values), kv, plan, window)
+    return out, torch.cat(expected).flatten(1).to(dtype)
+
+
+def check(rows: list[tuple[int, int]], **options) -> None:
+    out, expected = run(rows, **options)
+    tolerance = TOLERANCE[options.get("dtype", torch.float32)]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 8, 9, 16, 17, 40])), min_size=1, max_size=9
+    ),
+    shape=st.sampled_from([(4, 2, 8), (3, 3, 6), (6, 1, 10), (1, 1, 2)]),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, None, 1, 3, 16, 1000]),
+    seed=st.integers(0, 9),
+)
+def test_any_rows_match_dense_attention(rows, shape, block_size, window, seed) -> None:
+    check(rows, shape=shape, block_size=block_size, window=window, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(7, 1)],
+        [(8, 1)] * 6,  # equal lengths: no mask
+        [(i, 1) for i in range(12)],
+        [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)],
+        [(0, 600)],  # more than one tile
+        [(300, 530)],
+        [(0, 33), (12, 1), (40, 12), (5, 5), (100, 20)],
+        [(3000, 1), (0, 1), (5, 1), (9, 2), (3001, 1)],  # not worth padding together
+    ],
+)
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_of_a_step(rows, window, dtype) -> None:
+    check(rows, window=window, dtype=dtype, shape=(8, 2, 16), block_size=16)
+
+
+def test_values_that_are_not_finite_do_not_reach_the_next_owner_of_a_block() -> None:
+    kv = allocate_kv([KVLayerSpec(2, 4)], 2, 4, torch.float32)[0]
+    bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).expand(8, 2, 4)
+    write_kv(bad.clone(), bad.clone(), kv, torch.arange(8))
+    assert kv.k.isfinite().all()
+    assert kv.v.isfinite().all()
+    assert kv.v[..., 3].eq(1.0).all()
+
+
+def test_write_kv_writes_nothing_but_its_slots() -> None:
+    kv = allocate_kv([KVLayerSpec(2, 4)], 3, 4, torch.float32)[0]
+    k, v = torch.randn(2, 2, 4), torch.randn(2, 2, 4)
+    write_kv(k.clone(), v.clone(), kv, torch.tensor([9, 2]))
+    assert kv.k[:, 2, 1].equal(k[0])
+    assert kv.v[:, 0, 2].equal(v[1])
+    assert kv.k.count_nonzero() == kv.v.count_nonzero() == 2 * 2 * 4
+
+
+def test_workspace_gathers_blocks_of_changing_number_and_dtype() -> None:
+    workspace = Workspace()
+    for dtype in (torch.float32, torch.bfloat16):
+        kv = LayerKV(torch.randn(2, 9, 4, 6).to(dtype), torch.randn(2, 9, 4, 6).to(dtype))
+        for index in ([3], [8, 0, 8, 1, 2], [5, 5]):
+            keys, values = workspace.gather(kv, torch.tensor(index))
+            assert keys.equal(kv.k[:, index])
+            assert values.equal(kv.v[:, index])
+
+
+def test_split_by_length_keeps_every_row_and_bounds_padding() -> None:
+    lengths = np.array([5000, 10, 20, 4990, 900, 15, 1])
+    groups = split_by_length(range(7), lengths)
+    assert sorted(row for group in groups for row in group) == list(range(7))
+    assert [sorted(group) for group in groups] == groups
+    for group in groups:
+        assert sum(lengths[group].max() - lengths[group]) <= 1024
+    assert split_by_length([], lengths) == []
+
+
+def test_unknown_backend_names_the_known_ones() -> None:
+    spec = AttentionSpec(1, 1, 2, frozenset({None}), torch.float32, torch.device("cpu"))
+    with pytest.raises(InvalidRequestError, match="torch") as caught:
+        make_attention(spec, "nosuch")
+    assert caught.value.param == "attention_backend"

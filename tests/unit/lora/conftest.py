@@ -1,0 +1,120 @@
+"""A tiny model's linears, PEFT folders made by hand, and requests."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider.lora.manager import LOADING, AdapterManager
+from outrider.models.layers.linear import Linear
+from outrider.platform.core.config import LoRAConfig
+from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.request import Request
+from outrider.platform.core.sampling_params import SamplingParams
+
+HIDDEN = 16
+SIZES = {"q_proj": (HIDDEN, 16), "k_proj": (HIDDEN, 8), "v_proj": (HIDDEN, 8), "down_proj": (24, HIDDEN)}
+
+
+def module(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.{'mlp' if name == 'down_proj' else 'self_attn'}.{name}"
+
+
+def make_linears(num_layers: int = 2) -> list[Linear]:
+    linears = []
+    for layer in range(num_layers):
+        for name, parts in (("qkv", ("q_proj", "k_proj", "v_proj")), ("down", ("down_proj",))):
+            slices = [(module(layer, part), SIZES[part][1]) for part in parts]
+            linears.append(
+                Linear(
+                    f"layers.{layer}.{name}",
+                    slices,
+                    SIZES[parts[0]][0],
+                    dtype=torch.float32,
+                    device=torch.device("cpu"),
+                )
+            )
+    return linears
+
+
+def tensors(rank=4, *, seed=0, modules=tuple(SIZES), layers=(0, 1), prefix="base_model.model.", middle=""):
+    """A PEFT state dict; keys are those of PEFT unless told otherwise."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for layer in layers:
+        for name in modules:
+            in_features, out_features = SIZES[name]
+            key = f"{prefix}{module(layer, name)}"
+            state[f"{key}.lora_A{middle}.weight"] = torch.randn(rank, in_features, generator=generator)
+            state[f"{key}.lora_B{middle}.weight"] = torch.randn(out_features, rank, generator=generator)
+    return state
+
+
+def write_adapter(folder: Path, state=None, *, rank=4, seed=0, binary=False, **config) -> str:
+    """An adapter's folder; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = tensors(rank, seed=seed) if state is None else state
+    if binary:
+        torch.save(state, folder / "adapter_model.bin")
+    else:
+        save_file(state, folder / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": list(SIZES), "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def make_request(name: str | None = None, path: str | None = None, request_id: str = "r") -> Request:
+    lora = LoRARequest(name, path=path) if name is not None else None
+    return Request(request_id, [1, 2, 3], 3, SamplingParams(), seed_key=0, lora=lora)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread():
+    """Shapes are tiny here; a second thread would only be waited for when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_manager():
+    """Managers that are closed, and whose bookkeeping is checked, after the test."""
+    made = []
+
+    def make(max_loras=2, max_cpu_loras=4, max_lora_rank=8, **options):
+        config = LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras, max_lora_rank=max_lora_rank)
+        manager = AdapterManager(make_linears(), config, torch.float32, "cpu", **options)
+        made.append(manager)
+        return manager
+
+    yield make
+    for manager in made:
+        manager.check_integrity()
+        manager.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes adapter `name` (rank 4 unless told otherwise) and returns its path."""
+
+    def write(name, rank=4, **options):
+        return write_adapter(tmp_path / name, rank=rank, seed=options.pop("seed", sum(name.encode())), **options)
+
+    return write
+
+
+def admitted(manager, name, path, request_id="r"):
+    """A request that has been resolved and admitted, waiting for loads."""
+    request = make_request(name, path, request_id)
+    manager.resolve(request)
+    while (reason := manager.admit(request)) == LOADING:
+        manager.wait(10)
+    assert reason is None
+    return request
+
+
+def level(manager, name):
+    return next(info.level for info in manager.list() if info.name == name)

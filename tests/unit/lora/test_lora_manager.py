@@ -1,0 +1,271 @@
+"""Registration, versions, admission, errors and the loader thread of the adapter manager."""
+
+import shutil
+import threading
+
+import pytest
+
+from outrider.lora import manager as manager_module
+from outrider.lora.manager import LOADING
+from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
+from outrider.platform.core.lora_request import LoRARequest
+
+from .conftest import admitted, level, make_request, tensors
+
+# --- registration ---
+
+
+def test_load_reads_now_and_says_what_it_found(make_manager, folder):
+    manager = make_manager()
+    path = folder("a", rank=3)
+    info = manager.load(LoRARequest("a", path=path))
+    assert (info.name, info.path, info.rank, info.rows, info.level, info.num_running) == ("a", path, 3, 3, "host", 0)
+    assert len(bytes.fromhex(info.digest)) == 32
+    assert manager.list() == [info]
+    assert len(manager.stats().load_seconds) == 1
+    assert manager.stats().load_seconds == []
+
+
+def test_a_duplicate_name_is_refused_unless_in_place(make_manager, folder):
+    manager = make_manager()
+    first = manager.load(LoRARequest("a", path=folder("a")))
+    with pytest.raises(InvalidUserInputError, match="already been loaded"):
+        manager.load(LoRARequest("a", path=folder("b")))
+    second = manager.load(LoRARequest("a", path=folder("b")), load_inplace=True)
+    assert second.digest != first.digest
+    assert [info.digest for info in manager.list()] == [second.digest]
+
+
+def test_a_broken_replacement_leaves_the_old_one(make_manager, folder):
+    manager = make_manager()
+    first = manager.load(LoRARequest("a", path=folder("a")))
+    with pytest.raises(AdapterError, match="rank 9"):
+        manager.load(LoRARequest("a", path=folder("big", rank=9)), load_inplace=True)
+    assert manager.list() == [first]
+
+
+def test_unload_of_an_unknown_name(make_manager):
+    with pytest.raises(NotFoundError, match="'x'"):
+        make_manager().unload("x")
+
+
+def test_unload_lets_running_requests_finish(make_manager, folder):
+    manager = make_manager()
+    request = admitted(manager, "a", folder("a"))
+    manager.unload("a")
+    assert manager.list() == []
+    assert manager.prepare([(request.adapter, 1)]) is not None
+    manager.check_integrity()
+    manager.release(request)
+    assert len(manager._residency.pool) == len(manager._residency.host) == 0
+
+
+# --- requests ---
+
+
+def test_base_requests_need_nothing(make_manager):
+    manager, request = make_manager(), make_request()
+    manager.resolve(request)
+    assert manager.admit(request) is None
+    assert manager.namespace(request) == b""
+    assert manager.prepare([(request.adapter, 5)]) is None
+    manager.release(request)
+
+
+def test_first_use_registers_and_waits_alone(make_manager, folder):
+    manager = make_manager()
+    request, base = make_request("a", folder("a")), make_request()
+    manager.resolve(request)
+    manager.resolve(base)
+    assert manager.admit(base) is None
+    while manager.admit(request) is not None:
+        assert manager.stats().waiting == ["a"]
+        manager.wait(10)
+    assert level(manager, "a") == "device"
+    assert manager.stats().running == ["a"]
+    assert manager.namespace(request) == bytes.fromhex(manager.list()[0].digest)
+    manager.release(request)
+    assert manager.stats().running == []
+
+
+def test_admit_and_release_may_be_repeated(make_manager, folder):
+    manager = make_manager()
+    request = admitted(manager, "a", folder("a"))
+    assert manager.admit(request) is None
+    assert manager.list()[0].num_running == 1
+    manager.release(request)
+    manager.release(request)
+    assert manager.list()[0].num_running == 0
+    assert manager.admit(request) is None, "as after a preemption"
+    manager.release(request)
+
+
+def test_the_same_content_under_two_names_shares_rows(make_manager, folder, tmp_path):
+    manager = make_manager()
+    path = folder("a")
+    shutil.copytree(path, tmp_path / "copy")
+    requests = [admitted(manager, "a", path), admitted(manager, "b", str(tmp_path / "copy"))]
+    assert len(manager._residency.pool) == 1
+    manager.check_integrity()
+    manager.unload("a")
+    manager.release(requests[0])
+    assert level(manager, "b") == "device"
+    manager.release(requests[1])
+
+
+# --- versions ---
+
+
+def test_running_requests_keep_their_version(make_manager, folder):
+    manager = make_manager()
+    old = admitted(manager, "a", folder("a"), "old")
+    manager.load(LoRARequest("a", path=folder("a", seed=77)), load_inplace=True)
+    new = admitted(manager, "a", folder("a", seed=77), "new")
+    assert manager.namespace(old) != manager.namespace(new)
+    batch = manager.prepare([(old.adapter, 1), (new.adapter, 1)])
+    assert batch.segments[0].selection.num_rows == 8
+    manager.check_integrity()
+    manager.release(old)
+    assert len(manager._residency.pool) == 1, "the old version is gone with its last request"
+    manager.release(new)
+
+
+def test_another_path_is_another_version(make_manager, folder):
+    manager = make_manager()
+    first = admitted(manager, "a", folder("a"))
+    second = admitted(manager, "a", folder("b"), "second")
+    assert first.adapter is not second.adapter
+    assert [info.path for info in manager.list()] == [second.lora.path]
+    for request in (first, second):
+        manager.release(request)
+
+
+def test_files_that_change_in_place_are_not_noticed_while_in_memory(make_manager, folder):
+    manager = make_manager()
+    first = admitted(manager, "a", folder("a"))
+    second = admitted(manager, "a", folder("a", seed=99), "second")
+    assert second.adapter is first.adapter
+    for request in (first, second):
+        manager.release(request)
+
+
+def test_files_that_changed_while_out_of_memory_are_a_new_version(make_manager, folder):
+    manager = make_manager(max_loras=1, max_cpu_loras=1)
+    first = admitted(manager, "a", folder("a"))
+    manager.release(first)
+    manager.release(admitted(manager, "b", folder("b")))
+    assert level(manager, "a") == "disk"
+    second = admitted(manager, "a", folder("a", seed=99), "second")
+    assert manager.namespace(second) != manager.namespace(first)
+    manager.release(second)
+
+
+def test_a_preempted_request_does_not_go_on_with_other_content(make_manager, folder):
+    manager = make_manager(max_loras=1, max_cpu_loras=1)
+    first = admitted(manager, "a", folder("a"))
+    manager.release(first)
+    manager.release(admitted(manager, "b", folder("b")))
+    folder("a", seed=99)
+    assert manager.admit(first) == LOADING
+    manager.wait(10)
+    with pytest.raises(AdapterError, match="changed on disk"):
+        manager.admit(first)
+    manager.release(admitted(manager, "a", folder("a", seed=99), "later"))
+
+
+# --- errors ---
+
+
+def test_a_path_that_is_no_folder_is_refused_at_once(make_manager, tmp_path):
+    manager = make_manager()
+    with pytest.raises(AdapterError, match="does not exist"):
+        manager.resolve(make_request("a", str(tmp_path / "none")))
+    assert manager.list() == []
+
+
+def test_a_broken_adapter_fails_its_own_requests_and_may_be_repaired(make_manager, folder):
+    manager = make_manager()
+    good = admitted(manager, "good", folder("good"))
+    broken = [make_request("a", folder("a", rank=9), str(i)) for i in range(2)]
+    for request in broken:
+        manager.resolve(request)
+    manager.wait(10)
+    for request in broken:
+        with pytest.raises(AdapterError, match="rank 9 exceeds"):
+            manager.admit(request)
+    assert [info.name for info in manager.list()] == ["good"]
+    assert manager.prepare([(good.adapter, 1)]) is not None
+    manager.release(admitted(manager, "a", folder("a", rank=4), "again"))
+    manager.release(good)
+
+
+def test_an_adapter_whose_files_vanish_fails_only_when_it_must_be_read_again(make_manager, folder):
+    manager = make_manager(max_loras=1, max_cpu_loras=1)
+    path = folder("a")
+    first = admitted(manager, "a", path)
+    shutil.rmtree(path)
+    manager.release(first)
+    manager.release(admitted(manager, "a", path, "still in memory"))
+    manager.release(admitted(manager, "b", folder("b")))
+    request = make_request("a", path, "gone")
+    manager.resolve(request)
+    manager.wait(10)
+    with pytest.raises(AdapterError, match="does not exist"):
+        manager.admit(request)
+    manager.release(admitted(manager, "a", folder("a"), "back"))
+
+
+def test_an_unforeseen_error_in_the_thread_is_one_adapters_error(make_manager, folder, monkeypatch):
+    real = manager_module.parse
+
+    def parse(path, *args, **options):
+        if path.endswith("bad"):
+            raise MemoryError("no room")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(manager_module, "parse", parse)
+    manager = make_manager()
+    request = make_request("bad", folder("bad"))
+    manager.resolve(request)
+    manager.wait(10)
+    with pytest.raises(AdapterError, match="MemoryError: no room"):
+        manager.admit(request)
+    manager.release(admitted(manager, "a", folder("a")))
+
+
+# --- the thread ---
+
+
+def test_loading_does_not_block_and_close_ends_the_thread(make_manager, folder, monkeypatch):
+    gate, real = threading.Event(), manager_module.parse
+
+    def parse(*args, **options):
+        assert gate.wait(10)
+        return real(*args, **options)
+
+    monkeypatch.setattr(manager_module, "parse", parse)
+    manager = make_manager()
+    request = make_request("a", folder("a"))
+    manager.resolve(request)
+    assert manager.admit(request) == LOADING
+    manager.wait(0.01)
+    assert manager.admit(request) == LOADING
+    gate.set()
+    manager.wait(10)
+    assert manager.admit(request) is None
+    manager.release(request)
+    thread = manager._loader._thread
+    manager.close()
+    assert not thread.is_alive()
+
+
+def test_wait_returns_at_once_when_nothing_loads(make_manager):
+    make_manager().wait(1000)
+
+
+def test_modules_that_an_adapter_leaves_alone(make_manager, folder):
+    manager = make_manager()
+    request = admitted(manager, "a", folder("a", state=tensors(modules=("v_proj",), layers=(1,))))
+    site = manager._residency._sites[0][0]
+    assert not site._a.any()
+    manager.release(request)

@@ -1,0 +1,178 @@
+"""Any order of requests, loads, unloads, changed files and failures: the manager's books agree after every call."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from outrider.lora.adapter import Adapter
+from outrider.lora.loader import Loaded
+from outrider.lora.manager import AdapterManager
+from outrider.platform.core.config import LoRAConfig
+from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
+from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.request import Status
+
+from .conftest import make_request
+
+NAMES = st.sampled_from("abcde")
+
+
+class StepLoader:
+    """The loader without its thread: a load ends when `wait` is called, so that runs can be repeated."""
+
+    def __init__(self, parse):
+        self._parse, self._jobs = parse, []
+
+    @property
+    def num_in_flight(self):
+        return len(self._jobs)
+
+    def submit(self, ticket, path):
+        self._jobs.append((ticket, path))
+
+    def poll(self):
+        return []
+
+    def wait(self, timeout):
+        if not self._jobs:
+            return []
+        ticket, path = self._jobs.pop(0)
+        try:
+            return [Loaded(ticket, self._parse(path), None, 0.0)]
+        except AdapterError as error:
+            return [Loaded(ticket, None, error, 0.0)]
+
+    def close(self):
+        self._jobs.clear()
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Folders hold only a number: the content. 13 is broken, and the rank follows from the number."""
+
+    def __init__(self):
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory()
+        self.contents = {name: index for index, name in enumerate("abcde")}
+        for name in self.contents:
+            self._write(name)
+        self.manager = AdapterManager(
+            [], LoRAConfig(max_loras=2, max_cpu_loras=3, max_lora_rank=4), torch.float32, "cpu"
+        )
+        self.manager._parse, self.manager._loader = self._parse, StepLoader(self._parse)
+        self.waiting, self.running, self.seen = [], [], {}
+
+    def teardown(self):
+        for request in self.waiting + self.running:
+            self.manager.release(request)
+        self.manager.check_integrity()
+        self.manager.close()
+        self._folder.cleanup()
+
+    def _path(self, name):
+        return str(Path(self._folder.name) / name)
+
+    def _write(self, name):
+        folder = Path(self._path(name))
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text("x" * self.contents[name])
+
+    def _parse(self, path):
+        content = len((Path(path) / "adapter_config.json").read_text())
+        if content == 13:
+            raise AdapterError("broken")
+        return Adapter(bytes([content]) * 32, 1 + content % 4, {})
+
+    @rule(name=NAMES, content=st.integers(0, 13))
+    def change_files(self, name, content):
+        self.contents[name] = content
+        self._write(name)
+
+    @rule(name=NAMES)
+    def resolve(self, name):
+        request = make_request(name, self._path(name))
+        self.manager.resolve(request)
+        self.waiting.append(request)
+
+    @rule()
+    def schedule(self):
+        for request in list(self.waiting):
+            try:
+                reason = self.manager.admit(request)
+            except AdapterError:
+                request.status = Status.FINISHED
+                self.waiting.remove(request)
+                continue
+            if reason is None:
+                self.waiting.remove(request)
+                self.running.append(request)
+                namespace = self.seen.setdefault(request, self.manager.namespace(request))
+                assert namespace == self.manager.namespace(request), "a request changed its adapter's content"
+
+    @rule()
+    def wait(self):
+        self.manager.wait(1)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), preempt=st.booleans())
+    def end(self, data, preempt):
+        request = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.manager.release(request)
+        if preempt:
+            self.waiting.append(request)
+        else:
+            request.status = Status.FINISHED
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abort_waiting(self, data):
+        self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1))).status = Status.FINISHED
+
+    @rule(name=NAMES, inplace=st.booleans(), pinned=st.booleans())
+    def load(self, name, inplace, pinned):
+        known = {info.name for info in self.manager.list()}
+        try:
+            info = self.manager.load(LoRARequest(name, path=self._path(name)), load_inplace=inplace, pinned=pinned)
+        except AdapterError:
+            assert self.contents[name] == 13
+        except InvalidUserInputError:
+            assert pinned or name in known
+        else:
+            assert info.digest == (bytes([self.contents[name]]) * 32).hex()
+
+    @rule(name=NAMES)
+    def unload(self, name):
+        if name in {info.name for info in self.manager.list()}:
+            self.manager.unload(name)
+        else:
+            with pytest.raises(NotFoundError):
+                self.manager.unload(name)
+
+    @invariant()
+    def agrees(self):
+        self.manager.check_integrity()
+        rows = [(request.adapter, 1) for request in self.running]
+        batch = self.manager.prepare(rows)
+        assert (batch is None) == (not rows)
+
+    @rule()
+    def nobody_waits_forever(self):
+        """Once what runs has ended, everything that waits gets its turn."""
+        for request in self.running:
+            self.manager.release(request)
+        self.running = []
+        for _ in range(60):
+            self.schedule()
+            for request in self.running:
+                self.manager.release(request)
+            self.running = []
+            self.manager.wait(1)
+        assert not self.waiting
+
+
+ManagerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None)
+TestManagerMachine = ManagerMachine.TestCase

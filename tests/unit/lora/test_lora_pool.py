@@ -1,0 +1,122 @@
+"""The row allocator: no row is lost, shared or taken from a running request, whatever the order of calls."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from outrider.lora.pool import RowPool
+
+KEYS = [bytes([i]) for i in range(6)]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any sequence of allocate, retain, release, pin and evict, against a plain dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = RowPool(16, 3)
+        self.users: dict[bytes, int] = {}
+        self.pinned: set[bytes] = set()
+
+    @rule(key=st.sampled_from(KEYS), rows=st.integers(1, 16))
+    def allocate(self, key, rows):
+        if key in self.users:
+            with pytest.raises(ValueError, match="already"):
+                self.pool.allocate(key, rows)
+            return
+        before = {other: self.pool.allocation(other) for other in self.users}
+        allocation = self.pool.allocate(key, rows)
+        kept = {other for other in before if self.users[other] or other in self.pinned}
+        room = 16 - sum(len(before[other].rows) for other in kept)
+        assert (allocation is not None) == (rows <= room and len(kept) < 3)
+        for other in list(before):
+            if other in self.pool:
+                assert self.pool.allocation(other) is before[other]
+            else:
+                assert allocation is not None, "evicted for nothing"
+                assert other not in kept
+                self.users.pop(other)
+        if allocation is not None:
+            assert len(allocation.rows) == rows
+            self.users[key] = 0
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def retain(self, data):
+        key = data.draw(st.sampled_from(sorted(self.users)))
+        self.pool.retain(key)
+        self.users[key] += 1
+
+    @precondition(lambda self: any(self.users.values()))
+    @rule(data=st.data())
+    def release(self, data):
+        key = data.draw(st.sampled_from(sorted(k for k, n in self.users.items() if n)))
+        self.pool.release(key)
+        self.users[key] -= 1
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data(), pinned=st.booleans())
+    def pin(self, data, pinned):
+        key = data.draw(st.sampled_from(sorted(self.users)))
+        self.pool.set_pinned(key, pinned)
+        (self.pinned.add if pinned else self.pinned.discard)(key)
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def evict(self, data):
+        key = data.draw(st.sampled_from(sorted(self.users)))
+        if self.users[key]:
+            with pytest.raises(ValueError, match="running"):
+                self.pool.evict(key)
+            return
+        self.pool.evict(key)
+        del self.users[key]
+        self.pinned.discard(key)
+
+    @invariant()
+    def agrees(self):
+        self.pool.check_integrity()
+        self.pinned &= set(self.users)
+        assert set(self.pool.digests()) == set(self.users)
+        for key, count in self.users.items():
+            assert self.pool.num_users(key) == count
+            assert self.pool.is_evictable(key) == (not count and key not in self.pinned)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
+TestPoolMachine = PoolMachine.TestCase
+
+
+def test_the_least_recently_used_makes_way():
+    pool = RowPool(8, 8)
+    for key in (b"a", b"b"):
+        pool.allocate(key, 4)
+    pool.retain(b"a")
+    pool.release(b"a")
+    pool.allocate(b"c", 4)
+    assert pool.digests() == [b"a", b"c"]
+
+
+def test_the_number_of_adapters_is_limited_whatever_their_rows():
+    pool = RowPool(100, 2)
+    for key in (b"a", b"b", b"c"):
+        pool.allocate(key, 1)
+    assert pool.digests() == [b"b", b"c"]
+
+
+def test_rows_are_neighbours_where_a_gap_allows_it():
+    pool = RowPool(12, 8)
+    for key in (b"a", b"b", b"c"):
+        pool.allocate(key, 3)
+    pool.evict(b"b")
+    assert pool.allocate(b"d", 2).rows == (3, 4), "the smallest gap that is large enough"
+    assert pool.allocate(b"e", 4).rows == (5, 9, 10, 11), "scattered rather than refused"
+
+
+def test_a_lost_row_is_noticed():
+    pool = RowPool(4, 2)
+    pool.allocate(b"a", 2)
+    pool._free.pop()
+    with pytest.raises(AssertionError, match="lost"):
+        pool.check_integrity()

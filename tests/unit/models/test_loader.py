@@ -1,0 +1,177 @@
+"""Model directories: sharded, tied, incomplete, wrong, or without weights."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.models.loader import INDEX, load_model, read_facts, resolve_model_path
+from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def tiny(save_tiny: Callable) -> Path:
+    return save_tiny("Llama")[0]
+
+
+@pytest.fixture
+def changed(tiny: Path, tmp_path: Path) -> Callable[[Callable[[dict], None]], Path]:
+    """changed(edit) -> a copy of the tiny model whose tensors `edit` has changed."""
+
+    def change(edit: Callable[[dict], None]) -> Path:
+        path = tmp_path / "model"
+        shutil.copytree(tiny, path)
+        tensors = load_file(path / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, path / "model.safetensors")
+        return path
+
+    return change
+
+
+def test_sharded_equals_single(save_tiny: Callable, driver: Callable) -> None:
+    single, _ = save_tiny("Qwen3")
+    sharded, _ = save_tiny("Qwen3", max_shard_size="40KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    a, b = (driver(load_model(path)).forward_once({0: TOKENS})[0] for path in (single, sharded))
+    assert a.equal(b)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named_together(changed: Callable) -> None:
+    def edit(tensors: dict) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.7.extra"] = torch.zeros(1)
+        tensors["model.norm.weight"] = torch.zeros(5)
+
+    with pytest.raises(InvalidRequestError) as caught:
+        load_model(changed(edit))
+    said = str(caught.value)
+    assert "missing: model.layers.1.mlp.up_proj.weight" in said
+    assert "unexpected: model.layers.7.extra" in said
+    assert "model.norm.weight [5] instead of [48]" in said
+
+
+def test_rotary_buffers_are_ignored(changed: Callable, driver: Callable, tiny: Path) -> None:
+    path = changed(lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)}))
+    a, b = (driver(load_model(p)).forward_once({0: TOKENS})[0] for p in (path, tiny))
+    assert a.equal(b)
+
+
+def test_a_tied_models_lm_head_is_ignored(save_tiny: Callable, driver: Callable, tmp_path: Path) -> None:
+    tied, _ = save_tiny("Llama", tie_word_embeddings=True)
+    shutil.copytree(tied, tmp_path / "model")
+    tensors = load_file(tied / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    save_file({**tensors, "lm_head.weight": torch.zeros(131, 48)}, tmp_path / "model" / "model.safetensors")
+    a, b = (driver(load_model(path)).forward_once({0: TOKENS})[0] for path in (tied, tmp_path / "model"))
+    assert a.equal(b)
+
+
+def test_an_untied_model_needs_its_lm_head(changed: Callable) -> None:
+    with pytest.raises(InvalidRequestError, match=r"missing: lm_head\.weight"):
+        load_model(changed(lambda tensors: tensors.pop("lm_head.weight")))
+
+
+def test_missing_and_broken_files(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"config\.json"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidRequestError, match="JSON"):
+        load_model(tmp_path)
+    shutil.copy(tiny / "config.json", tmp_path)
+    with pytest.raises(NotFoundError, match=r"model\.safetensors"):
+        load_model(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(NotFoundError, match="model-00001-of-00002"):
+        load_model(tmp_path)
+    (tmp_path / INDEX).unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(InvalidRequestError, match="safetensors"):
+        load_model(tmp_path)
+
+
+def test_dummy_weights_need_only_the_config(tiny: Path, driver: Callable, tmp_path: Path) -> None:
+    shutil.copy(tiny / "config.json", tmp_path)
+
+    def logits(seed: int) -> torch.Tensor:
+        return driver(load_model(tmp_path, load_format="dummy", seed=seed)).forward_once({0: TOKENS})[0]
+
+    first = logits(0)
+    assert first.isfinite().all()
+    assert 0.1 < first.std() < 10
+    assert first.equal(logits(0))
+    assert not first.equal(logits(1))
+
+
+def test_linears_describe_the_checkpoints_modules(tiny: Path) -> None:
+    model = load_model(tiny, load_format="dummy")
+    linears = {linear.name: linear for linear in model.linears()}
+    assert list(linears)[:4] == ["layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down"]
+    assert len(linears) == 8
+    qkv = linears["layers.1.qkv"]
+    attention = "model.layers.1.self_attn"
+    assert qkv.slices == [(f"{attention}.q_proj", 48), (f"{attention}.k_proj", 24), (f"{attention}.v_proj", 24)]
+    assert (qkv.in_features, qkv.out_features) == (48, 96)
+
+
+def test_num_parameters_and_kv_layers(save_tiny: Callable) -> None:
+    for tied in (False, True):
+        path, reference = save_tiny("Qwen2", tie_word_embeddings=tied)
+        model = load_model(path, load_format="dummy")
+        assert model.num_parameters == sum(p.numel() for p in reference.parameters())
+        assert model.kv_layers == [(2, 12)] * 2
+
+
+def test_an_adapter_site_adds_to_the_output_beside_the_residual(tiny: Path) -> None:
+    linear = load_model(tiny).linears()[1]
+
+    class Site:
+        def add(self, y: torch.Tensor, x: torch.Tensor, adapters: float) -> None:
+            y += adapters * x.sum(-1, keepdim=True)
+
+    class Batch:
+        adapters: float | None = None
+
+    x, residual, batch = torch.randn(3, linear.in_features), torch.randn(3, linear.out_features), Batch()
+    plain = linear.forward(x, batch, residual)
+    linear.lora = Site()
+    assert linear.forward(x, batch, residual).equal(plain)
+    batch.adapters = 2.0
+    expected = plain + 2.0 * x.sum(-1, keepdim=True)
+    torch.testing.assert_close(linear.forward(x, batch, residual), expected)
+
+
+def test_facts_are_read_without_weights(tiny: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny / "config.json", tmp_path)
+    facts = read_facts(tmp_path)
+    assert (facts.architecture, facts.dtype, facts.vocab_size) == ("LlamaForCausalLM", "float32", 131)
+    assert facts.max_position_embeddings == 256
+    assert facts.kv_bytes_per_token == 2 * 2 * 2 * 12 * 4
+    assert read_facts(tmp_path, "bfloat16").kv_bytes_per_token == 2 * 2 * 2 * 12 * 2
+    assert read_facts(tmp_path, "auto") == facts
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        read_facts(tmp_path)
+
+
+def test_model_paths(tiny: Path) -> None:
+    assert resolve_model_path(str(tiny)) == tiny
+    assert resolve_model_path(tiny) == tiny
+    for name in (str(tiny / "nosuch"), "./nosuch", "nobody/no-such-model", str(tiny / "config.json")):
+        with pytest.raises(NotFoundError) as caught:
+            resolve_model_path(name)
+        assert name in str(caught.value)
+        assert caught.value.param == "model"
+
+
+def test_wrong_dtype_is_refused(tiny: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="float8") as caught:
+        load_model(tiny, dtype="float8")
+    assert caught.value.param == "dtype"

@@ -1,0 +1,119 @@
+"""config.json is read with each family's rules; what is not supported is refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.config import stored_dtype
+from outrider.models.registry import config_from_hf, supported_architectures
+from outrider.platform.core.errors import UnsupportedModelError
+
+RAW: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+
+MISTRAL = {**{key: value for key, value in RAW.items() if key != "num_key_value_heads"}, "num_attention_heads": 32}
+
+
+def read(family: str, **changes: Any) -> Any:
+    return config_from_hf({**RAW, "architectures": [f"{family}ForCausalLM"], **changes}, torch.float32)
+
+
+def test_supported_architectures_are_named() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        read("Bert")
+    assert "BertForCausalLM" in str(caught.value)
+    assert supported_architectures() == [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    ]
+    assert all(name in str(caught.value) for name in supported_architectures())
+
+
+def test_a_config_without_architectures_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        config_from_hf({**RAW, "model_type": "gpt2"}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "said"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters", "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling", "dynamic"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling", "low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters", "flat"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "rope_parameters", "rope_theta|theta"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "not supported"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads", "3"),
+        ({"head_dim": 15}, "head_dim", "15"),
+        ({"vocab_size": "many"}, "vocab_size", "many"),
+        ({"hidden_size": None}, "hidden_size", "None"),
+    ],
+)
+def test_refused_by_name(changes: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said) as caught:
+        read("Llama", **changes)
+    assert caught.value.param == param
+
+
+def test_windows() -> None:
+    assert read("Llama", sliding_window=5).windows == (None,) * 4
+    assert read("Mistral", sliding_window=5).windows == (5,) * 4
+    assert read("Mistral", sliding_window=5).sliding_window == 5
+    assert read("Mistral", sliding_window=None).windows == (None,) * 4
+    assert read("Mistral").windows == (4096,) * 4
+    assert read("Qwen2", sliding_window=5).windows == (None,) * 4
+    switched = {"use_sliding_window": True, "sliding_window": 5}
+    mixed = read("Qwen2", **switched, max_window_layers=3)
+    assert mixed.windows == (None, None, None, 5)
+    assert mixed.sliding_window is None
+    types = ["sliding_attention", "full_attention"] * 2
+    assert read("Qwen3", **switched, layer_types=types).windows == (5, None, 5, None)
+
+
+def test_layer_types_are_checked() -> None:
+    for types, said in ((["full_attention"], "1 entries"), (["linear_attention"] * 4, "linear_attention")):
+        with pytest.raises(UnsupportedModelError, match=said) as caught:
+            read("Qwen3", layer_types=types)
+        assert caught.value.param == "layer_types"
+
+
+def test_biases_and_head_norms_of_each_family() -> None:
+    def traits(config: Any) -> tuple[bool, bool, bool, bool]:
+        return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
+
+    assert traits(read("Llama")) == (False, False, False, False)
+    assert traits(read("Llama", attention_bias=True, mlp_bias=True)) == (True, True, True, False)
+    assert traits(read("Mistral", attention_bias=True, mlp_bias=True)) == (False, False, False, False)
+    assert traits(read("Qwen2")) == (True, False, False, False)
+    assert traits(read("Qwen3", attention_bias=True)) == (True, True, False, True)
+
+
+def test_absent_and_null_fields_take_the_familys_defaults() -> None:
+    assert read("Llama", head_dim=None).head_dim == 16
+    assert read("Qwen3").head_dim == 128
+    assert read("Llama", num_key_value_heads=None).num_kv_heads == 4
+    assert read("Mistral", num_key_value_heads=None).num_kv_heads == 4
+    assert config_from_hf({"architectures": ["MistralForCausalLM"], **MISTRAL}, torch.float32).num_kv_heads == 8
+    assert read("Llama").rope.theta == 10000.0
+    assert read("Llama", rope_theta=5e5).rope.theta == 5e5
+    assert read("Llama", rope_theta=1.0, rope_parameters={"rope_theta": 7.0}).rope.theta == 7.0
+
+
+def test_stored_dtype() -> None:
+    assert stored_dtype({"dtype": "bfloat16"}) == "bfloat16"
+    assert stored_dtype({"torch_dtype": "torch.float16"}) == "float16"
+    assert stored_dtype({}) == "float32"
+    with pytest.raises(UnsupportedModelError, match="float8_e4m3fn"):
+        stored_dtype({"dtype": "float8_e4m3fn"})
