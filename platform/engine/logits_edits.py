@@ -22,9 +22,10 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 class LogitsRow(NamedTuple):
-    """One row of the logits: the request's next token after its tokens and `drafts`."""
+    """What one row of the logits is about: the request's next token after its tokens and `drafts`."""
 
-    index: int
+    place: int
+    """Row of the logits."""
     request: Request
     drafts: list[int]
     """The drafts before this row; they count like generated tokens."""
@@ -60,7 +61,7 @@ def wants_edits(params: SamplingParams) -> bool:
 def _flat(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int] | np.ndarray]]) -> Tensor:
     """Indices into `logits.view(-1)` of these tokens of these rows. Tokens are below V: admission checks it."""
     width = logits.shape[1]
-    parts = [np.asarray(tokens, dtype=np.int64) + row.index * width for row, tokens in pairs]
+    parts = [np.asarray(tokens, dtype=np.int64) + row.place * width for row, tokens in pairs]
     return torch.from_numpy(np.concatenate(parts)).to(logits.device)
 
 
@@ -72,7 +73,7 @@ def _ban(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int]]]) -> No
 def _allow_only(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     where = _flat(logits, [(row, row.request.params.allowed_token_ids or ()) for row in rows])
     kept = logits.view(-1)[where]
-    logits[torch.tensor([row.index for row in rows], device=logits.device)] = NEGATIVE_INFINITY
+    logits[torch.tensor([row.place for row in rows], device=logits.device)] = NEGATIVE_INFINITY
     logits.view(-1)[where] = kept
 
 

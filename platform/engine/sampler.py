@@ -81,7 +81,7 @@ class Sampler:
         if not edited:
             return []
         apply_edits(logits, edited)
-        index = torch.tensor([row.index for row in edited], device=logits.device)
+        index = torch.tensor([row.place for row in edited], device=logits.device)
         empty = torch.isneginf(logits[index].amax(dim=-1)).tolist()
         # Only a row that is surely reached counts: later ones may follow a draft that is not accepted.
         return [i for i, row, is_empty in zip(owner, edited, empty, strict=True) if is_empty and not row.drafts]

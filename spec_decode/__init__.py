@@ -1,0 +1,1 @@
+"""Speculative decoding: proposers, verification rules and the controller of draft lengths."""
