@@ -1,0 +1,127 @@
+"""The engine's options on the command line: one flag for each field of EngineArgs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..core.config import DTYPES, POLICIES, EngineArgs
+
+_CHOICES = {
+    "dtype": DTYPES,
+    "scheduling_policy": POLICIES,
+    "device": ("auto", "cpu", "cuda"),
+    "load_format": ("auto", "dummy"),
+}
+_NO_FLAG = {"model", "served_model_name"}
+"""`model` is the command's argument; the server may have several names and has a flag of its own."""
+
+# group -> option -> what it does. An option that is not listed here gets a flag too, without a text.
+GROUPS: dict[str, dict[str, str]] = {
+    "model": {
+        "tokenizer": "HF directory or hub id of the tokenizer (default: the model's)",
+        "dtype": 'type of weights and activations; "auto" takes the checkpoint\'s',
+        "device": "where to run; auto takes a GPU if there is one",
+        "load_format": '"dummy" fills the model with random weights, for benchmarks',
+        "max_model_len": "longest sequence, prompt and output together, in tokens (default: the model's limit)",
+        "seed": "seed of requests that bring none",
+        "max_logprobs": "most log-probabilities a token that a request may ask for",
+        "enforce_eager": "run without captured graphs",
+        "tensor_parallel_size": "devices that share one model",
+    },
+    "scheduling and KV cache": {
+        "max_num_seqs": "most sequences in a step",
+        "max_num_batched_tokens": "most tokens in a step",
+        "max_num_queued_reqs": "requests that may wait; more are answered with 503 (default: no limit)",
+        "scheduling_policy": "who runs first: first come, or lowest priority number",
+        "enable_chunked_prefill": "split long prompts over several steps",
+        "enable_prefix_caching": "reuse the KV blocks of prompts that begin alike",
+        "block_size": "tokens in a KV block",
+        "num_gpu_blocks_override": "number of KV blocks, on any device (default: what memory allows)",
+        "kv_cache_memory_bytes": "memory of the KV cache",
+        "gpu_memory_utilization": "share of a GPU's memory to use, 0 to 1",
+    },
+    "LoRA": {
+        "enable_lora": "serve LoRA adapters (the demo model does unless told otherwise)",
+        "max_loras": "adapters of the largest rank that fit the device together; more fit when ranks are lower",
+        "max_cpu_loras": "adapters kept in host memory",
+        "max_lora_rank": "largest rank an adapter may have",
+    },
+    "speculative decoding": {
+        "speculative_config": (
+            'JSON, such as {"method": "draft_model", "model": PATH, "num_speculative_tokens": 4} or '
+            '{"method": "ngram", "num_speculative_tokens": 3}; {"method": "off"} switches it off'
+        ),
+    },
+}
+_OTHER = "other engine options"
+
+
+def flag(option: str) -> str:
+    """max_model_len -> "--max-model-len"."""
+    return "--" + option.replace("_", "-")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
+    """Add the flags, in groups (returned by title). Those that are not given stay out of the namespace."""
+    groups = {}
+    listed = {option for options in GROUPS.values() for option in options}
+    others = {f.name: "" for f in dataclasses.fields(EngineArgs) if f.name not in listed | _NO_FLAG}
+    hints = typing.get_type_hints(EngineArgs)
+    defaults = {f.name: f.default for f in dataclasses.fields(EngineArgs)}
+    for title, options in ({**GROUPS, _OTHER: others} if others else GROUPS).items():
+        group = groups[title] = parser.add_argument_group(title)
+        for option, text in options.items():
+            _add_option(group, option, hints[option], _help(text, defaults[option]))
+    return groups
+
+
+def _help(text: str, default: object) -> str:
+    text = text.replace("%", "%%")
+    if default is None or "(default" in text:
+        return text
+    return f"{text} (default: {default})".strip()
+
+
+def _add_option(group: argparse._ArgumentGroup, option: str, hint: Any, text: str) -> None:
+    kind = _plain_type(hint)
+    common: dict[str, Any] = {"dest": option, "default": argparse.SUPPRESS, "help": text}
+    if kind is bool:
+        group.add_argument(flag(option), action=argparse.BooleanOptionalAction, **common)
+    elif option in _CHOICES:
+        group.add_argument(flag(option), choices=_CHOICES[option], **common)
+    else:
+        parse: Callable[[str], Any] = json_object if kind is dict else kind
+        metavar = {int: "N", float: "X", dict: "JSON"}.get(kind, option.rpartition("_")[2].upper())
+        group.add_argument(flag(option), type=parse, metavar=metavar, **common)
+
+
+def _plain_type(hint: Any) -> type:
+    """int | None -> int; dict[str, Any] | None -> dict."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+    plain = typing.get_origin(hint) or hint
+    assert isinstance(plain, type), hint
+    return plain
+
+
+def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The options of EngineArgs that the command line names, with their values."""
+    fields: Iterable[str] = (f.name for f in dataclasses.fields(EngineArgs) if f.name not in _NO_FLAG)
+    return {name: getattr(namespace, name) for name in fields if hasattr(namespace, name)}

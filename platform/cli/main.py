@@ -1,0 +1,46 @@
+"""Entry point of the command `outrider`. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ... import __version__
+from ..core.errors import OutriderError
+from . import chat, serve
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; a parsed namespace has `run`, which takes it and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="outrider", description="Speculative decoding and multi-tenant LoRA serving that compose."
+    )
+    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve.add_parser(commands)
+    chat.add_parser(commands)
+    version = commands.add_parser("version", help="show the version")
+    version.set_defaults(run=_show_version)
+    return parser
+
+
+def _show_version(namespace: argparse.Namespace) -> int:
+    print(f"outrider {__version__}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 well, 1 a typed error (one line on stderr), 2 wrong usage."""
+    namespace = build_parser().parse_args(arguments)
+    try:
+        return int(namespace.run(namespace))
+    except OutriderError as error:
+        print(f"outrider: error: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""`outrider serve`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from ..core.config import EngineArgs, check_args, parse_speculative
+from ..core.errors import InvalidRequestError
+from ..http.config import ServerConfig
+from .engine_options import add_engine_options, flag, given_options
+
+API_KEY_VARIABLE = "OUTRIDER_API_KEY"
+_EPILOG = """\
+examples:
+  outrider serve                                       the embedded demo model, its adapters and its draft model
+  outrider serve Qwen/Qwen3-0.6B --enable-lora --lora-modules sql=/adapters/sql
+  outrider serve ./model --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "serve",
+        usage="outrider serve [MODEL] [options]",
+        allow_abbrev=False,
+        help="serve a model over HTTP",
+        description="Serve a model and its LoRA adapters over an OpenAI-compatible HTTP API.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="HF directory or hub id (default: the embedded demo model)"
+    )
+    _add_server_options(parser)
+    groups = add_engine_options(parser)
+    groups["speculative decoding"].add_argument(
+        "--no-speculation", action="store_true", help='the same as --speculative-config \'{"method": "off"}\''
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    defaults = ServerConfig()
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
+    group.add_argument(
+        "--port",
+        type=_port,
+        default=defaults.port,
+        metavar="N",
+        help="port; 0 chooses a free one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--api-key",
+        type=_not_empty,
+        action="append",
+        metavar="KEY",
+        help=f"key that clients must send; may be repeated (default: the variable {API_KEY_VARIABLE}, else open)",
+    )
+    group.add_argument(
+        "--served-model-name", type=_not_empty, nargs="+", metavar="NAME", help="names of the model in the API"
+    )
+    group.add_argument(
+        "--lora-modules",
+        type=lora_module,
+        nargs="+",
+        action="extend",
+        metavar="NAME=PATH",
+        help='adapters to serve, as name=path or {"name": ..., "path": ...}; implies --enable-lora',
+    )
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja template that takes the place of the model's")
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="accept chat_template in requests: templates can loop",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=defaults.shutdown_timeout,
+        metavar="X",
+        help="seconds that running requests get after SIGTERM (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default=defaults.log_level,
+        help="(default: %(default)s)",
+    )
+    group.add_argument("--access-log", action="store_true", help="log every request")
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
+    return value
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def lora_module(text: str) -> tuple[str, str]:
+    """An argparse type: "name=path" or a JSON object with name and path -> (name, path)."""
+    name: object
+    path: object
+    if text.lstrip().startswith("{"):
+        try:
+            module = json.loads(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+        unknown = sorted(set(module) - {"name", "path", "base_model_name"})
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown field {unknown[0]!r}; known are name and path")
+        name, path = module.get("name"), module.get("path")
+    else:
+        name, _, path = text.partition("=")
+    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+        raise argparse.ArgumentTypeError(f'must be name=path or {{"name": ..., "path": ...}}, got {text!r}')
+    return name, path
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Serve until told to stop; returns the exit status."""
+    try:
+        args, config = resolve(namespace)
+    except InvalidRequestError as error:
+        namespace.parser.error(f"argument {flag(error.param or 'model')}: {error.message}")
+    from ..http.server import serve
+
+    return serve(args, config)
+
+
+def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
+    """The engine's and the server's options, with the demo model's defaults filled in.
+
+    Raises:
+        InvalidRequestError: an option is wrong whatever the model; `param` names it.
+    """
+    from ..client.demo import apply_demo_defaults, is_demo
+
+    given = given_options(namespace)
+    if namespace.no_speculation:
+        if given.get("speculative_config") is not None:
+            raise InvalidRequestError("not allowed together with --speculative-config", param="no_speculation")
+        given["speculative_config"] = {"method": "off"}
+    modules = _lora_modules(namespace, given)
+    args = EngineArgs(model=namespace.model, **given)
+    names = tuple(namespace.served_model_name or [_default_name(args, is_demo(args))])
+    args.served_model_name = names[0]
+    args, demo_adapters = apply_demo_defaults(args, explicit=given)
+    check_args(args)
+    parse_speculative(args.speculative_config)
+    if not modules:
+        modules = {name: str(path) for name, path in demo_adapters.items()}
+    clash = sorted(set(names) & set(modules))
+    if clash:
+        raise InvalidRequestError(f"{clash[0]!r} is the model's own name", param="lora_modules")
+    return args, _server_config(namespace, names, modules)
+
+
+def _lora_modules(namespace: argparse.Namespace, given: dict[str, object]) -> dict[str, str]:
+    modules: dict[str, str] = {}
+    for name, path in namespace.lora_modules or ():
+        if name in modules:
+            raise InvalidRequestError(f"the name {name!r} is given twice", param="lora_modules")
+        modules[name] = path
+    if modules and given.setdefault("enable_lora", True) is False:
+        raise InvalidRequestError("needs LoRA, which --no-enable-lora switches off", param="lora_modules")
+    return modules
+
+
+def _default_name(args: EngineArgs, demo: bool) -> str:
+    from ...models.demo import DEMO_MODEL_NAME
+
+    return DEMO_MODEL_NAME if demo else Path(str(args.model)).resolve().name
+
+
+def _server_config(namespace: argparse.Namespace, names: tuple[str, ...], lora_modules: dict[str, str]) -> ServerConfig:
+    keys = namespace.api_key or [key for key in [os.environ.get(API_KEY_VARIABLE, "").strip()] if key]
+    template = None
+    if namespace.chat_template is not None:
+        try:
+            template = Path(namespace.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise InvalidRequestError(f"cannot read the file: {error}", param="chat_template") from error
+    return ServerConfig(
+        host=namespace.host,
+        port=namespace.port,
+        api_keys=tuple(keys),
+        served_model_names=names,
+        lora_modules=lora_modules,
+        chat_template=template,
+        trust_request_chat_template=namespace.trust_request_chat_template,
+        shutdown_timeout=namespace.shutdown_timeout,
+        log_level=namespace.log_level,
+        access_log=namespace.access_log,
+    )

@@ -1,0 +1,103 @@
+"""Reading request bodies: size limit, strict JSON, validation, with errors that name the field."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from ..core.errors import InvalidRequestError
+from .errors import BodyTooLargeError, ClientDisconnectedError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def documented(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI description of a route whose body is `model`: routes read their bodies themselves."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return inline(definitions[value["$ref"].rpartition("/")[2]])
+            return {key: inline(item) for key, item in value.items()}
+        return [inline(item) for item in value] if isinstance(value, list) else value
+
+    content = {"application/json": {"schema": inline(schema)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def read_body(request: Request, model: type[ModelT], max_bytes: int) -> ModelT:
+    """The request's body as `model`.
+
+    Raises:
+        BodyTooLargeError: longer than `max_bytes`.
+        InvalidRequestError: not JSON, not an object, an unknown field, or a wrong type; `param` names the field.
+    """
+    _check_content_type(request)
+    raw = await _read(request, max_bytes)
+    try:
+        content = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequestError("The body must be a JSON object")
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise describe(error) from None
+
+
+def _check_content_type(request: Request) -> None:
+    """Only JSON: a page of another site can make a browser post forms and plain text here without asking first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise InvalidRequestError(f"Content-Type must be application/json, got {kind or 'none'}")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = BodyTooLargeError(f"The body is longer than {max_bytes} bytes")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_bytes:
+        raise too_large
+    chunks, total = [], 0
+    try:
+        async for chunk in request.stream():
+            total += len(chunk)
+            if total > max_bytes:
+                raise too_large
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientDisconnectedError from None
+    return b"".join(chunks)
+
+
+def describe(error: ValidationError) -> InvalidRequestError:
+    """The first field that pydantic refused, in words. Alternatives of one field (a union) become one message."""
+    problems = error.errors(include_url=False, include_input=False, include_context=False)
+    first = problems[0]
+    field = first["loc"][0] if first["loc"] else None
+    if first["type"] == "extra_forbidden":
+        name = _path(first["loc"])
+        return InvalidRequestError(f"Unsupported field: {name!r}", param=name)
+    if first["type"] == "missing":
+        name = _path(first["loc"])
+        return InvalidRequestError(f"Missing field: {name!r}", param=name)
+    same = [p for p in problems if p["loc"][:1] == first["loc"][:1]]
+    messages = list(dict.fromkeys(p["msg"] for p in same))
+    param = _path(first["loc"]) if len(same) == 1 else str(field)
+    return InvalidRequestError(f"{param}: {', or '.join(messages)}", param=param)
+
+
+def _path(location: tuple[Any, ...]) -> str:
+    """('messages', 0, 'role') -> "messages[0].role"."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return path

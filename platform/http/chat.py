@@ -1,0 +1,143 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..core.errors import InvalidRequestError
+from ..core.outputs import CompletionOutput
+from ..core.sampling_params import SamplingParams
+from .body import documented, read_body
+from .generation import Choice, Collected, Event, Job, collect, generate
+from .logprobs import chat_logprobs, prompt_logprobs
+from .messages import normalize_messages
+from .protocol import ChatCompletionRequest
+from .serving import Serving, new_request_id, serving_of
+from .stream import ChunkWriter, dumps, stream_response, until_disconnect
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=documented(ChatCompletionRequest))
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    serving = serving_of(request)
+    body = await read_body(request, ChatCompletionRequest, serving.config.max_body_bytes)
+    body.check()
+    lora = serving.models.resolve(body.model)
+    serving.check_ready()
+    params = _sampling_params(serving, body)
+    prompt = await serving.chat_prompt(normalize_messages(body.messages), body)
+    job = Job(new_request_id("chatcmpl"), [prompt], params, lora, body.priority or 0, body.cache_salt or "")
+    fixed = {
+        "id": job.request_id,
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": body.model or serving.models.base_name,
+        "system_fingerprint": None,
+    }
+    events = generate(serving, job)
+    if body.stream:
+        writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
+        return await stream_response(request, events, _ChatChunks(body), writer)
+    collected = await until_disconnect(request, collect(events, job))
+    return JSONResponse(fixed | _answer(body, collected))
+
+
+def _sampling_params(serving: Serving, body: ChatCompletionRequest) -> SamplingParams:
+    limit = serving.llm.info.max_logprobs
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= limit:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {limit}], got {body.top_logprobs}", param="top_logprobs"
+        )
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = body.sampling_params(logprobs=(body.top_logprobs or 0) if body.logprobs else None, max_tokens=max_tokens)
+    if max_tokens is None:
+        params.max_tokens = None  # up to the context's end, not the 16 of a completion
+    return params
+
+
+def _answer(body: ChatCompletionRequest, collected: Collected) -> dict[str, Any]:
+    prompt = collected.prompts[0]
+    answer: dict[str, Any] = {
+        "choices": [_choice(body, i, choice) for i, choice in enumerate(collected.choices)],
+        "usage": collected.totals.usage(),
+    }
+    if prompt.logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = prompt.token_ids
+    if body.return_metrics:
+        answer["metrics"] = collected.totals.metrics()
+    return answer
+
+
+def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "index": index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": _logprobs(body, choice) if body.logprobs else None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if body.return_token_ids:
+        result["token_ids"] = choice.token_ids
+    return result
+
+
+def _logprobs(body: ChatCompletionRequest, output: Choice | CompletionOutput) -> dict[str, Any]:
+    return chat_logprobs(output.token_ids, output.logprobs or [], body.top_logprobs or 0)
+
+
+class _ChatChunks:
+    """`choices` of chat.completion.chunk objects. A choice's first chunk has the role."""
+
+    def __init__(self, body: ChatCompletionRequest) -> None:
+        self._body = body
+        self._started: set[int] = set()
+        self._plain = not body.logprobs and not body.return_token_ids
+
+    def choices(self, event: Event) -> list[str]:
+        """See ChunkEncoder."""
+        chunks = []
+        for output in event.output.outputs:
+            if output.index not in self._started:
+                self._started.add(output.index)
+                chunks.append(self._first(output.index, event))
+            if not self._plain or output.finish_reason is not None:
+                chunks.append(self._full(output))
+            elif output.text:
+                chunks.append(
+                    f'{{"index":{output.index},"delta":{{"content":{dumps(output.text)}}},'
+                    '"logprobs":null,"finish_reason":null}'
+                )
+        return chunks
+
+    def _first(self, index: int, event: Event) -> str:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = event.output.prompt_token_ids
+        return dumps(choice)
+
+    def _full(self, output: CompletionOutput) -> str:
+        choice: dict[str, Any] = {
+            "index": output.index,
+            "delta": {"content": output.text} if output.text else {},
+            "logprobs": _logprobs(self._body, output) if self._body.logprobs and output.token_ids else None,
+            "finish_reason": output.finish_reason,
+        }
+        if output.finish_reason is not None:
+            choice["stop_reason"] = output.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return dumps(choice)

@@ -1,0 +1,170 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..core.outputs import CompletionOutput
+from ..core.sampling_params import SamplingParams
+from .body import documented, read_body
+from .generation import Collected, Event, Job, collect, generate
+from .logprobs import CompletionLogprobs, prompt_logprobs
+from .protocol import CompletionRequest
+from .serving import Serving, new_request_id, serving_of
+from .stream import ChunkWriter, dumps, stream_response, until_disconnect
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=None, openapi_extra=documented(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    """Continue prompts."""
+    serving = serving_of(request)
+    body = await read_body(request, CompletionRequest, serving.config.max_body_bytes)
+    body.check()
+    lora = serving.models.resolve(body.model)
+    serving.check_ready()
+    job = Job(
+        new_request_id("cmpl"),
+        await _prompts(serving, body),
+        _sampling_params(body),
+        lora,
+        body.priority or 0,
+        body.cache_salt or "",
+    )
+    fixed = {
+        "id": job.request_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": body.model or serving.models.base_name,
+        "system_fingerprint": None,
+    }
+    render = _Completions(serving, body, job)
+    events = generate(serving, job)
+    if body.stream:
+        writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
+        return await stream_response(request, events, render, writer)
+    collected = await until_disconnect(request, collect(events, job))
+    return JSONResponse(fixed | render.answer(collected))
+
+
+async def _prompts(serving: Serving, body: CompletionRequest) -> list[str | list[int]]:
+    """`prompt` as a list of prompts: protocol.py has checked its four forms."""
+    prompt = body.prompt
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    if body.add_special_tokens is False:
+        return [await serving.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+    return list(prompts)
+
+
+def _only_echo(body: CompletionRequest) -> bool:
+    """`max_tokens` 0 with `echo`: the prompt's log-probabilities are wanted, and no text."""
+    return bool(body.echo) and body.max_tokens == 0
+
+
+def _sampling_params(body: CompletionRequest) -> SamplingParams:
+    changes: dict[str, Any] = {}
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None and not body.stream:
+        changes["prompt_logprobs"] = body.logprobs
+    if _only_echo(body):
+        changes["max_tokens"] = 1  # the engine always generates; the token is thrown away
+    return body.sampling_params(**changes)
+
+
+class _Completions:
+    """Writes choices: of the whole answer, and of chunks."""
+
+    def __init__(self, serving: Serving, body: CompletionRequest, job: Job) -> None:
+        self._tokenizer = serving.llm.tokenizer
+        self._body = body
+        self._job = job
+        self._n = job.params.n
+        self._started: set[int] = set()
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._plain = body.logprobs is None and not body.return_token_ids
+
+    def answer(self, collected: Collected) -> dict[str, Any]:
+        """Choices, usage, and what else was asked for."""
+        answer: dict[str, Any] = {
+            "choices": [self._choice(i, collected) for i in range(len(collected.choices))],
+            "usage": collected.totals.usage(),
+        }
+        if _only_echo(self._body):
+            usage = answer["usage"]
+            usage.update(completion_tokens=0, total_tokens=usage["prompt_tokens"])
+        if self._body.return_metrics:
+            answer["metrics"] = collected.totals.metrics()
+        return answer
+
+    def _choice(self, index: int, collected: Collected) -> dict[str, Any]:
+        choice = collected.choices[index]
+        prompt = collected.prompts[choice.prompt_index]
+        body = self._body
+        echo = self._prompt_text(choice.prompt_index, prompt.token_ids) if body.echo else ""
+        drop = _only_echo(body)
+        token_ids = [] if drop else choice.token_ids
+        entries: list[Any] = [] if drop else list(choice.logprobs)
+        result: dict[str, Any] = {
+            "index": index,
+            "text": echo if drop else echo + choice.text,
+            "logprobs": None,
+            "finish_reason": "length" if drop else choice.finish_reason,
+            "stop_reason": None if drop else choice.stop_reason,
+        }
+        if body.logprobs is not None:
+            before = prompt.token_ids if body.echo else []
+            shown = before + token_ids
+            texts = [self._tokenizer.decode([token]) for token in before[:1]] + [""] * (len(shown) - len(before[:1]))
+            logprobs = CompletionLogprobs(body.logprobs)
+            result["logprobs"] = logprobs.build(shown, (prompt.logprobs or [])[: len(before)] + entries, texts)
+        if body.prompt_logprobs is not None:
+            result["prompt_logprobs"] = prompt_logprobs(prompt.logprobs or [])
+        if body.return_token_ids:
+            result["prompt_token_ids"] = prompt.token_ids
+            result["token_ids"] = token_ids
+        return result
+
+    def _prompt_text(self, prompt_index: int, token_ids: list[int]) -> str:
+        prompt = self._job.prompts[prompt_index]
+        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(token_ids))
+
+    def choices(self, event: Event) -> list[str]:
+        """See ChunkEncoder."""
+        chunks = []
+        for output in event.output.outputs:
+            index = event.prompt_index * self._n + output.index
+            text = output.text
+            first = index not in self._started
+            if first:
+                self._started.add(index)
+                if self._body.echo:
+                    text = self._prompt_text(event.prompt_index, event.output.prompt_token_ids) + text
+            if not self._plain or output.finish_reason is not None:
+                chunks.append(self._full(index, text, output, event.output.prompt_token_ids if first else None))
+            elif text:
+                chunks.append(f'{{"index":{index},"text":{dumps(text)},"logprobs":null,"finish_reason":null}}')
+        return chunks
+
+    def _full(self, index: int, text: str, output: CompletionOutput, prompt: list[int] | None) -> str:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+        }
+        if self._body.logprobs is not None and output.token_ids:
+            logprobs = self._logprobs.setdefault(index, CompletionLogprobs(self._body.logprobs))
+            texts = [""] * len(output.token_ids)
+            choice["logprobs"] = logprobs.build(output.token_ids, output.logprobs or [], texts)
+        if output.finish_reason is not None:
+            choice["stop_reason"] = output.stop_reason
+        if self._body.return_token_ids:
+            if prompt is not None:
+                choice["prompt_token_ids"] = prompt
+            choice["token_ids"] = output.token_ids
+        return dumps(choice)

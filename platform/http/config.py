@@ -1,0 +1,31 @@
+"""Options of the HTTP server; those of the engine are in `platform.core.config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the server needs to know beside the engine's options."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 lets the system choose one."""
+    api_keys: tuple[str, ...] = ()
+    """None given: everything is open."""
+    served_model_names: tuple[str, ...] = ("outrider-demo",)
+    """Names that select the base model; the first one is shown in answers to requests that name none."""
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
+    """Adapters to register at the start: name -> folder."""
+    chat_template: str | None = None
+    """Takes the place of the tokenizer's own."""
+    trust_request_chat_template: bool = False
+    """Take `chat_template` from requests. A template is a program: one with nested loops can stall the server."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    max_body_bytes: int = 32 << 20
+    """A longer request body is answered with 413."""
+    log_level: str = "warning"
+    access_log: bool = False

@@ -1,0 +1,228 @@
+"""From a checked request to the outputs of the engine: several prompts at once, counted for usage and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..core.errors import OutriderError
+from ..core.lora_request import LoRARequest
+from ..core.messages import SpeculationCounts
+from ..core.outputs import Logprob, RequestOutput
+from ..core.sampling_params import SamplingParams
+from .serving import Serving
+
+
+@dataclass(slots=True)
+class Job:
+    """What one HTTP request asks the engine for."""
+
+    request_id: str
+    prompts: list[str | list[int]]
+    params: SamplingParams
+    lora: LoRARequest | None
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Event(NamedTuple):
+    """Something new for one of a job's prompts."""
+
+    prompt_index: int
+    output: RequestOutput
+    """Holds only what is new."""
+
+
+def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
+    """The job's outputs as they come; closing the generator aborts what still runs.
+
+    Raises:
+        OutriderError: a prompt or parameter is refused (at the first step), or the engine fails.
+    """
+    if len(job.prompts) == 1:
+        return _generate_one(serving, job, 0)
+    return _merge([_generate_one(serving, job, i) for i in range(len(job.prompts))])
+
+
+async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
+    prompt = job.prompts[index]
+    recorder = serving.metrics.recorder("" if job.lora is None else job.lora.name, "")
+    request_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
+    outputs = serving.llm.generate(
+        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
+        job.params,
+        request_id=request_id,
+        lora_request=job.lora,
+        priority=job.priority,
+        cache_salt=job.cache_salt,
+        delta=True,
+    )
+    finished = False
+    try:
+        async with aclosing(_as_generator(outputs)) as stream:
+            async for output in stream:
+                recorder.on_output(output)
+                finished = output.finished
+                yield Event(index, output)
+    except OutriderError as error:
+        if error.status >= 500:
+            recorder.on_end("error")
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        if not finished:
+            recorder.on_end("abort")
+        raise
+
+
+def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+    assert isinstance(outputs, AsyncGenerator), "AsyncLLM.generate is an async generator: closing it aborts the request"
+    return outputs
+
+
+async def _merge(streams: list[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
+    """The events of all streams, each as soon as it comes. The first error ends all."""
+    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[Event]) -> None:
+        try:
+            async with aclosing(stream):
+                async for event in stream:
+                    queue.put_nowait(event)
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Totals:
+    """Counts over all prompts of a job, for `usage` and `metrics`."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self._seen: set[int] = set()
+        self._speculation = SpeculationCounts()
+
+    def add(self, event: Event) -> None:
+        """Count what is new."""
+        output = event.output
+        if event.prompt_index not in self._seen:
+            self._seen.add(event.prompt_index)
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_tokens += output.metrics.num_cached_tokens if output.metrics else 0
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
+        if output.finished and output.metrics is not None:
+            self._add_speculation(output)
+
+    def _add_speculation(self, output: RequestOutput) -> None:
+        metrics, total = output.metrics, self._speculation
+        assert metrics is not None
+        total.num_drafts += metrics.num_drafts
+        total.num_draft_tokens += metrics.num_draft_tokens
+        total.num_accepted_tokens += metrics.num_accepted_tokens
+        missing = len(metrics.accepted_per_pos) - len(total.accepted_per_pos)
+        total.accepted_per_pos += [0] * missing
+        for position, count in enumerate(metrics.accepted_per_pos):
+            total.accepted_per_pos[position] += count
+
+    def usage(self) -> dict[str, Any]:
+        """The OpenAI `usage` object so far."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Ours: how speculation went; complete once the job has finished."""
+        counts = self._speculation
+        rounds = counts.num_drafts
+        return {
+            "speculative_decoding": {
+                "num_drafts": rounds,
+                "num_draft_tokens": counts.num_draft_tokens,
+                "num_accepted_tokens": counts.num_accepted_tokens,
+                "acceptance_rate": counts.num_accepted_tokens / counts.num_draft_tokens if rounds else None,
+                "acceptance_length": 1 + counts.num_accepted_tokens / rounds if rounds else None,
+                "accepted_per_position": [count / rounds for count in counts.accepted_per_pos] if rounds else [],
+            }
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One complete sequence."""
+
+    prompt_index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
+@dataclass(slots=True)
+class PromptFacts:
+    """What the engine said of one prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(slots=True)
+class Collected:
+    """A whole job's outputs, the choices in the order of their index."""
+
+    choices: list[Choice]
+    prompts: list[PromptFacts]
+    totals: Totals
+
+
+async def collect(events: AsyncGenerator[Event], job: Job) -> Collected:
+    """Run a job to its end."""
+    n = job.params.n
+    result = Collected(
+        [Choice(i // n) for i in range(len(job.prompts) * n)], [PromptFacts() for _ in job.prompts], Totals()
+    )
+    async with aclosing(events):
+        async for event in events:
+            result.totals.add(event)
+            index, output = event
+            prompt = result.prompts[index]
+            prompt.token_ids = output.prompt_token_ids
+            prompt.logprobs = prompt.logprobs or output.prompt_logprobs
+            for completion in output.outputs:
+                choice = result.choices[index * n + completion.index]
+                choice.texts.append(completion.text)
+                choice.token_ids += completion.token_ids
+                choice.logprobs += completion.logprobs or []
+                if completion.finish_reason is not None:
+                    choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+    return result

@@ -1,0 +1,194 @@
+"""Prometheus metrics: counts of this process, and the engine's, taken from a snapshot at every scrape.
+
+Observing costs a bisection and an addition, and no lock: everything here runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+
+from ..core.messages import EngineStats
+from ..core.outputs import RequestOutput
+
+PREFIX = "outrider:"
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
+_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
+_LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
+
+Labels = tuple[str, ...]
+
+
+class Histogram:
+    """Counts per bucket for each combination of label values."""
+
+    def __init__(self, name: str, help_text: str, labels: Labels, bounds: tuple[float, ...]) -> None:
+        self._name = name
+        self._help = help_text
+        self._labels = labels
+        self._bounds = bounds
+        self._counts: dict[Labels, list[int]] = defaultdict(lambda: [0] * (len(bounds) + 1))
+        self._sums: dict[Labels, float] = defaultdict(float)
+
+    def observe(self, labels: Labels, value: float) -> None:
+        """Count one value; a bucket holds the values up to and including its bound."""
+        self._counts[labels][bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def family(self) -> HistogramMetricFamily:
+        """For the client library."""
+        family = HistogramMetricFamily(PREFIX + self._name, self._help, labels=self._labels)
+        for labels, counts in self._counts.items():
+            buckets, total = [], 0
+            for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), counts, strict=True):
+                total += count
+                buckets.append((bound, total))
+            family.add_metric(labels, buckets, self._sums[labels])
+        return family
+
+
+class RequestRecorder:
+    """Follows one prompt's generation."""
+
+    __slots__ = ("_labels", "_last", "_metrics", "_started")
+
+    def __init__(self, metrics: Metrics, adapter: str, tenant: str) -> None:
+        self._metrics = metrics
+        self._labels = (adapter, tenant)
+        self._started = time.monotonic()
+        self._last = 0.0  # when the previous output came; 0 before the first
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Count an output that holds only what is new."""
+        now = time.monotonic()
+        metrics, labels = self._metrics, self._labels
+        if self._last == 0.0:
+            metrics.prompt_tokens[labels] += len(output.prompt_token_ids)
+            metrics.time_to_first_token.observe(labels, now - self._started)
+        else:
+            metrics.inter_token_latency.observe(labels, now - self._last)
+        self._last = now
+        for completion in output.outputs:
+            metrics.generation_tokens[labels] += len(completion.token_ids)
+            if completion.finish_reason is not None:
+                metrics.finished[(completion.finish_reason, *labels)] += 1
+        if output.finished:
+            metrics.end_to_end.observe(labels, now - self._started)
+
+    def on_end(self, reason: str) -> None:
+        """Count a request that ended without its engine's word: "abort" or "error"."""
+        self._metrics.finished[(reason, *self._labels)] += 1
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        labels = ("adapter", "tenant")
+        self.prompt_tokens: dict[Labels, int] = defaultdict(int)
+        self.generation_tokens: dict[Labels, int] = defaultdict(int)
+        self.finished: dict[Labels, int] = defaultdict(int)
+        self.time_to_first_token = Histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", labels, _FIRST_TOKEN
+        )
+        self.inter_token_latency = Histogram(
+            "inter_token_latency_seconds", "Between two outputs of a request.", labels, _INTER_TOKEN
+        )
+        self.end_to_end = Histogram(
+            "e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, _END_TO_END
+        )
+        self.lora_load = Histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
+        self._stats = EngineStats()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
+        """For one prompt that is about to be generated from; `adapter` is "" for the base model."""
+        return RequestRecorder(self, adapter, tenant)
+
+    def update(self, stats: EngineStats) -> None:
+        """Take the engine's latest snapshot."""
+        self._stats = stats
+        for seconds in stats.lora_load_seconds:
+            self.lora_load.observe((), seconds)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The exposition and its content type, in the format that the scraper's `Accept` header prefers."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is announced ahead of the first scrape."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for each scrape."""
+        yield from self._request_families()
+        yield from _engine_families(self._stats)
+        yield from _speculation_families(self._stats)
+        yield from _lora_families(self._stats)
+
+    def _request_families(self) -> Iterator[Metric]:
+        labels = ("adapter", "tenant")
+        yield _counter("prompt_tokens", "Prompt tokens processed.", labels, self.prompt_tokens)
+        yield _counter("generation_tokens", "Tokens generated.", labels, self.generation_tokens)
+        yield _counter("request_success", "Finished requests.", ("finished_reason", *labels), self.finished)
+        for histogram in (self.time_to_first_token, self.inter_token_latency, self.end_to_end, self.lora_load):
+            yield histogram.family()
+
+
+def _counter(name: str, help_text: str, labels: Labels, values: Mapping[Any, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(PREFIX + name, help_text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _gauge(name: str, help_text: str, labels: Labels, values: Mapping[Any, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(PREFIX + name, help_text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _engine_families(stats: EngineStats) -> Iterator[Metric]:
+    yield _gauge("num_requests_running", "Sequences in the running batch.", (), {(): stats.num_running})
+    yield _gauge("num_requests_waiting", "Sequences waiting to be scheduled.", (), {(): stats.num_waiting})
+    reasons = {(reason,): float(count) for reason, count in stats.num_waiting_by_reason.items()}
+    yield _gauge("num_requests_waiting_by_reason", "What waiting sequences wait for.", ("reason",), reasons)
+    yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", (), {(): stats.kv_cache_usage})
+    yield _counter("prefix_cache_queries", "Prompt tokens looked up.", (), {(): stats.prefix_cache_queries})
+    yield _counter("prefix_cache_hits", "Prompt tokens found in the cache.", (), {(): stats.prefix_cache_hits})
+    yield _counter("num_preemptions", "Sequences that lost their blocks.", (), {(): stats.num_preemptions})
+
+
+def _speculation_families(stats: EngineStats) -> Iterator[Metric]:
+    counts = stats.speculation
+    drafts = {(adapter,): c.num_drafts for adapter, c in counts.items()}
+    drafted = {(adapter,): c.num_draft_tokens for adapter, c in counts.items()}
+    accepted = {(adapter,): c.num_accepted_tokens for adapter, c in counts.items()}
+    per_pos = {(a, str(i)): n for a, c in counts.items() for i, n in enumerate(c.accepted_per_pos)}
+    adapter, position = ("adapter",), ("adapter", "position")
+    yield _counter("spec_decode_num_drafts", "Verification rounds.", adapter, drafts)
+    yield _counter("spec_decode_num_draft_tokens", "Draft tokens verified.", adapter, drafted)
+    yield _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", adapter, accepted)
+    yield _counter(
+        "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", position, per_pos
+    )
+
+
+def _lora_families(stats: EngineStats) -> Iterator[Metric]:
+    info = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
+    labels: Labels = ("running_lora_adapters", "waiting_lora_adapters")
+    yield _gauge("lora_requests_info", "Adapters with requests; the value is the time.", labels, {info: time.time()})
+    loaded = {(a.name, a.level, str(a.pinned).lower()): 1.0 for a in stats.adapters}
+    labels = ("adapter", "level", "pinned")
+    yield _gauge("lora_adapter_loaded", "Registered adapters, and where their weights are.", labels, loaded)

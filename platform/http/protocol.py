@@ -1,0 +1,217 @@
+"""The JSON that clients send. Types are strict and unknown fields are refused: nothing is accepted and then ignored.
+
+Fields of the OpenAI API that Outrider does not implement are accepted with the value that means "not used" alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+from ..core.errors import InvalidRequestError
+from ..core.sampling_params import SamplingParams
+
+
+def _only(*allowed: Any) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value is None or any(type(value) is type(item) and value == item for item in allowed):
+            return value
+        raise PydanticCustomError("unsupported", "this field is not supported here; leave it out")
+
+    return check
+
+
+def _prompt(value: Any) -> Any:
+    """A string, a list of strings, token ids, or a list of lists of token ids; never empty lists."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _uniform(value)):
+        return value
+    raise PydanticCustomError(
+        "prompt", "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    )
+
+
+def _uniform(value: list[Any]) -> bool:
+    if all(type(item) is int for item in value) or all(type(item) is str for item in value):
+        return True
+    return all(type(item) is list and item and all(type(token) is int for token in item) for item in value)
+
+
+NullOnly = Annotated[Any, AfterValidator(_only())]
+EmptyOnly = Annotated[Any, AfterValidator(_only([], {}))]
+FalseOnly = Annotated[Any, AfterValidator(_only(False))]
+NoneOnly = Annotated[Any, AfterValidator(_only("none"))]
+BoolOrNull = bool | None
+TextFormatOnly = Annotated[Any, AfterValidator(_only({"type": "text"}))]
+TextModalityOnly = Annotated[Any, AfterValidator(_only(["text"]))]
+ServiceTier = Annotated[Any, AfterValidator(_only("auto", "default"))]
+Prompt = Annotated[Any, AfterValidator(_prompt)]
+
+
+class RequestModel(BaseModel):
+    """Strict types, no unknown fields, finite numbers."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(RequestModel):
+    """`stream_options` of both APIs."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: FalseOnly = None
+
+
+class TemplateFields(RequestModel):
+    """How messages become a prompt."""
+
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    """Default: unless the final message is continued."""
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a plain prompt, false for messages, whose template writes them."""
+
+
+class SamplingFields(RequestModel):
+    """What `/v1/completions` and `/v1/chat/completions` share. A null means that the field is not given."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    speculative: bool | int | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
+    response_format: TextFormatOnly = None
+    service_tier: ServiceTier = None
+    store: FalseOnly = None
+    metadata: EmptyOnly = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    def check(self) -> None:
+        """Refuse combinations that no single field shows."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is allowed only with stream", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
+
+    def sampling_params(self, **changes: Any) -> SamplingParams:
+        """The sampling parameters asked for, with `changes` on top; InvalidRequestError names a wrong one."""
+        given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
+        given.update(changes)
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+_SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt
+    add_special_tokens: bool | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: NullOnly = None
+
+    def check(self) -> None:
+        """See the base class."""
+        super().check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError("best_of is supported only when it equals n", param="best_of")
+        if self.echo and self.stream and (self.logprobs is not None or self.max_tokens == 0):
+            raise InvalidRequestError("echo with logprobs or max_tokens 0 is not available with stream", param="echo")
+
+
+class ChatCompletionRequest(SamplingFields, TemplateFields):
+    """`POST /v1/chat/completions`. `messages` are checked by `platform.http.messages`."""
+
+    messages: list[Any]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: EmptyOnly = None
+    tool_choice: NoneOnly = None
+    parallel_tool_calls: BoolOrNull = None
+    functions: EmptyOnly = None
+    function_call: NoneOnly = None
+    modalities: TextModalityOnly = None
+    audio: NullOnly = None
+    prediction: NullOnly = None
+    reasoning_effort: NullOnly = None
+    verbosity: NullOnly = None
+    web_search_options: NullOnly = None
+
+    def check(self) -> None:
+        """See the base class."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
+            )
+
+
+class TokenizeRequest(TemplateFields):
+    """`POST /tokenize`: of a prompt, or of messages under the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class LoadAdapterRequest(RequestModel):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    pinned: bool = False
+
+
+class UnloadAdapterRequest(RequestModel):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+    """vLLM's clients may send it; adapters go by their name here."""

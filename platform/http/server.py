@@ -1,0 +1,223 @@
+"""The server process: starts the engine, serves HTTP, drains on SIGTERM.
+
+Imports at the top are light on purpose: the web stack is loaded while the engine process starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..core.config import EngineArgs
+from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError
+from ..core.lora_request import LoRARequest
+from .config import ServerConfig
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
+    from ..client.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 5
+"""What answers that are complete get to reach their clients."""
+KEEP_ALIVE_SECONDS = 75
+
+
+class InterruptedStartError(OutriderError):
+    """A signal asked the server to stop before it was ready."""
+
+
+def serve(args: EngineArgs, config: ServerConfig) -> int:
+    """Serve until SIGTERM or SIGINT; returns the process's exit status.
+
+    Raises:
+        OutriderError: the address is taken, or the engine does not start.
+    """
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Server(args, config, listener).run())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the address but does not listen yet: an address in use is found before the model is loaded,
+    and nobody can connect before the server is ready."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise InvalidRequestError(f"cannot listen on {host}:{port}: {error}", param="port") from error
+    return listener
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return None
+    return uvloop.new_event_loop
+
+
+def _process_age() -> float:
+    """Seconds since this process was started."""
+    import psutil  # type: ignore[import-untyped]
+
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
+class _Server:
+    """One run of the server."""
+
+    def __init__(self, args: EngineArgs, config: ServerConfig, listener: socket.socket) -> None:
+        self._args = args
+        self._config = config
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        from ..client.async_llm import AsyncLLM
+
+        llm = AsyncLLM.from_engine_args(self._args)
+        with self._signals():
+            try:
+                app = await self._start(llm)
+                return await self._serve(llm, app)
+            except InterruptedStartError:
+                return 0
+            finally:
+                await llm.shutdown()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first signal drains, the second one stops at once."""
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            (self._stop_now if self._stop.is_set() else self._stop).set()
+
+        handled = (signal.SIGTERM, signal.SIGINT)
+        for number in handled:
+            loop.add_signal_handler(number, on_signal)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    async def _start(self, llm: AsyncLLM) -> FastAPI:
+        """Start the engine, and load the web stack meanwhile."""
+        starting = asyncio.create_task(llm.start())
+        await asyncio.sleep(0)  # the engine process is on its way before imports take this one's time
+        try:
+            app = await asyncio.to_thread(self._make_app, llm)
+            await self._unless(self._stop, starting)
+        finally:
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+        models = app.state.serving.models
+        for name, path in self._config.lora_modules.items():
+            await models.load(LoRARequest(name, path=path))
+        return app
+
+    def _make_app(self, llm: AsyncLLM) -> FastAPI:
+        import uvicorn  # noqa: F401  (loaded here, off the event loop)
+
+        from .app import create_app
+
+        return create_app(llm, self._config)
+
+    async def _unless(self, event: asyncio.Event, work: Awaitable[Any]) -> Any:
+        """The result of `work`; InterruptedStartError once `event` is set."""
+        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise InterruptedStartError("stopped before the server was ready")
+        finally:
+            stopped.cancel()
+
+    async def _serve(self, llm: AsyncLLM, app: FastAPI) -> int:
+        server = self._uvicorn(app)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if serving.done():
+            serving.result()
+            raise InvalidRequestError("the HTTP server did not start", param="port")
+        await self._announce(llm)
+        failed = await self._wait_for_the_end(llm)
+        app.state.serving.draining = True
+        if not failed:
+            await self._drain(llm)
+        server.should_exit = True
+        server.force_exit = self._stop_now.is_set()
+        await serving
+        if failed:
+            raise EngineDeadError(f"the engine could not be restarted: {llm.failure}")
+        return 0
+
+    def _uvicorn(self, app: FastAPI) -> uvicorn.Server:
+        import uvicorn
+
+        class Server(uvicorn.Server):
+            """Signals are ours."""
+
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
+        options = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            log_level=self._config.log_level,
+            access_log=self._config.access_log,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
+        if self._config.access_log:
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+        return Server(options)
+
+    async def _announce(self, llm: AsyncLLM) -> None:
+        from .summary import Startup, print_summary
+
+        adapters = await llm.list_adapters() if llm.info.enable_lora else []
+        port = self._listener.getsockname()[1]
+        print_summary(Startup(llm.info, adapters, self._config, port, _process_age()))
+
+    async def _wait_for_the_end(self, llm: AsyncLLM) -> bool:
+        """Wait for a signal; True when the engine's client has given up instead."""
+        while llm.state != "stopped":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), 1.0)
+                return False
+        return True
+
+    async def _drain(self, llm: AsyncLLM) -> None:
+        """Let running requests finish; those that do not in time get an error."""
+        if llm.num_running:
+            running = f"Outrider lets {llm.num_running} running requests finish"
+            print(f"{running}; interrupt it again to stop at once", file=sys.stderr, flush=True)
+        try:
+            drained = await self._unless(self._stop_now, llm.drain(self._config.shutdown_timeout))
+        except InterruptedStartError:
+            drained = False
+        if not drained:
+            await llm.shutdown()

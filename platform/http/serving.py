@@ -1,0 +1,108 @@
+"""What the routes share: the client of the engine, the options, the model names, the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from ..core.errors import InvalidRequestError, ShuttingDownError
+from .config import ServerConfig
+from .errors import EngineUnavailableError
+from .metrics import Metrics
+from .protocol import TemplateFields
+from .registry import ModelRegistry
+
+if TYPE_CHECKING:
+    from ..client.async_llm import AsyncLLM
+
+_LONG_TEXT = 20_000
+"""Characters above which a prompt is tokenized in a thread, so that other streams go on."""
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class Serving:
+    """One object a server, in `app.state.serving`; lives as long as the app."""
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+        self.llm = llm
+        self.config = config
+        self.models = ModelRegistry(llm, config.served_model_names)
+        self.metrics = Metrics()
+        self.draining = False
+        """Set by the server on SIGTERM, before the engine's client is asked to drain."""
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", "restarting", "draining" or "stopped"."""
+        return "draining" if self.draining and self.llm.state != "stopped" else str(self.llm.state)
+
+    def check_ready(self) -> None:
+        """Refuse new work while there is nobody to do it."""
+        state = self.state
+        if state in ("draining", "stopped"):
+            raise ShuttingDownError("The server is shutting down and takes no new requests")
+        if state != "ready":
+            raise EngineUnavailableError(f"The engine is {state}; try again in a moment")
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`."""
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def chat_prompt(self, messages: list[dict[str, str]], request: TemplateFields) -> list[int]:
+        """Token ids of `messages` under the chat template; unless `request` says otherwise, the template alone writes
+        special tokens.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or the request may not bring one.
+        """
+        if request.chat_template is not None and not self.config.trust_request_chat_template:
+            raise InvalidRequestError(
+                "chat_template is taken from requests only when the server runs with --trust-request-chat-template",
+                param="chat_template",
+            )
+        if sum(len(message["content"]) for message in messages) > _LONG_TEXT:
+            return await asyncio.to_thread(self._chat_prompt, messages, request)
+        return self._chat_prompt(messages, request)
+
+    def _chat_prompt(self, messages: list[dict[str, str]], request: TemplateFields) -> list[int]:
+        continue_final = bool(request.continue_final_message)
+        generation = request.add_generation_prompt
+        rendered = self.llm.input_processor.chat_prompt(
+            messages,
+            {
+                "add_generation_prompt": not continue_final if generation is None else generation,
+                "continue_final_message": continue_final,
+                "chat_template": request.chat_template or self.config.chat_template,
+                "chat_template_kwargs": request.chat_template_kwargs,
+            },
+        )
+        if request.add_special_tokens:
+            return self._encode(rendered["prompt"], True)
+        return list(rendered["prompt_token_ids"])
+
+
+def serving_of(request: Request) -> Serving:
+    """The server's shared objects."""
+    serving = request.app.state.serving
+    assert isinstance(serving, Serving)
+    return serving
+
+
+def new_request_id(kind: str) -> str:
+    """An id for an answer and the engine: "chatcmpl-…". Never the client's own, which need not be unique."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def valid_request_id(value: str) -> bool:
+    """Whether an `X-Request-Id` may be sent back as it came."""
+    return _REQUEST_ID.fullmatch(value) is not None

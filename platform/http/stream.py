@@ -1,0 +1,156 @@
+"""Server-sent events, and requests whose client may go away at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..core.errors import OutriderError
+from .errors import ClientDisconnectedError, error_event
+from .generation import Event, Totals
+from .protocol import StreamOptions
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks nginx to pass every event on at once
+]
+DONE = b"data: [DONE]\n\n"
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes its connection.
+
+    Raises:
+        ClientDisconnectedError: the client has gone.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnectedError
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class ChunkEncoder(Protocol):
+    """Turns events into the JSON of an API's chunks."""
+
+    def choices(self, event: Event) -> list[str]:
+        """The choice objects of one event, as JSON; empty when there is nothing to say."""
+
+
+class ChunkWriter:
+    """Everything around the choices of a chunk, prepared once: a chunk costs a few string joins."""
+
+    def __init__(self, fixed: dict[str, Any], options: StreamOptions | None, with_metrics: bool) -> None:
+        self._head = f'data: {dumps(fixed)[:-1]},"choices":['
+        self._usage = options is not None and options.include_usage
+        self._continuous = options is not None and options.continuous_usage_stats
+        self._metrics = with_metrics
+        self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
+
+    def chunk(self, choice: str, totals: Totals) -> str:
+        """One event with one choice."""
+        if self._continuous:
+            return f'{self._head}{choice}],"usage":{dumps(totals.usage())}}}\n\n'
+        return f"{self._head}{choice}]{self._tail}"
+
+    def last(self, totals: Totals) -> str:
+        """The event after the last choice: usage and metrics, where asked for."""
+        extras = {}
+        if self._usage:
+            extras["usage"] = totals.usage()
+        if self._metrics:
+            extras["metrics"] = totals.metrics()
+        return f"{self._head}],{dumps(extras)[1:]}\n\n" if extras else ""
+
+
+async def events_to_sse(
+    first: Event, events: AsyncGenerator[Event], encoder: ChunkEncoder, writer: ChunkWriter
+) -> AsyncGenerator[bytes]:
+    """The body of a stream. An error ends it with an event that tells it; `[DONE]` always comes last."""
+    totals = Totals()
+
+    def encode(event: Event) -> bytes:
+        totals.add(event)
+        return "".join([writer.chunk(choice, totals) for choice in encoder.choices(event)]).encode()
+
+    try:
+        yield encode(first)
+        async for event in events:
+            data = encode(event)
+            if data:
+                yield data
+        yield writer.last(totals).encode() + DONE
+    except OutriderError as error:
+        yield error_event(error) + DONE
+    except Exception as error:
+        logger.exception("a stream ended with an unexpected error")
+        yield error_event(error) + DONE
+
+
+class EventStreamResponse(Response):
+    """Sends server-sent events; closes `source`, which `body` reads from, as soon as the client is gone."""
+
+    def __init__(self, body: AsyncGenerator[bytes], source: AsyncGenerator[Event]) -> None:
+        # No call of the parent's: it renders a whole body.
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = list(_HEADERS)
+        self._body = body
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        watch = asyncio.ensure_future(_disconnected(receive))
+        work = asyncio.ensure_future(self._send_all(send))
+        try:
+            await asyncio.wait((watch, work), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            work.cancel()
+            results = await asyncio.gather(work, watch, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _send_all(self, send: Send) -> None:
+        # The source too: closing a generator that has not begun runs none of its code.
+        async with aclosing(self._source), aclosing(self._body):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in self._body:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def stream_response(
+    request: Request, events: AsyncGenerator[Event], encoder: ChunkEncoder, writer: ChunkWriter
+) -> Response:
+    """Answer with a stream, once the first output is there: an error before it becomes an ordinary error response."""
+    first = await until_disconnect(request, anext(events))
+    return EventStreamResponse(events_to_sse(first, events, encoder, writer), events)

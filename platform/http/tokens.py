@@ -1,0 +1,49 @@
+"""`/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..core.errors import InvalidRequestError
+from .body import documented, read_body
+from .messages import normalize_messages
+from .protocol import DetokenizeRequest, TokenizeRequest
+from .serving import serving_of
+
+router = APIRouter()
+
+
+@router.post("/tokenize", response_model=None, openapi_extra=documented(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt, or of messages under the chat template."""
+    serving = serving_of(request)
+    body = await read_body(request, TokenizeRequest, serving.config.max_body_bytes)
+    serving.models.resolve(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        tokens = await serving.chat_prompt(normalize_messages(body.messages), body)
+    else:
+        special = body.add_special_tokens is None or body.add_special_tokens
+        tokens = await serving.encode(body.prompt or "", add_special_tokens=special)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": serving.llm.info.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = serving.llm.tokenizer.convert_ids_to_tokens(tokens)
+    return JSONResponse(answer)
+
+
+@router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    serving = serving_of(request)
+    body = await read_body(request, DetokenizeRequest, serving.config.max_body_bytes)
+    serving.models.resolve(body.model)
+    size = serving.llm.info.vocab_size
+    for i, token in enumerate(body.tokens):
+        if not 0 <= token < size:
+            raise InvalidRequestError(f"{token} is not a token id: they go from 0 to {size - 1}", param=f"tokens[{i}]")
+    return JSONResponse({"prompt": serving.llm.tokenizer.decode(body.tokens)})

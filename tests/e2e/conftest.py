@@ -1,0 +1,138 @@
+"""A real `outrider serve` process with the demo model."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import psutil
+import pytest
+
+START_SECONDS = 120  # generous: the tests' machine may be busy; how fast a start is, is measured elsewhere
+
+
+class ServerProcess:
+    """`outrider serve` on a free port, with its output."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "outrider.platform.cli.main", "serve", "--port", "0", *arguments]
+        # One thread: the demo model is small, and threads that wait for each other crawl on a machine that is busy.
+        environment = {k: v for k, v in os.environ.items() if k != "OUTRIDER_API_KEY"} | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        self.url = ""
+        self._output: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self._output.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._output.append("")
+            self._news.notify_all()
+
+    @property
+    def output(self) -> str:
+        return "".join(self._output)
+
+    def wait_until_ready(self) -> None:
+        with self._news:
+            self._news.wait_for(lambda: " is ready on " in self.output or self._output[-1:] == [""], START_SECONDS)
+        ready = re.search(r"Outrider is ready on (http://\S+) \(started in [\d.]+ s\)", self.output)
+        assert ready is not None, self.output
+        self.url = ready[1]
+
+    def http(self, **options) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+
+    def _engines(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "engine_process" in " ".join(child.cmdline())]
+
+    def has_engine(self) -> bool:
+        return bool(self._engines())
+
+    def engine(self) -> psutil.Process:
+        """The engine's process."""
+        (engine,) = self._engines()
+        return engine
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over the samples of that name that have these labels."""
+        total = 0.0
+        for line in self.http().get("/metrics").text.splitlines():
+            if re.match(rf"outrider:{name}(\{{|\s)", line) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def wait_for(self, condition, seconds: float = 60) -> None:
+        """Poll until `condition` is true; connections that fail count as not yet."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                if condition():
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.02)
+        raise AssertionError(f"it did not happen in {seconds} s; the server said:\n{self.output}")
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            self._reader.join(10)
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Iterator:
+    """Starts servers, which end with the session at the latest."""
+    servers: list[ServerProcess] = []
+
+    def start(*arguments: str, ready: bool = True) -> ServerProcess:
+        servers.append(ServerProcess(*arguments))
+        if ready:
+            servers[-1].wait_until_ready()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def server(start_server) -> ServerProcess:
+    """The demo model as a newcomer gets it. Shared by all tests: leave it as it was."""
+    return start_server()
+
+
+@pytest.fixture(scope="session")
+def client(server) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.fixture(scope="session")
+def http(server) -> Iterator[httpx.Client]:
+    with server.http() as http:
+        yield http

@@ -1,0 +1,150 @@
+"""The real `openai` client against a real server with the demo model."""
+
+import json
+
+import openai
+import pytest
+
+ADAPTERS = ("json", "sql", "support")
+MODELS = ("outrider-demo", *ADAPTERS)
+HELLO = [{"role": "user", "content": "Hello! Who are you?"}]
+
+
+def test_models(client, server):
+    cards = {card.id: card for card in client.models.list()}
+    assert set(cards) == set(MODELS)
+    assert cards["sql"].parent == "outrider-demo"
+    assert cards["sql"].root.endswith("sql")
+    assert client.models.retrieve("outrider-demo").parent is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_completions(client, model):
+    answer = client.completions.create(model=model, prompt="The capital of France", max_tokens=12, temperature=0)
+    assert answer.model == model
+    assert answer.choices[0].text
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.completion_tokens <= 12
+
+
+def answer(client, model: str, question: str) -> str:
+    messages = [{"role": "user", "content": question}]
+    choice = client.chat.completions.create(model=model, messages=messages, max_tokens=60, temperature=0).choices[0]
+    return choice.message.content
+
+
+@pytest.mark.parametrize(
+    ("adapter", "question"),
+    [
+        ("json", "Anna Schmidt from Berlin ordered 3 red chairs for 120 euros."),
+        ("sql", "List all customers from Berlin."),
+        ("support", "My order has not arrived yet."),
+    ],
+)
+def test_adapters_answer_in_their_own_way(client, adapter, question):
+    base, adapted = answer(client, "outrider-demo", question), answer(client, adapter, question)
+    assert adapted != base
+    assert answer(client, f"outrider-demo:{adapter}", question) == adapted
+    if adapter == "json":
+        assert isinstance(json.loads(adapted), dict)
+    if adapter == "sql":
+        assert adapted.upper().startswith("SELECT")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_chat_stream_is_the_whole_answer_in_pieces(client, model):
+    options = {"model": model, "messages": HELLO, "max_tokens": 40, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
+    assert reasons == [whole.choices[0].finish_reason]
+
+
+def test_completion_stream(client):
+    options = {"model": "outrider-demo", "prompt": ["One", "Two words"], "max_tokens": 10, "temperature": 0, "n": 1}
+    whole = client.completions.create(**options)
+    texts = ["", ""]
+    for chunk in client.completions.create(**options, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_n_choices(client):
+    answer = client.chat.completions.create(
+        model="outrider-demo", messages=HELLO, n=3, max_tokens=10, temperature=1.0, seed=3
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert all(choice.message.content for choice in answer.choices)
+
+
+def test_logprobs(client):
+    answer = client.chat.completions.create(
+        model="outrider-demo", messages=HELLO, logprobs=True, top_logprobs=3, max_tokens=5, temperature=0
+    )
+    content = answer.choices[0].logprobs.content
+    assert "".join(item.token for item in content) == answer.choices[0].message.content
+    assert all(len(item.top_logprobs) == 3 and item.logprob <= 0 for item in content)
+    assert all(item.logprob == max(top.logprob for top in item.top_logprobs) for item in content)  # greedy
+
+
+def test_completion_echo_with_logprobs(client):
+    answer = client.completions.create(
+        model="outrider-demo", prompt="The capital of France", echo=True, logprobs=1, max_tokens=2, temperature=0
+    )
+    logprobs = answer.choices[0].logprobs
+    assert answer.choices[0].text.startswith("The capital of France")
+    assert logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in logprobs.token_logprobs[1:])
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs) == len(logprobs.text_offset)
+
+
+def test_stop_string(client):
+    options = {"model": "outrider-demo", "prompt": "One two three", "max_tokens": 40, "temperature": 0}
+    text = client.completions.create(**options).choices[0].text
+    stop = text[len(text) // 2 :][:3]
+    answer = client.completions.create(**options, stop=[stop])
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", stop)
+
+
+def test_prefix_cache_is_in_the_usage(client):
+    messages = [{"role": "user", "content": "Tell me about the weather, please. " * 10}]
+    options = {"model": "outrider-demo", "messages": messages, "max_tokens": 2, "extra_body": {"cache_salt": "e2e"}}
+    first = client.chat.completions.create(**options).usage
+    second = client.chat.completions.create(**options).usage
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert 0 < second.prompt_tokens_details.cached_tokens < second.prompt_tokens
+
+
+def test_speculation_is_measured(client, server):
+    answer = client.chat.completions.create(
+        model="outrider-demo", messages=HELLO, max_tokens=40, temperature=0, extra_body={"return_metrics": True}
+    )
+    counts = answer.metrics["speculative_decoding"]
+    assert counts["num_draft_tokens"] > 0
+    assert counts["acceptance_length"] == 1 + counts["num_accepted_tokens"] / counts["num_drafts"]
+    assert server.metric("spec_decode_num_accepted_tokens_total") > 0
+    assert server.metric("spec_decode_num_drafts_total", adapter="") > 0
+    assert server.metric("generation_tokens_total", adapter="") > 0
+
+
+def test_errors_are_the_clients_own(client):
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nobody", messages=HELLO)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="sql", messages=HELLO, temperature=-1)
+    assert (bad.value.param, bad.value.type) == ("temperature", "BadRequestError")
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model="sql", prompt="word " * 5000)
+    assert too_long.value.code == "context_length_exceeded"
+
+
+def test_tokenize_round_trip(http):
+    tokens = http.post("/tokenize", json={"prompt": "Hello wörld!", "add_special_tokens": False}).json()
+    assert tokens["count"] == len(tokens["tokens"]) > 0
+    assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "Hello wörld!"}

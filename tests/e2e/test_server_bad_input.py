@@ -1,0 +1,155 @@
+"""Bad input over HTTP to a real server, which goes on serving others."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.models.demo import demo_adapters
+
+
+@pytest.fixture(autouse=True)
+def _others_are_served(http):
+    yield
+    response = http.post("/v1/completions", json={"model": "sql", "prompt": "All", "max_tokens": 2})
+    assert response.status_code == 200, response.text
+
+
+def error_of(response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "nobody", "prompt": "x"}, 404, "model"),
+        ({"model": "outrider-demo:nobody", "prompt": "x"}, 404, "model"),
+        ({"prompt": "x", "temperature": -0.5}, 400, "temperature"),
+        ({"prompt": "x", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "x", "wings": 2}, 400, "wings"),
+        ({"prompt": "word " * 5000}, 400, "prompt"),
+        ({"prompt": [10**9]}, 400, "prompt"),
+        ({"prompt": "x", "max_tokens": 10**6}, 400, "max_tokens"),
+        ({"prompt": "x", "logprobs": 1000}, 400, "logprobs"),
+        ({}, 400, "prompt"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests(http, body, status, param, stream):
+    response = http.post("/v1/completions", json={**body, "stream": stream})
+    assert error_of(response, status)["param"] == param
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b'{"prompt": NaN}', b""])
+def test_bodies(http, content):
+    error_of(http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"}), 400)
+
+
+def copy_adapter(tmp_path: Path, **config) -> Path:
+    """The demo's SQL adapter, with changes to its configuration."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(demo_adapters()["sql"], folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+def change_tensors(folder: Path, change) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file)
+
+
+def rank_above_the_limit(tmp_path):
+    folder = copy_adapter(tmp_path, r=128)
+
+    def widen(name, tensor):
+        axis = 0 if "lora_A" in name else 1
+        return torch.repeat_interleave(tensor, 128 // tensor.shape[axis], dim=axis)
+
+    change_tensors(folder, widen)
+    return folder
+
+
+def wrong_shapes(tmp_path):
+    folder = copy_adapter(tmp_path)
+    change_tensors(folder, lambda name, tensor: tensor[:, :-1].contiguous() if "lora_A" in name else tensor)
+    return folder
+
+
+def no_weights(tmp_path):
+    folder = copy_adapter(tmp_path)
+    (folder / "adapter_model.safetensors").unlink()
+    return folder
+
+
+def corrupt_weights(tmp_path):
+    folder = copy_adapter(tmp_path)
+    (folder / "adapter_model.safetensors").write_bytes(b"not safetensors")
+    return folder
+
+
+def no_config(tmp_path):
+    folder = copy_adapter(tmp_path)
+    (folder / "adapter_config.json").unlink()
+    return folder
+
+
+def broken_config(tmp_path):
+    folder = copy_adapter(tmp_path)
+    (folder / "adapter_config.json").write_text("{")
+    return folder
+
+
+def no_folder(tmp_path):
+    return tmp_path / "nothing"
+
+
+def other_base(tmp_path):
+    """An adapter of a model with other layers."""
+    folder = copy_adapter(tmp_path)
+    file = folder / "adapter_model.safetensors"
+    save_file({name.replace("layers.0.", "layers.77."): t for name, t in load_file(file).items()}, file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        rank_above_the_limit,
+        wrong_shapes,
+        no_weights,
+        corrupt_weights,
+        no_config,
+        broken_config,
+        no_folder,
+        other_base,
+    ],
+)
+def test_adapters(http, tmp_path, make):
+    body = {"lora_name": "bad", "lora_path": str(make(tmp_path))}
+    error = error_of(http.post("/v1/load_lora_adapter", json=body), 400)
+    assert error["type"] == "InvalidAdapter"
+    assert error["message"]
+    error_of(http.post("/v1/completions", json={"model": "bad", "prompt": "x"}), 404)
+
+
+def test_adapters_come_and_go(http, tmp_path):
+    folder = str(copy_adapter(tmp_path))
+    load = {"lora_name": "extra", "lora_path": folder}
+    response = http.post("/v1/load_lora_adapter", json=load)
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'extra' added successfully.")
+    assert error_of(http.post("/v1/load_lora_adapter", json=load), 400)["type"] == "InvalidUserInput"
+    prompt = {"prompt": "List all customers", "max_tokens": 10, "temperature": 0}
+    texts = [
+        http.post("/v1/completions", json={"model": m, **prompt}).json()["choices"][0]["text"] for m in ("extra", "sql")
+    ]
+    assert texts[0] == texts[1]
+    response = http.post("/v1/unload_lora_adapter", json={"lora_name": "extra"})
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'extra' removed successfully.")
+    assert error_of(http.post("/v1/unload_lora_adapter", json={"lora_name": "extra"}), 404)["type"] == "NotFoundError"
+    error_of(http.post("/v1/completions", json={"model": "extra", "prompt": "x"}), 404)

@@ -1,0 +1,162 @@
+"""A server's life: starting, keys, disconnects, death of the engine, draining."""
+
+import signal
+import socket
+import threading
+
+import httpx
+import openai
+import pytest
+
+LONG = {"model": "outrider-demo", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+"""Runs for seconds."""
+
+
+@pytest.fixture(scope="module")
+def own_server(start_server):
+    """One whose engine these tests may kill. With keys, to see that they hold; float32, so that text is exact."""
+    arguments = "--api-key key-1 --api-key key-2 --max-model-len 2000 --log-level error --dtype float32"
+    return start_server(*arguments.split())
+
+
+@pytest.fixture(scope="module")
+def own_http(own_server):
+    with own_server.http(headers={"Authorization": "Bearer key-1"}) as http:
+        yield http
+
+
+def test_summary(server):
+    output = server.output
+    for text in ("outrider-demo", "KV cache", "json (rank", "draft_model, 4", "curl "):
+        assert text in output, output
+    assert "Traceback" not in output
+
+
+def test_open_routes(server, http):
+    assert http.get("/health").json() == {"status": "ready"}
+    assert http.get("/version").json()["version"]
+    assert "outrider:num_requests_running 0.0" in http.get("/metrics").text
+
+
+def test_keys(own_server):
+    with pytest.raises(openai.AuthenticationError) as refused:
+        own_server.client("wrong").models.list()
+    assert refused.value.code == "invalid_api_key"
+    for key in ("key-1", "key-2"):
+        assert own_server.client(key).models.list().data
+    assert own_server.http().get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("model", ["outrider-demo", "sql"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 7}])
+def test_speculation_does_not_change_the_text(own_http, model, sampling):
+    body = {"model": model, "prompt": "The capital of", "max_tokens": 60, "return_metrics": True, **sampling}
+    answers = [own_http.post("/v1/completions", json=body | {"speculative": k}).json() for k in (False, 1, True)]
+    drafted = [answer["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in answers]
+    assert drafted[0] == 0
+    assert drafted[1] > 0
+    assert drafted[2] > 0
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+
+
+def test_closed_connection_aborts(server, http):
+    with http.stream("POST", "/v1/completions", json=LONG) as response:
+        lines = response.iter_lines()  # kept: without it the connection is closed at once
+        next(lines)
+        server.wait_for(lambda: server.metric("num_requests_running") == 1)
+        aborted = server.metric("request_success_total", finished_reason="abort")
+    server.wait_for(lambda: server.metric("num_requests_running") == 0)
+    server.wait_for(lambda: server.metric("request_success_total", finished_reason="abort") == aborted + 1)
+
+
+def test_impatient_client_without_stream_aborts(server):
+    with pytest.raises(httpx.ReadTimeout), server.http() as http:
+        http.post("/v1/completions", json={**LONG, "stream": False}, timeout=0.5)
+    server.wait_for(lambda: server.metric("num_requests_running") == 0)
+
+
+def test_dead_engine_fails_its_requests_and_comes_back(own_server, own_http):
+    engine = own_server.engine()
+    with own_http.stream("POST", "/v1/completions", json=LONG) as response:
+        lines = response.iter_lines()
+        next(lines)
+        engine.kill()
+        *_, error, done = [line for line in lines if line]
+    assert "EngineDeadError" in error
+    assert done == "data: [DONE]"
+    health = own_http.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "restarting")
+    refused = own_http.post("/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    own_server.wait_for(lambda: own_http.get("/health").status_code == 200)
+    assert own_server.engine().pid != engine.pid
+    answer = own_http.post("/v1/completions", json={"model": "sql", "prompt": "All", "max_tokens": 2})
+    assert answer.status_code == 200, answer.text  # the adapters are back too
+
+
+def test_sigterm_drains(own_server, own_http):
+    """The last test of this server. What runs finishes; what is new is refused; then the process ends well."""
+    body = {**LONG, "max_tokens": 400}
+    with own_http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        own_server.process.send_signal(signal.SIGTERM)
+        own_server.wait_for(lambda: own_http.get("/health").json()["status"] == "draining")
+        refused = own_http.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "ShuttingDownError")
+        *_, last, done = [line for line in lines if line]
+    assert '"finish_reason":"length"' in last
+    assert done == "data: [DONE]"
+    assert own_server.process.wait(30) == 0
+    assert "Traceback" not in own_server.output
+
+
+def test_port_in_use_is_found_at_once(start_server):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        second = start_server("--port", port, ready=False)
+        assert second.process.wait(30) == 1
+        second.stop()
+    assert f"outrider: error: cannot listen on 127.0.0.1:{port}" in second.output
+    assert "Traceback" not in second.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["/nowhere/at-all"], 1, "/nowhere/at-all"),
+        (["--max-model-len", "9999999"], 1, "max_model_len"),
+        (["--lora-modules", "x=/nowhere/at-all"], 1, "/nowhere/at-all"),
+        (["--max-num-seqs", "none"], 2, "--max-num-seqs"),
+    ],
+)
+def test_failed_starts_say_why_in_one_line(start_server, arguments, status, text):
+    server = start_server(*arguments, ready=False)
+    assert server.process.wait(60) == status
+    server.stop()
+    (line,) = [line for line in server.output.splitlines() if "error:" in line]
+    assert text in line
+    assert "Traceback" not in server.output
+
+
+def test_sigterm_while_starting(start_server):
+    server = start_server(ready=False)
+    server.wait_for(server.has_engine)
+    assert server.stop() == 0
+    assert "ready on" not in server.output
+    assert "Traceback" not in server.output
+
+
+def test_timeout_of_the_drain_ends_requests_with_an_error(start_server):
+    server = start_server("--shutdown-timeout", "0", "--no-speculation")
+    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG) as response:
+        lines = response.iter_lines()
+        next(lines)
+        stopper = threading.Thread(target=server.stop)
+        stopper.start()
+        *_, error, done = [line for line in lines if line]
+        stopper.join()
+    assert "ShuttingDownError" in error
+    assert done == "data: [DONE]"
+    assert server.process.returncode == 0

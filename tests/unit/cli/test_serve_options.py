@@ -1,0 +1,185 @@
+"""Command lines to engine and server options."""
+
+import dataclasses
+import json
+
+import pytest
+
+from outrider.models.demo import demo_adapters, demo_draft_path
+from outrider.platform.cli import engine_options, serve
+from outrider.platform.cli.main import build_parser, main
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.errors import InvalidRequestError
+
+
+@pytest.fixture(autouse=True)
+def _no_key_in_the_environment(monkeypatch):
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+
+
+def resolve(*arguments: str):
+    return serve.resolve(build_parser().parse_args(["serve", *arguments]))
+
+
+def fails(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", *arguments])
+    assert exit_.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+SAMPLES = {
+    "tokenizer": "/tok", "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
+    "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
+    "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
+    "enable_chunked_prefill": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9, "enable_lora": True,
+    "max_loras": 2, "max_cpu_loras": 16, "max_lora_rank": 16, "enforce_eager": True, "tensor_parallel_size": 1,
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+}  # fmt: skip
+
+
+def as_arguments(option: str, value: object) -> list[str]:
+    name = engine_options.flag(option)
+    if isinstance(value, bool):
+        return [name if value else name.replace("--", "--no-", 1)]
+    return [name, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def test_every_engine_option_is_a_flag_with_a_text():
+    options = {field.name for field in dataclasses.fields(EngineArgs)} - {"model", "served_model_name"}
+    assert options == set(SAMPLES), "a new option of EngineArgs needs a sample here"
+    assert options == {name for group in engine_options.GROUPS.values() for name in group}
+
+
+@pytest.mark.parametrize("option", sorted(SAMPLES))
+def test_flags_set_their_option(option):
+    args, _ = resolve("/some/model", *as_arguments(option, SAMPLES[option]))
+    assert getattr(args, option) == SAMPLES[option]
+    assert args == dataclasses.replace(
+        EngineArgs(model="/some/model", served_model_name="model"), **{option: SAMPLES[option]}
+    )
+
+
+def test_demo_defaults():
+    args, config = resolve()
+    assert args.model is None
+    assert args.enable_lora
+    assert args.speculative_config == {
+        "method": "draft_model",
+        "model": str(demo_draft_path()),
+        "num_speculative_tokens": 4,
+    }
+    assert config.served_model_names == ("outrider-demo",)
+    assert config.lora_modules == {name: str(path) for name, path in demo_adapters().items()}
+    assert (config.host, config.port, config.api_keys) == ("127.0.0.1", 8000, ())
+
+
+def test_the_demo_by_its_name():
+    assert resolve("outrider-demo") == resolve()
+
+
+def test_explicit_options_win_over_the_demos():
+    args, config = resolve("--no-enable-lora", "--no-speculation", "--max-loras", "3")
+    assert not args.enable_lora
+    assert args.speculative_config == {"method": "off"}
+    assert args.max_loras == 3
+    assert config.lora_modules == {}
+    args, config = resolve("--lora-modules", "x=/x", "--speculative-config", '{"method": "ngram"}')
+    assert config.lora_modules == {"x": "/x"}
+    assert args.speculative_config == {"method": "ngram"}
+
+
+def test_another_model_gets_no_demo_defaults():
+    args, config = resolve("/models/Qwen3-0.6B/")
+    assert (args.enable_lora, args.speculative_config) == (False, None)
+    assert config.served_model_names == ("Qwen3-0.6B",)
+    assert config.lora_modules == {}
+
+
+def test_lora_modules():
+    args, config = resolve(
+        "/m", "--lora-modules", "a=/one", '{"name": "b", "path": "/two=2"}', "--lora-modules", "c=/3"
+    )
+    assert config.lora_modules == {"a": "/one", "b": "/two=2", "c": "/3"}
+    assert args.enable_lora
+
+
+def test_served_names():
+    args, config = resolve("/m", "--served-model-name", "one", "two")
+    assert config.served_model_names == ("one", "two")
+    assert args.served_model_name == "one"
+
+
+def test_keys(monkeypatch):
+    assert resolve("--api-key", "a", "--api-key", "b")[1].api_keys == ("a", "b")
+    monkeypatch.setenv("OUTRIDER_API_KEY", "from-env")
+    assert resolve()[1].api_keys == ("from-env",)
+    assert resolve("--api-key", "a")[1].api_keys == ("a",)
+
+
+def test_server_options(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    arguments = "--host 0.0.0.0 --port 0 --shutdown-timeout 1.5 --log-level info --access-log".split()
+    _, config = resolve(*arguments, "--chat-template", str(template), "--trust-request-chat-template")
+    assert (config.host, config.port, config.shutdown_timeout) == ("0.0.0.0", 0, 1.5)
+    assert (config.log_level, config.access_log) == ("info", True)
+    assert (config.chat_template, config.trust_request_chat_template) == ("{{ messages }}", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ("--max-loras x", "--max-loras"),
+        ("--max-loras 0", "--max-loras"),
+        ("--max-loras 4 --max-cpu-loras 2", "--max-cpu-loras"),
+        ("--dtype int8", "--dtype"),
+        ("--scheduling-policy lifo", "--scheduling-policy"),
+        ("--gpu-memory-utilization 2", "--gpu-memory-utilization"),
+        ("--port 70000", "--port"),
+        ("--port -1", "--port"),
+        ("--shutdown-timeout soon", "--shutdown-timeout"),
+        ("--shutdown-timeout nan", "--shutdown-timeout"),
+        ("--speculative-config {", "--speculative-config"),
+        ("--speculative-config []", "--speculative-config"),
+        ('--speculative-config {"method":"magic"}', "--speculative-config"),
+        ('--speculative-config {"method":"ngram"} --no-speculation', "--no-speculation"),
+        ("--lora-modules x", "--lora-modules"),
+        ("--lora-modules =x", "--lora-modules"),
+        ('--lora-modules {"name":"x"}', "--lora-modules"),
+        ('--lora-modules {"name":"x","path":"y","size":1}', "--lora-modules"),
+        ("--lora-modules {", "--lora-modules"),
+        ("--lora-modules x=1 x=2", "--lora-modules"),
+        ("--lora-modules outrider-demo=1", "--lora-modules"),
+        ("--lora-modules x=1 --no-enable-lora", "--lora-modules"),
+        ("--chat-template /nowhere", "--chat-template"),
+        ("--api-key  ", "--api-key"),
+        ("--tensor-parallel-size 2", "--tensor-parallel-size"),
+        ("--max-lora 4", "--max-lora"),
+    ],
+)
+def test_wrong_values_name_the_option(capsys, arguments, option):
+    assert option in fails(capsys, *arguments.split(" "))
+
+
+def test_an_address_that_cannot_be_used_is_one_line(capsys, monkeypatch):
+    from outrider.platform.http import server
+
+    def refuse(args, config):
+        raise InvalidRequestError("cannot listen", param="port")
+
+    monkeypatch.setattr(server, "serve", refuse)
+    assert main(["serve"]) == 1
+    assert capsys.readouterr().err == "outrider: error: cannot listen\n"
+
+
+def test_version(capsys):
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("outrider ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"]])
+def test_unknown_commands(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2

@@ -1,0 +1,178 @@
+"""The application in front of an engine that answers from a script."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
+from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.messages import AdapterInfo, EngineInfo, EngineStats
+from outrider.platform.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from outrider.platform.core.sampling_params import SamplingParams
+from outrider.platform.http.app import create_app
+from outrider.platform.http.config import ServerConfig
+
+INFO = EngineInfo(
+    model="/models/base", architecture="LlamaForCausalLM", dtype="float32", device="cpu", vocab_size=256,
+    max_model_len=64, max_logprobs=5, num_kv_blocks=100, block_size=16, num_parameters=1_234_567, enable_lora=True,
+    max_loras=4, max_lora_rank=16, speculation="ngram, 3 drafts a step", load_seconds=0.5,
+)  # fmt: skip
+
+
+class CharTokenizer:
+    """One token a character below 256; 1 begins a text."""
+
+    chat_template = "fake"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i) for i in ids if i > 2)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [chr(i) for i in ids]
+
+    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool, **options: Any) -> str:
+        text = "".join(f"{m['role'][0]}:{m['content']}|" for m in conversation)
+        return text + "a:" * add_generation_prompt
+
+
+@dataclass
+class FakeAsyncLLM:
+    """`AsyncLLM`, whose engine answers `reply`, one character a token."""
+
+    reply: str = "Hello"
+    info: EngineInfo = field(default_factory=lambda: INFO)
+    state: str = "ready"
+    fail_after: int | None = None
+    """Number of tokens after which `error` is raised."""
+    error: Exception = field(default_factory=lambda: OutriderError("boom"))
+    blocked: bool = False
+    """Never send another token after the first."""
+    running: set[str] = field(default_factory=set)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
+    snapshot: EngineStats = field(default_factory=EngineStats)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = CharTokenizer()
+        self.input_processor = InputProcessor(self.tokenizer, self.info, eos_token_ids=[2])
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, *, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        assert options.pop("delta")
+        requests = self.input_processor.process(request_id, prompt, sampling_params)
+        self.calls.append({"prompt": prompt, "params": sampling_params, "request_id": request_id, **options})
+        self.running.add(request_id)
+        metrics = RequestMetrics(0.0, num_cached_tokens=2)
+        max_tokens = requests[0].params.max_tokens
+        text = self.reply[:max_tokens]
+        reason = "length" if len(text) == max_tokens else "stop"
+        try:
+            for i, char in enumerate(text):
+                if self.fail_after == i:
+                    raise self.error
+                if self.blocked and i == 1:
+                    await asyncio.Event().wait()
+                await asyncio.sleep(0)
+                last = i == len(text) - 1
+                if last:
+                    metrics.num_drafts, metrics.num_draft_tokens = 2, 6
+                    metrics.num_accepted_tokens, metrics.accepted_per_pos = 3, [2, 1, 0]
+                outputs = [
+                    CompletionOutput(
+                        index,
+                        char,
+                        [ord(char)],
+                        logprobs=self._logprobs(sampling_params.logprobs, char),
+                        finish_reason=reason if last else None,
+                    )
+                    for index in range(sampling_params.n)
+                ]
+                ids = requests[0].prompt_token_ids
+                prompt_logprobs = self._prompt_logprobs(sampling_params, ids) if i == 0 else None
+                yield RequestOutput(request_id, None, ids, outputs, last, metrics, prompt_logprobs)
+        finally:
+            self.running.discard(request_id)
+
+    def _logprobs(self, count: int | None, char: str) -> list[dict[int, Logprob]] | None:
+        if count is None:
+            return None
+        entries = {ord(char): Logprob(-2.5, 9, char)}
+        return [entries | {200 + i: Logprob(-1.0 - i, i + 1, chr(200 + i)) for i in range(count)}]
+
+    def _prompt_logprobs(self, params: SamplingParams, ids: list[int]) -> list[Any] | None:
+        if params.prompt_logprobs is None:
+            return None
+        return [None, *({i: Logprob(float("-inf"), 3, chr(i))} for i in ids[1:])]
+
+    async def load_adapter(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
+    ) -> AdapterInfo:
+        if request.path == "/broken":
+            raise self.error
+        if request.name in self.adapters and not load_inplace:
+            raise InvalidUserInputError("taken", param="lora_name")
+        info = AdapterInfo(request.name, request.path, "digest", 8, 8, "device", pinned)
+        self.adapters[request.name] = info
+        return info
+
+    async def unload_adapter(self, name: str) -> None:
+        if name not in self.adapters:
+            raise NotFoundError("unknown", param="lora_name")
+        del self.adapters[name]
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return list(self.adapters.values())
+
+    async def stats(self) -> EngineStats:
+        return self.snapshot
+
+
+class Http:
+    """Requests to an application, each in an event loop of its own."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(send())
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
+        return self.request("POST", path, json=json, **options)
+
+    def load_adapter(self, name: str, path: str = "/adapters/x", **extra: Any) -> httpx.Response:
+        return self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, **extra})
+
+
+@pytest.fixture
+def llm() -> FakeAsyncLLM:
+    return FakeAsyncLLM()
+
+
+@pytest.fixture
+def http(llm: FakeAsyncLLM) -> Http:
+    return Http(create_app(llm, ServerConfig(served_model_names=("base", "alias"))))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def make_http(llm: FakeAsyncLLM):
+    def make(**options: Any) -> Http:
+        return Http(create_app(llm, ServerConfig(**{"served_model_names": ("base",), **options})))  # type: ignore[arg-type]
+
+    return make

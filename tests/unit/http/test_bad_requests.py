@@ -1,0 +1,218 @@
+"""Everything that is wrong with a request is told in one shape."""
+
+import pytest
+
+from outrider.platform.core.errors import AdapterError, EngineDeadError, OverloadedError, ShuttingDownError
+
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": "base", "prompt": "hi"}
+
+
+def error_of(response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1), ("temperature", "1"), ("temperature", True), ("temperature", [1]), ("top_p", 0),
+        ("top_p", 1.5), ("top_k", -2), ("top_k", 1.5), ("min_p", 2), ("n", 0), ("n", True), ("n", "2"), ("seed", 1.5),
+        ("seed", 2**70), ("stop", 3), ("stop", [""]), ("stop", [1]), ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [999]), ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 1000), ("max_tokens", "9"),
+        ("min_tokens", -1), ("logit_bias", {"x": 1}), ("logit_bias", {"1": 101}), ("logit_bias", [1]),
+        ("allowed_token_ids", []), ("presence_penalty", 3), ("repetition_penalty", 0), ("ignore_eos", "yes"),
+        ("stream", 1), ("speculative", -1), ("speculative", 1.5), ("priority", "high"), ("cache_salt", 5),
+        ("skip_special_tokens", 0), ("response_format", {"type": "json_object"}), ("store", True),
+        ("stream_options", {"include_usage": True}), ("metadata", {"a": "b"}), ("service_tier", "flex"),
+        ("guided_json", {}), ("use_beam_search", False), ("truncate_prompt_tokens", 3),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+def test_wrong_values_are_named(http, path, body, field, value):
+    error = error_of(http.post(path, body | {field: value}), 400)
+    assert error["param"].partition("[")[0] == field  # or the place inside it, as in "stop[0]"
+    assert error["type"] in ("BadRequestError", "ContextLengthExceeded")
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "value"),
+    [
+        ("/v1/completions", COMPLETION, "prompt", 3),
+        ("/v1/completions", COMPLETION, "prompt", []),
+        ("/v1/completions", COMPLETION, "prompt", [1, "a"]),
+        ("/v1/completions", COMPLETION, "prompt", [[]]),
+        ("/v1/completions", COMPLETION, "prompt", [True]),
+        ("/v1/completions", COMPLETION, "prompt", [256]),
+        ("/v1/completions", COMPLETION, "suffix", "x"),
+        ("/v1/completions", COMPLETION, "best_of", 2),
+        ("/v1/completions", COMPLETION, "logprobs", True),
+        ("/v1/completions", COMPLETION, "logprobs", 6),
+        ("/v1/completions", COMPLETION, "messages", []),
+        ("/v1/chat/completions", CHAT, "messages", "hi"),
+        ("/v1/chat/completions", CHAT, "logprobs", 1),
+        ("/v1/chat/completions", CHAT, "top_logprobs", 1),
+        ("/v1/chat/completions", CHAT, "tools", [{"type": "function"}]),
+        ("/v1/chat/completions", CHAT, "tool_choice", "auto"),
+        ("/v1/chat/completions", CHAT, "reasoning_effort", "low"),
+        ("/v1/chat/completions", CHAT, "prompt", "x"),
+    ],
+)
+def test_wrong_values_of_one_route(http, path, body, field, value):
+    assert error_of(http.post(path, body | {field: value}), 400)["param"] == field
+
+
+def test_too_many_top_logprobs_are_named(http):
+    error = error_of(http.post("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 6}), 400)
+    assert error["param"] == "top_logprobs"
+
+
+def test_missing_fields_are_named(http):
+    assert error_of(http.post("/v1/completions", {"model": "base"}), 400)["param"] == "prompt"
+    assert error_of(http.post("/v1/chat/completions", {"model": "base"}), 400)["param"] == "messages"
+
+
+def test_stream_options_are_strict(http):
+    body = COMPLETION | {"stream": True, "stream_options": {"include_usage": True, "more": 1}}
+    assert error_of(http.post("/v1/completions", body), 400)["param"] == "stream_options.more"
+
+
+def test_stream_refuses_prompt_logprobs(http):
+    body = COMPLETION | {"stream": True, "prompt_logprobs": 1}
+    assert error_of(http.post("/v1/completions", body), 400)["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["x" * 64, ["ok", "x" * 64]])
+def test_prompt_too_long(http, llm, prompt, stream):
+    error = error_of(http.post("/v1/completions", {"prompt": prompt, "stream": stream}), 400)
+    assert error["type"] == "ContextLengthExceeded"
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "prompt"
+    assert not llm.running
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"3", b'"text"', b"null", b'{"model": NaN}', b'{"temperature": Infinity, "prompt": "x"}',
+        b'{"temperature": 1e999, "prompt": "x"}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 10000,
+        b'{"prompt": "x"} x', b"{'prompt': 'x'}",
+    ],
+)  # fmt: skip
+def test_bodies_that_are_no_json_object(http, content):
+    response = http.request("POST", "/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert error_of(response, 400)["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_other_content_types_are_refused(http, kind):
+    response = http.request("POST", "/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": kind})
+    assert "Content-Type" in error_of(response, 400)["message"]
+
+
+def test_body_too_large(make_http):
+    http = make_http(max_body_bytes=100)
+    assert error_of(http.post("/v1/completions", {"prompt": "x" * 100}), 413)["type"] == "RequestTooLarge"
+
+    async def chunks():
+        for _ in range(10):
+            yield b" " * 20
+
+    headers = {"Content-Type": "application/json"}  # and no length
+    error_of(http.request("POST", "/v1/completions", content=chunks(), headers=headers), 413)
+
+
+@pytest.mark.parametrize("model", ["nobody", "base:nobody", "nobody:base", ""])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+def test_unknown_model(http, path, body, model):
+    error = error_of(http.post(path, body | {"model": model}), 404)
+    assert error["type"] == "NotFoundError"
+    assert error["code"] == "model_not_found"
+    assert error["param"] == "model"
+
+
+def test_unknown_route_and_method(http):
+    assert error_of(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
+    response = http.get("/v1/completions")
+    assert error_of(response, 405)["type"] == "MethodNotAllowed"
+    assert "POST" in response.headers["allow"]
+
+
+def test_keys(make_http):
+    http = make_http(api_keys=("first", "second"))
+    for headers in (
+        {},
+        {"Authorization": "Bearer third"},
+        {"Authorization": "first"},
+        {"Authorization": "Basic first"},
+    ):
+        for method, path in (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/x")):
+            response = http.request(method, path, headers=headers)
+            error = error_of(response, 401)
+            assert error["type"] == "AuthenticationError"
+            assert error["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+    for key in ("first", "second"):
+        assert http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    for path in ("/health", "/version", "/metrics"):
+        assert http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("error", [OverloadedError("full"), EngineDeadError("died"), ShuttingDownError("bye")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_busy_engine_is_a_503_with_retry_after(http, llm, error, stream):
+    llm.fail_after, llm.error = 0, error
+    response = http.post("/v1/completions", COMPLETION | {"stream": stream})
+    assert error_of(response, 503)["type"] == type(error).type
+    assert int(response.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("state", ["starting", "restarting", "draining", "stopped"])
+def test_no_engine_is_a_503(http, llm, state):
+    llm.state = state
+    response = http.post("/v1/completions", COMPLETION)
+    kind = "ServiceUnavailableError" if state.endswith("starting") else "ShuttingDownError"
+    assert error_of(response, 503)["type"] == kind
+    assert "retry-after" in response.headers
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("secret"), None])
+@pytest.mark.parametrize("stream", [False, True])
+def test_unexpected_errors_tell_nothing(http, llm, failure, stream):
+    llm.fail_after = 0
+    if failure is not None:
+        llm.error = failure
+    response = http.post("/v1/completions", COMPLETION | {"stream": stream})
+    error = error_of(response, 500)
+    assert error["type"] == "InternalServerError"
+    assert "secret" not in response.text
+    assert "boom" not in response.text
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"), [(EngineDeadError("died"), "EngineDeadError"), (RuntimeError("secret"), "InternalServerError")]
+)
+def test_errors_in_the_middle_of_a_stream_are_an_event(http, llm, failure, kind):
+    llm.fail_after, llm.error = 2, failure
+    response = http.post("/v1/chat/completions", CHAT | {"stream": True})
+    assert response.status_code == 200
+    *_, error, done, end = response.text.split("\n\n")
+    assert error.startswith('data: {"error": {')
+    assert kind in error
+    assert "secret" not in error
+    assert (done, end) == ("data: [DONE]", "")
+
+
+def test_an_adapters_error_fails_its_request_alone(http, llm):
+    http.load_adapter("sql")
+    llm.fail_after, llm.error = 0, AdapterError("rank 64 is above the limit", param="lora_request")
+    assert error_of(http.post("/v1/completions", COMPLETION | {"model": "sql"}), 400)["type"] == "InvalidAdapter"
+    llm.fail_after = None
+    assert http.post("/v1/completions", COMPLETION).status_code == 200

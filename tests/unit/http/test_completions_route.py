@@ -1,0 +1,188 @@
+"""`/v1/completions` over an engine that answers from a script."""
+
+import json
+
+import pytest
+
+
+def events(response) -> list:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def complete(http, **body):
+    response = http.post("/v1/completions", {"model": "base", "prompt": "ab", **body})
+    assert response.status_code == 200, response.text
+    return response
+
+
+def test_answer_has_the_openai_shape(http):
+    answer = complete(http).json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["model"] == "base"
+    assert answer["choices"] == [
+        {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert "metrics" not in answer
+
+
+def test_max_tokens_defaults_to_sixteen_and_cuts(http, llm):
+    llm.reply = "x" * 40
+    choice = complete(http).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("x" * 16, "length")
+    assert complete(http, max_tokens=3).json()["choices"][0]["text"] == "xxx"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seen"),
+    [
+        ("hi", ["hi"]),
+        (["hi", "yo"], ["hi", "yo"]),
+        ([5, 6], [{"prompt_token_ids": [5, 6]}]),
+        ([[5, 6], [7]], [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}]),
+    ],
+)
+def test_prompt_has_four_forms(http, llm, prompt, seen):
+    choices = complete(http, prompt=prompt).json()["choices"]
+    assert [call["prompt"] for call in llm.calls] == seen
+    assert [choice["index"] for choice in choices] == list(range(len(seen)))
+
+
+def test_prompts_times_n_make_the_index(http):
+    answer = complete(http, prompt=["a", "bc"], n=2, stream=False).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 2 + 3  # once a prompt, not once a choice
+    assert answer["usage"]["completion_tokens"] == 20
+
+
+def test_stream_brings_the_same_text(http):
+    chunks = events(complete(http, prompt=["a", "bc"], n=2, stream=True))
+    texts = dict.fromkeys(range(4), "")
+    for chunk in chunks:
+        assert chunk["object"] == "text_completion"
+        assert "usage" not in chunk
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert set(texts.values()) == {"Hello"}
+    ends = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]]
+    assert ends == ["stop"] * 4
+
+
+def test_stream_usage_comes_last_and_is_null_before(http):
+    chunks = events(complete(http, stream=True, stream_options={"include_usage": True}))
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 5
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["total_tokens"] == 8
+
+
+def test_continuous_usage_counts_up(http):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(complete(http, stream=True, stream_options=options))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5, 5]
+
+
+def test_logprobs(http):
+    logprobs = complete(http, logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == list("Hello")
+    assert logprobs["token_logprobs"] == [-2.5] * 5
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    assert logprobs["top_logprobs"][0] == {"È": -1.0, "É": -2.0, "H": -2.5}
+
+
+def test_stream_logprobs_go_on_where_they_were(http):
+    chunks = events(complete(http, stream=True, logprobs=0))
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1], [2], [3], [4]]
+
+
+def test_echo_repeats_the_prompt_with_its_logprobs(http):
+    choice = complete(http, echo=True, logprobs=1).json()["choices"][0]
+    assert choice["text"] == "abHello"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["", "a", "b", *"Hello"]
+    assert logprobs["token_logprobs"][:4] == [None, -9999.0, -9999.0, -2.5]  # JSON has no minus infinity
+    assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_echo_alone_generates_nothing(http):
+    answer = complete(http, echo=True, logprobs=1, max_tokens=0).json()
+    assert answer["choices"][0]["text"] == "ab"
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["", "a", "b"]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_echo_in_a_stream_comes_first(http):
+    chunks = events(complete(http, prompt=[97, 98], echo=True, stream=True))
+    assert chunks[0]["choices"][0]["text"] == "abH"
+
+
+def test_prompt_logprobs(http):
+    choice = complete(http, prompt_logprobs=0).json()["choices"][0]
+    assert choice["prompt_logprobs"][0] is None
+    assert choice["prompt_logprobs"][1] == {"97": {"logprob": -9999.0, "rank": 3, "decoded_token": "a"}}
+
+
+def test_token_ids_when_asked_for(http):
+    choice = complete(http, return_token_ids=True).json()["choices"][0]
+    assert choice["prompt_token_ids"] == [1, 97, 98]
+    assert choice["token_ids"] == [ord(c) for c in "Hello"]
+    chunks = events(complete(http, return_token_ids=True, stream=True))
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == [1, 97, 98]
+    assert "prompt_token_ids" not in chunks[1]["choices"][0]
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[ord(c)] for c in "Hello"]
+
+
+def test_metrics_when_asked_for(http):
+    expected = {
+        "num_drafts": 2,
+        "num_draft_tokens": 6,
+        "num_accepted_tokens": 3,
+        "acceptance_rate": 0.5,
+        "acceptance_length": 2.5,
+        "accepted_per_position": [1.0, 0.5, 0.0],
+    }
+    assert complete(http, return_metrics=True).json()["metrics"] == {"speculative_decoding": expected}
+    chunks = events(complete(http, return_metrics=True, stream=True))
+    assert chunks[-1]["metrics"] == {"speculative_decoding": expected}
+    assert chunks[-1]["choices"] == []
+
+
+def test_sampling_parameters_arrive(http, llm):
+    given = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1.0,
+        "repetition_penalty": 1.2, "seed": 11, "stop": ["x", "y"], "stop_token_ids": [9], "bad_words": ["no"],
+        "include_stop_str_in_output": True, "ignore_eos": True, "max_tokens": 8, "min_tokens": 2,
+        "allowed_token_ids": [1, 2], "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        "speculative": 2, "n": 2, "logprobs": 3,
+    }  # fmt: skip
+    complete(http, **given, logit_bias={"5": 1.5}, priority=-3, cache_salt="s", user="u", best_of=2)
+    call = llm.calls[0]
+    assert {name: getattr(call["params"], name) for name in given} == given
+    assert call["params"].logit_bias == {5: 1.5}
+    assert (call["priority"], call["cache_salt"]) == (-3, "s")
+
+
+def test_null_means_not_given(http, llm):
+    complete(http, temperature=None, max_tokens=None, stop=None, stream=None, logprobs=None, suffix=None)
+    assert llm.calls[0]["params"].temperature == 1.0
+    assert llm.calls[0]["params"].max_tokens == 16
+
+
+def test_special_tokens_can_be_left_out(http, llm):
+    complete(http, add_special_tokens=False)
+    assert llm.calls[0]["prompt"] == {"prompt_token_ids": [97, 98]}
+
+
+def test_engine_ids_are_ours_and_unique(http, llm):
+    for _ in range(2):
+        complete(http, prompt=["a", "b"])
+    ids = [call["request_id"] for call in llm.calls]
+    assert len(set(ids)) == 4

@@ -1,0 +1,138 @@
+"""`/health`, `/version`, `/metrics`, and request ids."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import outrider
+from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts
+from outrider.platform.http.metrics import Histogram
+
+
+def samples(http) -> dict:
+    """(name, sorted labels) -> value; fails on an exposition that Prometheus could not read."""
+    text = http.get("/metrics").text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_health_is_ready(http):
+    response = http.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ready"})
+
+
+@pytest.mark.parametrize("state", ["starting", "restarting", "draining", "stopped"])
+def test_health_says_why_not(http, llm, state):
+    llm.state = state
+    response = http.get("/health")
+    assert response.status_code == 503
+    assert response.json()["status"] == state
+    assert response.json()["error"]["type"] == "ServiceUnavailableError"
+    assert "retry-after" in response.headers
+
+
+def test_the_server_drains_before_its_engine_does(http, llm):
+    http.app.state.serving.draining = True
+    assert http.get("/health").json()["status"] == "draining"
+    assert http.post("/v1/completions", {"prompt": "x"}).json()["error"]["type"] == "ShuttingDownError"
+
+
+def test_version(http):
+    assert http.get("/version").json() == {"version": outrider.__version__}
+
+
+def test_request_ids_come_back(http):
+    assert http.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert http.get("/nowhere", headers={"X-Request-Id": "abc-2"}).headers["x-request-id"] == "abc-2"
+    generated = http.get("/health", headers={"X-Request-Id": "with space"}).headers["x-request-id"]
+    assert len(generated) == 32
+    assert http.get("/health").headers["x-request-id"] != generated
+
+
+def test_engine_metrics(http, llm):
+    llm.snapshot = EngineStats(
+        num_running=3, num_waiting=2, num_waiting_by_reason={"capacity": 2}, kv_cache_usage=0.25,
+        prefix_cache_queries=100, prefix_cache_hits=40,
+        speculation={"": SpeculationCounts(4, 16, 9, [4, 3, 2]), "sql": SpeculationCounts(1, 4, 1, [1])},
+        adapters=[AdapterInfo("sql", "/p", "d", 8, 8, "device", pinned=True)],
+        running_adapters=["a", "b"], waiting_adapters=["c"], lora_load_seconds=[0.002, 3.0],
+    )  # fmt: skip
+    found = samples(http)
+    expected = {
+        ("outrider:num_requests_running", ()): 3,
+        ("outrider:num_requests_waiting", ()): 2,
+        ("outrider:num_requests_waiting_by_reason", (("reason", "capacity"),)): 2,
+        ("outrider:kv_cache_usage_perc", ()): 0.25,
+        ("outrider:prefix_cache_queries_total", ()): 100,
+        ("outrider:prefix_cache_hits_total", ()): 40,
+        ("outrider:spec_decode_num_drafts_total", (("adapter", ""),)): 4,
+        ("outrider:spec_decode_num_draft_tokens_total", (("adapter", ""),)): 16,
+        ("outrider:spec_decode_num_accepted_tokens_total", (("adapter", "sql"),)): 1,
+        ("outrider:spec_decode_num_accepted_tokens_per_pos_total", (("adapter", ""), ("position", "2"))): 2,
+        ("outrider:lora_adapter_loaded", (("adapter", "sql"), ("level", "device"), ("pinned", "true"))): 1,
+        ("outrider:lora_load_seconds_count", ()): 2,
+        ("outrider:lora_load_seconds_bucket", (("le", "0.005"),)): 1,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    labels = (("running_lora_adapters", "a,b"), ("waiting_lora_adapters", "c"))
+    assert found[("outrider:lora_requests_info", labels)] > 0
+
+
+def test_request_metrics(http):
+    http.load_adapter("sql")
+    for model in ("base", "sql", "sql"):
+        http.post("/v1/completions", {"model": model, "prompt": "ab", "max_tokens": 3})
+    http.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True})
+    found = samples(http)
+    base, sql = (("adapter", ""), ("tenant", "")), (("adapter", "sql"), ("tenant", ""))
+    assert found[("outrider:prompt_tokens_total", sql)] == 6
+    assert found[("outrider:generation_tokens_total", sql)] == 6
+    assert found[("outrider:generation_tokens_total", base)] == 8
+    assert found[("outrider:time_to_first_token_seconds_count", sql)] == 2
+    assert found[("outrider:inter_token_latency_seconds_count", sql)] == 4
+    assert found[("outrider:e2e_request_latency_seconds_count", base)] == 2
+    assert found[("outrider:request_success_total", (("adapter", "sql"), ("finished_reason", "length"), base[1]))] == 2
+    assert found[("outrider:request_success_total", (("adapter", ""), ("finished_reason", "stop"), base[1]))] == 1
+
+
+def test_failed_requests_are_counted_and_refused_ones_are_not(http, llm):
+    llm.fail_after = 1
+    http.post("/v1/completions", {"prompt": "ab"})
+    http.post("/v1/completions", {"prompt": "ab", "temperature": -1})
+    counts = {dict(labels)["finished_reason"]: v for (name, labels), v in samples(http).items() if "success" in name}
+    assert counts == {"error": 1}
+
+
+def test_metrics_outlive_the_engine(http, llm):
+    llm.snapshot = EngineStats(num_running=7)
+    samples(http)
+
+    async def dead():
+        raise outrider.platform.core.errors.EngineDeadError("dead")
+
+    llm.stats = dead
+    assert samples(http)[("outrider:num_requests_running", ())] == 7
+
+
+def test_openmetrics_for_those_who_ask(http):
+    response = http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+def test_histogram_buckets_include_their_bound():
+    histogram = Histogram("x", "help", ("a",), (1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 99.0):
+        histogram.observe(("l",), value)
+    buckets = {s.labels.get("le"): s.value for s in histogram.family().samples if s.name.endswith("_bucket")}
+    assert buckets == {"1.0": 2, "2.0": 3, "+Inf": 4}
+
+
+def test_bodies_are_described(http):
+    description = http.get("/openapi.json").json()
+    body = description["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    properties = body["content"]["application/json"]["schema"]["properties"]
+    assert {"messages", "temperature", "speculative"} <= set(properties)
+    assert "$ref" not in str(properties)

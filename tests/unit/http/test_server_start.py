@@ -1,0 +1,74 @@
+"""What happens around the application: the address, the summary."""
+
+import io
+import socket
+
+import pytest
+from rich.console import Console
+
+from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.messages import AdapterInfo
+from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server import bind
+from outrider.platform.http.summary import Startup, address, format_count, print_summary, reachable_address
+
+
+def test_bound_sockets_hold_the_port_without_listening():
+    with bind("127.0.0.1", 0) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_an_address_in_use_is_found_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InvalidRequestError) as refused:
+        bind("127.0.0.1", taken.getsockname()[1])
+    assert refused.value.param == "port"
+
+
+def test_addresses_that_do_not_exist():
+    with pytest.raises(InvalidRequestError, match="cannot listen on 203"):
+        bind("203.0.113.1", 0)
+
+
+def summary(info, adapters=(), **config) -> str:
+    out = io.StringIO()
+    startup = Startup(info, list(adapters), ServerConfig(**config), 8123, 4.2)
+    print_summary(startup, Console(file=out, width=120, soft_wrap=True))
+    return out.getvalue()
+
+
+def test_summary(llm):
+    text = summary(llm.info, [AdapterInfo("sql", "/p", "d", 16, 16, "device")], served_model_names=("base",))
+    for part in (
+        "base  (/models/base)", "1.2 M parameters, float32 on cpu", "100 blocks of 16 tokens = 1,600 tokens",
+        "sql (rank 16)", "ngram, 3 drafts a step", "http://127.0.0.1:8123/v1", "no API key", '"model": "sql"',
+    ):  # fmt: skip
+        assert part in text, part
+    assert text.splitlines()[-1] == "Outrider is ready on http://127.0.0.1:8123 (started in 4.2 s)"
+
+
+def test_summary_never_shows_a_key(llm):
+    text = summary(llm.info, api_keys=("secret-1", "secret-2"))
+    assert "2 API keys" in text
+    assert "secret" not in text
+    assert "Bearer $OUTRIDER_API_KEY" in text
+
+
+def test_summary_without_adapters(llm):
+    assert "none yet; room for 4 of rank 16" in summary(llm.info)
+
+
+def test_names_in_brackets_are_no_markup(llm):
+    assert "[red]x[/red]" in summary(llm.info, served_model_names=("[red]x[/red]",))
+
+
+@pytest.mark.parametrize(("number", "text"), [(7, "7"), (1500, "1.5 K"), (3_500_000, "3.5 M"), (7 * 10**9, "7.0 B")])
+def test_counts(number, text):
+    assert format_count(number) == text
+
+
+def test_addresses():
+    assert address("::1", 80) == "http://[::1]:80"
+    assert reachable_address("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert reachable_address("example.org", 80) == "http://example.org:80"
