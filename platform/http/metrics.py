@@ -1,18 +1,13 @@
-"""Prometheus metrics: counts of this process, and the engine's, taken from a snapshot at every scrape.
-
-Observing costs a bisection and an addition, and no lock: everything here runs on the event loop's thread.
-"""
+"""Prometheus metrics: counts of this process, and the engine's, taken from a snapshot at every scrape."""
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from ..core.messages import EngineStats
@@ -27,42 +22,14 @@ _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 Labels = tuple[str, ...]
 
 
-class Histogram:
-    """Counts per bucket for each combination of label values."""
-
-    def __init__(self, name: str, help_text: str, labels: Labels, bounds: tuple[float, ...]) -> None:
-        self._name = name
-        self._help = help_text
-        self._labels = labels
-        self._bounds = bounds
-        self._counts: dict[Labels, list[int]] = defaultdict(lambda: [0] * (len(bounds) + 1))
-        self._sums: dict[Labels, float] = defaultdict(float)
-
-    def observe(self, labels: Labels, value: float) -> None:
-        """Count one value; a bucket holds the values up to and including its bound."""
-        self._counts[labels][bisect_left(self._bounds, value)] += 1
-        self._sums[labels] += value
-
-    def family(self) -> HistogramMetricFamily:
-        """For the client library."""
-        family = HistogramMetricFamily(PREFIX + self._name, self._help, labels=self._labels)
-        for labels, counts in self._counts.items():
-            buckets, total = [], 0
-            for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), counts, strict=True):
-                total += count
-                buckets.append((bound, total))
-            family.add_metric(labels, buckets, self._sums[labels])
-        return family
-
-
 class RequestRecorder:
     """Follows one prompt's generation."""
 
     __slots__ = ("_labels", "_last", "_metrics", "_started")
 
-    def __init__(self, metrics: Metrics, adapter: str, tenant: str) -> None:
+    def __init__(self, metrics: Metrics, labels: Labels) -> None:
         self._metrics = metrics
-        self._labels = (adapter, tenant)
+        self._labels = labels
         self._started = time.monotonic()
         self._last = 0.0  # when the previous output came; 0 before the first
 
@@ -71,78 +38,86 @@ class RequestRecorder:
         now = time.monotonic()
         metrics, labels = self._metrics, self._labels
         if self._last == 0.0:
-            metrics.prompt_tokens[labels] += len(output.prompt_token_ids)
-            metrics.time_to_first_token.observe(labels, now - self._started)
+            metrics.prompt_tokens.labels(*labels).inc(len(output.prompt_token_ids))
+            metrics.time_to_first_token.labels(*labels).observe(now - self._started)
         else:
-            metrics.inter_token_latency.observe(labels, now - self._last)
+            metrics.inter_token_latency.labels(*labels).observe(now - self._last)
         self._last = now
         for completion in output.outputs:
-            metrics.generation_tokens[labels] += len(completion.token_ids)
+            metrics.generation_tokens.labels(*labels).inc(len(completion.token_ids))
             if completion.finish_reason is not None:
-                metrics.finished[(completion.finish_reason, *labels)] += 1
+                self.on_end(completion.finish_reason)
         if output.finished:
-            metrics.end_to_end.observe(labels, now - self._started)
+            metrics.end_to_end.labels(*labels).observe(now - self._started)
 
     def on_end(self, reason: str) -> None:
-        """Count a request that ended without its engine's word: "abort" or "error"."""
-        self._metrics.finished[(reason, *self._labels)] += 1
+        """Count a sequence that ended: the engine's finish reason, or "abort" or "error" without its word."""
+        self._metrics.finished.labels(reason, *self._labels).inc()
 
 
 class Metrics:
     """All metrics of one server, in a registry of their own."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # a time series more for each counter, which nobody asked for
+        self._registry = registry = CollectorRegistry(auto_describe=False)
         labels = ("adapter", "tenant")
-        self.prompt_tokens: dict[Labels, int] = defaultdict(int)
-        self.generation_tokens: dict[Labels, int] = defaultdict(int)
-        self.finished: dict[Labels, int] = defaultdict(int)
-        self.time_to_first_token = Histogram(
+
+        def histogram(name: str, help_text: str, names: Labels, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, help_text, names, buckets=buckets, registry=registry)
+
+        def counter(name: str, help_text: str, names: Labels) -> Counter:
+            return Counter(PREFIX + name, help_text, names, registry=registry)
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.", labels)
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.", labels)
+        self.finished = counter("request_success", "Finished requests.", ("finished_reason", *labels))
+        self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", labels, _FIRST_TOKEN
         )
-        self.inter_token_latency = Histogram(
+        self.inter_token_latency = histogram(
             "inter_token_latency_seconds", "Between two outputs of a request.", labels, _INTER_TOKEN
         )
-        self.end_to_end = Histogram(
+        self.end_to_end = histogram(
             "e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, _END_TO_END
         )
-        self.lora_load = Histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
+        self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
         self._stats = EngineStats()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
+        registry.register(_EngineCollector(self))
 
     def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
         """For one prompt that is about to be generated from; `adapter` is "" for the base model."""
-        return RequestRecorder(self, adapter, tenant)
+        return RequestRecorder(self, (adapter, tenant))
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's latest snapshot."""
+        return self._stats
 
     def update(self, stats: EngineStats) -> None:
         """Take the engine's latest snapshot."""
         self._stats = stats
         for seconds in stats.lora_load_seconds:
-            self.lora_load.observe((), seconds)
+            self._lora_load.observe(seconds)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type, in the format that the scraper's `Accept` header prefers."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing is announced ahead of the first scrape."""
-        return iter(())
+
+class _EngineCollector:
+    """The engine's own counts: they live in another process, so a scrape reads the latest snapshot of them."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry for each scrape."""
-        yield from self._request_families()
-        yield from _engine_families(self._stats)
-        yield from _speculation_families(self._stats)
-        yield from _lora_families(self._stats)
-
-    def _request_families(self) -> Iterator[Metric]:
-        labels = ("adapter", "tenant")
-        yield _counter("prompt_tokens", "Prompt tokens processed.", labels, self.prompt_tokens)
-        yield _counter("generation_tokens", "Tokens generated.", labels, self.generation_tokens)
-        yield _counter("request_success", "Finished requests.", ("finished_reason", *labels), self.finished)
-        for histogram in (self.time_to_first_token, self.inter_token_latency, self.end_to_end, self.lora_load):
-            yield histogram.family()
+        stats = self._metrics.stats
+        yield from _engine_families(stats)
+        yield from _speculation_families(stats)
+        yield from _lora_families(stats)
 
 
 def _counter(name: str, help_text: str, labels: Labels, values: Mapping[Any, int]) -> CounterMetricFamily:

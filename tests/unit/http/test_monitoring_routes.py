@@ -5,7 +5,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
 from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts
-from outrider.platform.http.metrics import Histogram
 
 
 def samples(http) -> dict:
@@ -120,14 +119,6 @@ def test_openmetrics_for_those_who_ask(http):
     response = http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
-
-
-def test_histogram_buckets_include_their_bound():
-    histogram = Histogram("x", "help", ("a",), (1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 99.0):
-        histogram.observe(("l",), value)
-    buckets = {s.labels.get("le"): s.value for s in histogram.family().samples if s.name.endswith("_bucket")}
-    assert buckets == {"1.0": 2, "2.0": 3, "+Inf": 4}
 
 
 def test_bodies_are_described(http):
