@@ -48,7 +48,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "LoRA": {
         "enable_lora": "serve LoRA adapters (the demo model does unless told otherwise)",
-        "max_loras": "adapters of the largest rank that fit the device together; more fit when ranks are lower",
+        "max_loras": "most adapters on the device at once; the pool has max-loras x max-lora-rank rank rows",
         "max_cpu_loras": "adapters kept in host memory",
         "max_lora_rank": "largest rank an adapter may have",
     },

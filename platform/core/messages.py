@@ -83,7 +83,7 @@ class TokenDelta:
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     speculation: SpeculationCounts | None = None
-    """On the last delta, when drafts were verified for the sequence."""
+    """Cumulative, when this step verified drafts: the client may end the sequence after any delta."""
 
 
 @dataclass(slots=True)

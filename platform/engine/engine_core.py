@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -108,7 +109,7 @@ class EngineCore:
             kv_cache_usage=self.scheduler.pool.usage,
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,
-            speculation=self._speculation,
+            speculation=copy.deepcopy(self._speculation),
             adapters=adapters.adapters,
             running_adapters=adapters.running,
             waiting_adapters=adapters.waiting,

@@ -42,7 +42,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     if first:
         delta.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         delta.num_cached_tokens = request.num_cached_tokens
-    if reason is not None and request.speculation.num_drafts:
+    if row.num_drafts:
         delta.speculation = request.speculation
     return delta
 

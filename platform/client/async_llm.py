@@ -1,0 +1,343 @@
+"""`AsyncLLM`: generation for asyncio, with the engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+from ..core.config import EngineArgs
+from ..core.errors import EngineDeadError, OutriderError, ShuttingDownError
+from ..core.lora_request import LoRARequest
+from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ..core.outputs import RequestOutput
+from ..core.sampling_params import SamplingParams
+from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side, resolve_lora
+from .input_processor import InputProcessor, Prompt
+from .ipc import Abort, Add, Call
+from .output_processor import OutputProcessor, RequestState
+from .supervisor import Callbacks, EngineProcess, EngineSpec, Supervisor
+
+logger = logging.getLogger(__name__)
+
+_LONG_TEXT = 20_000
+"""Characters above which a prompt is tokenized in a thread, so that the event loop goes on."""
+
+
+class AsyncLLM:
+    """Generates text from asyncio; all calls belong to one event loop.
+
+        async with AsyncLLM() as llm:
+            async for output in llm.generate("Hello", SamplingParams(max_tokens=20), delta=True):
+                print(output.outputs[0].text, end="")
+
+    Options are those of `EngineArgs`, by keyword; `AsyncLLM()` is the embedded demo model. When the engine process
+    dies, running requests fail with EngineDeadError, and it is started again; adapters that had been loaded are
+    loaded again.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._start_with(EngineSpec(args=engine_args("AsyncLLM", model, options)))
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        """An AsyncLLM for these options."""
+        return cls.from_spec(EngineSpec(args=args))
+
+    @classmethod
+    def from_spec(cls, spec: EngineSpec) -> Self:
+        """An AsyncLLM with another engine, or another policy for restarts."""
+        self = cls.__new__(cls)
+        self._start_with(spec)
+        return self
+
+    def _start_with(self, spec: EngineSpec) -> None:
+        self._args = spec.args
+        self._supervisor = Supervisor(
+            spec, Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self._load_adapters_again)
+        )
+        self._starting: asyncio.Task[EngineInfo] | None = None
+        self._draining = False
+        self._info: EngineInfo | None = None
+        self._input_processor: InputProcessor | None = None
+        self._output_processor: OutputProcessor | None = None
+        self._news: dict[str, asyncio.Event] = {}  # one a running request: set when its state has changed
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._adapters: dict[str, Call] = {}  # as loaded, to load them again
+        self._demo_adapters: dict[str, LoRARequest] = {}
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """Start the engine process and wait until it is ready; once, however often it is called.
+
+        Raises:
+            OutriderError: the typed error of the engine that could not start.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> EngineInfo:
+        # The tokenizer's library takes a second to import: meanwhile the engine starts.
+        importing = asyncio.create_task(asyncio.to_thread(import_text_side))
+        try:
+            info = await self._supervisor.start()
+        finally:
+            await asyncio.wait({importing})
+        try:
+            tokenizer, eos_token_ids = await asyncio.to_thread(load_text_side, self._args, info)
+        except BaseException:
+            await self._supervisor.stop()
+            raise
+        self._input_processor = InputProcessor(tokenizer, info, eos_token_ids)
+        self._output_processor = OutputProcessor(tokenizer)
+        self._demo_adapters = demo_lora_requests(self._args)
+        self._info = info
+        return info
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", "restarting", "draining" or "stopped"."""
+        if self._draining and self._supervisor.state != "stopped":
+            return "draining"
+        if self._supervisor.state == "ready" and self._info is None:
+            return "starting"  # the tokenizer is being loaded
+        return self._supervisor.state
+
+    @property
+    def failure(self) -> OutriderError | None:
+        """Why the engine has been given up; None while it has not."""
+        return self._supervisor.failure
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine has been started again."""
+        return self._supervisor.num_restarts
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Id of the engine process that runs now."""
+        return self._supervisor.pid
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are not finished."""
+        return len(self._news)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine is: model, dtype, limits. EngineDeadError before the first start."""
+        if self._info is None:
+            raise EngineDeadError("the engine has not started")
+        return self._info
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Prompts to requests. EngineDeadError before the first start."""
+        if self._input_processor is None:
+            raise EngineDeadError("the engine has not started")
+        return self._input_processor
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer. EngineDeadError before the first start."""
+        return self.input_processor.tokenizer
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones.
+
+        Returns whether all have finished.
+        """
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    async def shutdown(self) -> None:
+        """Fail what still runs with ShuttingDownError and end the engine process. May be called twice."""
+        self._draining = True
+        self._on_death(ShuttingDownError("the server is shutting down"))
+        await self._supervisor.stop()
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    # --- generation -----------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        lora_request: LoRARequest | str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        delta: bool = False,
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate for one prompt, yielding outputs until one is finished. Leaving the iterator aborts the request.
+
+        A consumer that is slower than the engine gets fewer, larger outputs.
+
+        Args:
+            lora_request: the adapter, or the name of one that has been loaded.
+            priority: lower runs first under the priority policy.
+            cache_salt: requests share cached prefixes only with the same salt.
+            delta: each output holds only what is new, of the sequences that have news; else everything so far.
+
+        Raises:
+            OutriderError: typed, at the first iteration when the request is wrong, later when it fails.
+        """
+        if self._draining:
+            raise ShuttingDownError("the server is shutting down")
+        await self.start()
+        request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
+        requests = await self._process(
+            prompt, sampling_params, request_id=request_id, lora_request=lora_request, priority=priority,
+            tenant=tenant, cache_salt=cache_salt,
+        )  # fmt: skip
+        if self._draining:
+            raise ShuttingDownError("the server is shutting down")
+        engine = self._supervisor.ready_engine()
+        assert self._output_processor is not None
+        state = self._output_processor.add(request_id, requests, _text_of(prompt))
+        news = self._news[request_id] = asyncio.Event()
+        self._idle.clear()
+        try:
+            engine.send(Add(requests))
+            while True:
+                await news.wait()
+                news.clear()
+                output = state.take(delta)
+                if output.finished:
+                    self._forget(request_id, news)
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._forget(request_id, news)
+            if not state.finished:
+                self._send_aborts(self._output_processor.abort(request_id))
+
+    async def _process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        request_id: str,
+        lora_request: LoRARequest | str | None,
+        **options: Any,
+    ) -> list[EngineRequest]:
+        loaded = {name: call.lora for name, call in self._adapters.items() if call.lora is not None}
+        lora = resolve_lora(lora_request, self._demo_adapters | loaded)
+        text = _text_of(prompt)
+        processor = self.input_processor
+        if text is not None and len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(processor.process, request_id, prompt, params, lora=lora, **options)
+        return processor.process(request_id, prompt, params, lora=lora, **options)
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its iterator gets a last output, with finish reason "abort". Ignores unknown ids."""
+        if self._output_processor is not None:
+            self._send_aborts(self._output_processor.abort(request_id))
+            self._wake(request_id)
+
+    def _send_aborts(self, request_ids: list[str]) -> None:
+        if request_ids:
+            with contextlib.suppress(EngineDeadError, ShuttingDownError):  # then nothing is running
+                self._supervisor.ready_engine().send(Abort(request_ids))
+
+    def _forget(self, request_id: str, news: asyncio.Event) -> None:
+        if self._news.get(request_id) is news:  # not a later request with the same id
+            del self._news[request_id]
+        if not self._news:
+            self._idle.set()
+
+    def _wake(self, request_id: str) -> None:
+        news = self._news.get(request_id)
+        if news is not None:
+            news.set()
+
+    # --- what the supervisor tells --------------------------------------------------------------------------------
+
+    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
+        if self._output_processor is None:
+            return
+        processed = self._output_processor.process(deltas)
+        self._send_aborts(processed.aborts)
+        for state in processed.touched:
+            self._wake(state.request_id)
+
+    def _on_death(self, error: OutriderError) -> None:
+        failed: list[RequestState] = [] if self._output_processor is None else self._output_processor.fail_all(error)
+        for state in failed:
+            self._wake(state.request_id)
+
+    async def _load_adapters_again(self, engine: EngineProcess) -> None:
+        for name, call in list(self._adapters.items()):
+            try:
+                await engine.call(call)
+            except EngineDeadError:
+                raise
+            except OutriderError as error:
+                logger.error("Adapter %s cannot be loaded again: %s", name, error.message)
+                self._adapters.pop(name, None)
+
+    # --- adapters and statistics ----------------------------------------------------------------------------------
+
+    async def load_adapter(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
+    ) -> AdapterInfo:
+        """Read, check and register an adapter; see `LLM.load_lora_adapter`."""
+        await self.start()
+        call = Call(0, "load_adapter", lora=request, load_inplace=load_inplace, pinned=pinned)
+        info: AdapterInfo = await self._supervisor.ready_engine().call(call)
+        self._adapters[request.name] = call
+        return info
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; NotFoundError when it is not registered."""
+        await self.start()
+        with contextlib.suppress(KeyError):
+            del self._adapters[name]
+        await self._supervisor.ready_engine().call(Call(0, "unload_adapter", name=name))
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        """The registered adapters."""
+        await self.start()
+        adapters: list[AdapterInfo] = await self._supervisor.ready_engine().call(Call(0, "list_adapters"))
+        return adapters
+
+    async def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters; they start anew when the engine has been started again."""
+        await self.start()
+        stats: EngineStats = await self._supervisor.ready_engine().call(Call(0, "stats"))
+        return stats
+
+
+def _text_of(prompt: Prompt) -> str | None:
+    if isinstance(prompt, str):
+        return prompt
+    text = prompt.get("prompt") if isinstance(prompt, dict) else None
+    return text if isinstance(text, str) else None

@@ -1,0 +1,110 @@
+"""Chat messages to the text that the model's chat template makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from ..core.errors import InvalidRequestError
+
+
+class ChatOptions(TypedDict, total=False):
+    """How messages become a prompt."""
+
+    chat_template: str | None
+    """Instead of the model's own."""
+    add_generation_prompt: bool
+    """Append what begins the assistant's turn (default True)."""
+    continue_final_message: bool
+    """Leave the last message open, to be continued; not together with `add_generation_prompt`."""
+    tools: list[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any] | None
+    """Further variables of the template."""
+
+
+def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options: ChatOptions) -> str:
+    """Apply the chat template.
+
+    Raises:
+        InvalidRequestError: the messages are malformed, there is no template, or the template refuses them.
+    """
+    unknown = sorted(set(options) - set(ChatOptions.__annotations__))
+    if unknown:
+        raise TypeError(f"unknown chat option {unknown[0]!r}; known are {', '.join(ChatOptions.__annotations__)}")
+    add_generation_prompt = options.get("add_generation_prompt", True)
+    continue_final_message = options.get("continue_final_message", False)
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
+        )
+    template = options.get("chat_template")
+    if template is None and getattr(tokenizer, "chat_template", None) is None:
+        raise InvalidRequestError("the model has no chat template; give chat_template", param="chat_template")
+    conversation = [_message(index, message) for index, message in enumerate(_as_messages(messages))]
+    extra = dict(options.get("chat_template_kwargs") or {})
+    clash = sorted({*ChatOptions.__annotations__, "conversation", "tokenize", "messages"} & set(extra))
+    if clash:
+        raise InvalidRequestError(f"chat_template_kwargs must not contain {clash[0]!r}", param="chat_template_kwargs")
+    try:
+        return tokenizer.apply_chat_template(
+            conversation,
+            tools=options.get("tools"),
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **extra,
+        )
+    except Exception as error:  # templates are programs of the model or the user: they raise anything
+        raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
+
+
+def _as_messages(messages: object) -> list[Any]:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequestError("messages must be a non-empty list", param="messages")
+    return list(messages)
+
+
+def _message(index: int, message: object) -> dict[str, Any]:
+    """One message as templates expect it: content a string, a tool call's arguments an object."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"messages[{index}] must be an object with a role", param="messages")
+    calls = message.get("tool_calls")
+    if "content" not in message and not calls:
+        raise InvalidRequestError(f"messages[{index}] has no content", param="messages")
+    result = {**message, "content": _content(index, message.get("content"))}
+    if calls:
+        result["tool_calls"] = [_tool_call(index, call) for call in calls]
+    return result
+
+
+def _content(index: int, content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidRequestError(
+                f"messages[{index}].content: only text parts are supported, got {kind!r}", param="messages"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_call(index: int, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise InvalidRequestError(f"messages[{index}].tool_calls: each needs a function", param="messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"messages[{index}].tool_calls: arguments are not JSON: {error}", param="messages"
+            ) from error
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,228 @@
+"""Token ids to text, one token at a time: never half a character, and stop strings that do not depend on the chunks.
+
+Text is looked at after every single token, so however many tokens a step brings (speculation brings several), the same
+tokens give the same text and the same stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from ..core.sampling_params import SamplingParams
+
+REPLACEMENT = "\ufffd"
+"""What incomplete UTF-8 decodes to; text that ends with it may still become another character."""
+
+PROMPT_TAIL = 8
+"""Prompt tokens that give the first output token its context: SentencePiece drops a space at the start of a text."""
+
+Decode = Callable[[list[int]], str]
+
+
+class TokenDecoder(Protocol):
+    """Decodes one sequence."""
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character is incomplete."""
+
+    def flush(self) -> str:
+        """The text still held back, U+FFFD for incomplete bytes as in `tokenizer.decode`."""
+
+
+class OffsetDecoder:
+    """Decodes by the difference of two short decodes: works with every tokenizer.
+
+    `context` are the tokens of the last text that was given out, `held` the tokens since: new text is what decoding
+    `context + held` has beyond decoding `context`.
+    """
+
+    def __init__(self, decode: Decode, prompt_tail: list[int]) -> None:
+        self._decode = decode
+        self._context = prompt_tail
+        self._held: list[int] = []
+        self._before = decode(prompt_tail) if prompt_tail else ""
+        if self._before.endswith(REPLACEMENT):  # a prompt cut inside a character is no context
+            self._context, self._before = [], ""
+
+    def step(self, token_id: int) -> str:
+        """See `TokenDecoder.step`."""
+        self._held.append(token_id)
+        after = self._decode(self._context + self._held)
+        if len(after) <= len(self._before) or after.endswith(REPLACEMENT):
+            return ""
+        text = after[len(self._before) :]
+        self._context, self._held = self._held, []
+        self._before = self._decode(self._context)
+        return text
+
+    def flush(self) -> str:
+        """See `TokenDecoder.flush`."""
+        return _decode_held(self._decode, self._context, self._held)
+
+
+class StreamDecoder:
+    """Decodes with the `DecodeStream` of a Rust tokenizer, which does the same as `OffsetDecoder` in one call."""
+
+    def __init__(self, backend: Any, skip_special_tokens: bool, prompt_tail: list[int]) -> None:
+        self._backend = backend
+        self._skip = skip_special_tokens
+        if prompt_tail and self._decode(prompt_tail).endswith(REPLACEMENT):
+            prompt_tail = []  # a prompt cut inside a character is no context
+        self._stream = DecodeStream(ids=prompt_tail, skip_special_tokens=skip_special_tokens)
+        self._context = prompt_tail
+        self._held: list[int] = []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=self._skip)
+
+    def step(self, token_id: int) -> str:
+        """See `TokenDecoder.step`."""
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._backend, token_id)
+        except Exception:  # the library raises no narrower type
+            text = self._restart()
+        if text is None:
+            return ""
+        self._context, self._held = self._held, []
+        return text
+
+    def _restart(self) -> str:
+        """The tokens decode to something else than what was given out: go on from the tokens held.
+
+        Byte fallback does this: a byte that is not UTF-8 turns the whole run of bytes before it into U+FFFD.
+        """
+        text = self._decode(self._held)
+        ids = [] if text.endswith(REPLACEMENT) else self._held
+        self._stream = DecodeStream(ids=ids, skip_special_tokens=self._skip)
+        return text
+
+    def flush(self) -> str:
+        """See `TokenDecoder.flush`."""
+        return _decode_held(self._decode, self._context, self._held)
+
+
+def _decode_held(decode: Decode, context: list[int], held: list[int]) -> str:
+    """What `held` adds to the text of `context`; empties `held`."""
+    if not held:
+        return ""
+    before, after = decode(context) if context else "", decode(context + held)
+    text = after[len(before) :] if after.startswith(before) else decode(held)
+    held.clear()
+    return text
+
+
+class SpacelessDecoder:
+    """Around another decoder: no space between special tokens that follow each other."""
+
+    def __init__(self, inner: TokenDecoder, special: dict[int, str]) -> None:
+        self._inner = inner
+        self._special = special
+        self._after_special = False
+
+    def step(self, token_id: int) -> str:
+        """See `TokenDecoder.step`."""
+        text = self._inner.step(token_id)
+        content = self._special.get(token_id)
+        if content is not None and self._after_special and text.strip() == content.strip():
+            text = content
+        self._after_special = content is not None
+        return text
+
+    def flush(self) -> str:
+        """See `TokenDecoder.flush`."""
+        return self._inner.flush()
+
+
+def make_decoder(tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> TokenDecoder:
+    """The decoder for one sequence, the fast one where the tokenizer has a Rust backend."""
+    tail = list(prompt_token_ids[-PROMPT_TAIL:])
+    skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+
+        def decode(token_ids: list[int]) -> str:
+            return tokenizer.decode(token_ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+
+        return OffsetDecoder(decode, tail)
+    decoder: TokenDecoder = StreamDecoder(backend, skip, tail)
+    if not (skip or spaces):
+        special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
+        decoder = SpacelessDecoder(decoder, special)
+    return decoder
+
+
+class StopMatch(NamedTuple):
+    """A stop string was found."""
+
+    num_tokens: int
+    """Tokens of the update up to and including the one that completed it."""
+    stop: str
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence so far, and the search for its stop strings."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self.text = ""
+        self._decoder = make_decoder(tokenizer, params, prompt_token_ids)
+        self._stops = params.stop_strings
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._stopped = False
+
+    def update(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
+        """Append tokens to `text`, up to the one that completes a stop string.
+
+        Args:
+            ends_with_stop_token: the last of `token_ids` ended the sequence; its text is left out, unless the request
+                wants stops in the output.
+        """
+        skipped = len(token_ids) - 1 if ends_with_stop_token and not self._include_stop else -1
+        for index, token_id in enumerate(token_ids):
+            self._num_tokens += 1
+            if index == skipped:
+                break
+            before = len(self.text)
+            self.text += self._decoder.step(token_id)
+            if self._stops and self._num_tokens > self._min_tokens and len(self.text) > before:
+                stop = self._cut_at_stop(before)
+                if stop is not None:
+                    return StopMatch(index + 1, stop)
+        return None
+
+    def _cut_at_stop(self, checked: int) -> str | None:
+        """Find the stop string that is complete first, beyond `text[:checked]`, and cut the text there."""
+        found: list[tuple[int, int, str]] = []
+        for stop in self._stops:
+            start = self.text.find(stop, max(0, checked - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if not found:
+            return None
+        end, start, stop = min(found)
+        self.text = self.text[: end if self._include_stop else start]
+        self._stopped = True
+        return stop
+
+    def finish(self) -> None:
+        """No token will follow: append what was held back as incomplete, unless a stop string has cut the text."""
+        if not self._stopped:
+            self.text += self._decoder.flush()
+            self._stopped = True
+
+    def num_safe_chars(self) -> int:
+        """Length of the prefix of `text` that no stop string can take back any more."""
+        if self._stopped or self._include_stop:
+            return len(self.text)
+        held = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:length]):
+                    held = length
+                    break
+        return len(self.text) - held

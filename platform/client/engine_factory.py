@@ -1,0 +1,118 @@
+"""What the clients need of an engine, and where they get one from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from ...models.demo import demo_adapters
+from ..core.config import EngineArgs
+from ..core.errors import InvalidRequestError, NotFoundError
+from ..core.lora_request import LoRARequest
+from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from .demo import apply_demo_defaults, is_demo
+
+_PACKAGE = __name__.rsplit(".platform.", 1)[0]
+
+DEFAULT_ENGINE = f"{_PACKAGE}.platform.engine.engine_core:EngineCore"
+"""Import path "module:callable" of the engine. A path and not the class, so that another process can be given it."""
+
+
+class Engine(Protocol):
+    """The engine as its clients see it; `EngineCore` says what each call raises."""
+
+    info: EngineInfo
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a sequence."""
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop sequences; no delta follows."""
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+
+    def step(self) -> list[TokenDelta]:
+        """Compute one step."""
+
+    def load_adapter(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+        """Register an adapter."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        """The registered adapters."""
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+
+    def shutdown(self) -> None:
+        """Release everything."""
+
+
+def engine_args(who: str, model: str | None, options: dict[str, Any]) -> EngineArgs:
+    """`EngineArgs` from keywords; without a model the embedded demo with its adapters and its draft model.
+
+    Raises:
+        TypeError: an option that does not exist, by name; `who` is the caller's name for the message.
+    """
+    for name in options:
+        if name not in EngineArgs.__dataclass_fields__:
+            known = ", ".join(sorted(EngineArgs.__dataclass_fields__))
+            raise TypeError(f"{who}() got an unexpected option {name!r}; known are {known}")
+    args, _ = apply_demo_defaults(EngineArgs(model=None if model is None else str(model), **options), options)
+    return args
+
+
+def load_engine(path: str) -> Callable[..., Engine]:
+    """The callable `(args: EngineArgs, *, progress: bool) -> Engine` behind an import path "module:callable"."""
+    module, _, name = path.partition(":")
+    return cast(Callable[..., Engine], getattr(import_module(module), name))
+
+
+def import_text_side() -> None:
+    """Import what `load_text_side` needs, which takes a second."""
+    from transformers import AutoTokenizer  # noqa: F401
+
+    from ...models import tokenizer  # noqa: F401
+
+
+def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
+    """The tokenizer and the end-of-sequence ids for a started engine."""
+    from ...models.tokenizer import eos_token_ids, load_tokenizer
+
+    where = info.model
+    if args.tokenizer is not None:
+        where = args.tokenizer
+        if not Path(where).is_dir():
+            from ...models.loader import resolve_model_path
+
+            where = str(resolve_model_path(where))
+    tokenizer = load_tokenizer(where)
+    return tokenizer, sorted(eos_token_ids(info.model, tokenizer))
+
+
+def demo_lora_requests(args: EngineArgs) -> dict[str, LoRARequest]:
+    """The embedded demo's adapters by name; empty for another model, or when adapters are off."""
+    if not (is_demo(args) and args.enable_lora):
+        return {}
+    return {name: LoRARequest(name, path=str(path)) for name, path in demo_adapters().items()}
+
+
+def resolve_lora(lora: LoRARequest | str | None, known: dict[str, LoRARequest]) -> LoRARequest | None:
+    """The request for an adapter given by itself or by the name of a known one.
+
+    Raises:
+        NotFoundError: no adapter has that name.
+    """
+    if lora is None or isinstance(lora, LoRARequest):
+        return lora
+    if not isinstance(lora, str):
+        raise InvalidRequestError(f"lora_request must be a LoRARequest or a name, got {lora!r}", param="lora_request")
+    if lora not in known:
+        names = ", ".join(sorted(known)) or "none"
+        raise NotFoundError(f"the adapter {lora!r} is not loaded; loaded are: {names}", param="lora_request")
+    return known[lora]

@@ -1,0 +1,222 @@
+"""Prompts and parameters as users give them to requests for the engine.
+
+Everything that needs the vocabulary or the context length is checked here, before the engine hears of a request.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from ..core.errors import InvalidRequestError, PromptTooLongError
+from ..core.lora_request import LoRARequest
+from ..core.messages import EngineInfo, EngineRequest
+from ..core.sampling_params import SamplingParams
+from .chat_template import ChatOptions, render_messages
+
+Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
+"""A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt, tokenized and checked."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str
+
+
+class InputProcessor:
+    """Makes engine requests for one model."""
+
+    def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int] | None = None) -> None:
+        if eos_token_ids is None:
+            from ...models.tokenizer import eos_token_ids as read_eos_token_ids
+
+            eos_token_ids = sorted(read_eos_token_ids(info.model, tokenizer))
+        self.tokenizer = tokenizer
+        self.eos_token_ids = list(eos_token_ids)
+        self._info = info
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        lora: LoRARequest | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> list[EngineRequest]:
+        """The sequences of one request: one for each of its `n`. `params` is not changed.
+
+        Raises:
+            PromptTooLongError: prompt and tokens asked for exceed `max_model_len`.
+            InvalidRequestError: anything else that is wrong, with the field in `param`.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(f"priority must be an integer, got {priority!r}", param="priority")
+        if lora is not None and not isinstance(lora, LoRARequest):
+            raise InvalidRequestError(f"lora_request must be a LoRARequest, got {lora!r}", param="lora_request")
+        parsed = self.parse_prompt(prompt)
+        resolved = self._resolve_params(params if params is not None else SamplingParams(), len(parsed.token_ids))
+        arrival_time = time.monotonic()
+        n = resolved.n
+        return [
+            EngineRequest(
+                request_id=request_id if n == 1 else f"{request_id}#{index}",
+                prompt_token_ids=parsed.token_ids,
+                params=resolved if n == 1 else resolved.clone(n=1, seed=_child_seed(resolved.seed, index)),
+                eos_token_ids=self.eos_token_ids,
+                lora=lora,
+                priority=priority,
+                tenant=tenant,
+                cache_salt=cache_salt or parsed.cache_salt,
+                group=None if n == 1 else request_id,
+                arrival_time=arrival_time,
+            )
+            for index in range(n)
+        ]
+
+    # --- prompts --------------------------------------------------------------------------------------------------
+
+    def parse_prompt(self, prompt: Prompt) -> ParsedPrompt:
+        """Tokenize a prompt (a plain text gets the tokenizer's special tokens) and check its length and ids."""
+        text: Any = None
+        token_ids: Any = None
+        cache_salt: Any = ""
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, dict):
+            unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+            if unknown:
+                raise InvalidRequestError(f"prompt: unsupported key {unknown[0]!r}", param="prompt")
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            cache_salt = prompt.get("cache_salt", "")
+        else:
+            token_ids = prompt
+        if text is None and token_ids is None:
+            raise InvalidRequestError("the prompt has neither text nor token ids", param="prompt")
+        if not isinstance(text, str | None) or not isinstance(cache_salt, str):
+            raise InvalidRequestError("prompt and cache_salt must be strings", param="prompt")
+        ids = self._check_prompt_ids(token_ids) if token_ids is not None else self._tokenize(text or "")
+        if not ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        limit = self._info.max_model_len
+        if len(ids) >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens, which leaves no room for output: max_model_len is {limit}",
+                param="prompt",
+            )
+        return ParsedPrompt(text, ids, cache_salt)
+
+    def _tokenize(self, text: str) -> list[int]:
+        try:
+            return list(self.tokenizer.encode(text))
+        except (UnicodeError, TypeError) as error:  # lone surrogates
+            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
+
+    def _check_prompt_ids(self, token_ids: object) -> list[int]:
+        if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, dict)):
+            raise InvalidRequestError(f"a prompt must be text or token ids, got {token_ids!r}", param="prompt")
+        try:
+            ids = [operator.index(token_id) for token_id in token_ids]
+        except TypeError as error:
+            raise InvalidRequestError(f"prompt_token_ids must be integers: {error}", param="prompt") from error
+        self._check_ids("prompt", ids)
+        return ids
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        size = self._info.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise InvalidRequestError(
+                    f"{name}: token id {token_id} is outside the vocabulary of {size} tokens", param=name
+                )
+
+    # --- chat -----------------------------------------------------------------------------------------------------
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation; the template has written the special tokens itself."""
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
+        )
+        return self.chat_prompt(messages, options)["prompt_token_ids"]
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
+        """A conversation as a prompt with both its text and its token ids."""
+        text = render_messages(self.tokenizer, messages, options)
+        try:
+            return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        except (UnicodeError, TypeError) as error:
+            raise InvalidRequestError(f"messages are not valid Unicode text: {error}", param="messages") from error
+
+    # --- parameters -----------------------------------------------------------------------------------------------
+
+    def _resolve_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """A copy of `params` with the limits filled in, checked against the model."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params"
+            )
+        room = self._info.max_model_len - num_prompt_tokens
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLongError(
+                f"max_tokens is {params.max_tokens} and the prompt has {num_prompt_tokens} tokens, together "
+                f"{params.max_tokens + num_prompt_tokens}: max_model_len is {self._info.max_model_len}",
+                param="max_tokens",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self._info.max_logprobs:
+                raise InvalidRequestError(
+                    f"{name} is {value}, above the engine's max_logprobs {self._info.max_logprobs}", param=name
+                )
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        if params.stop_strings and not params.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True", param="stop")
+        # The copy is checked again, so a min_tokens above the room is refused too.
+        return params.clone(
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            bad_words_token_ids=self._bad_words(params),
+        )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token ids of the bad words, each as it stands at the start of a text and after a space."""
+        sequences: list[list[int]] = []
+        for word in params.bad_words or ():
+            for text in (word, " " + word.lstrip()):
+                ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+                if ids and ids not in sequences:
+                    self._check_ids("bad_words", ids)
+                    sequences.append(ids)
+        return sequences
+
+
+def _child_seed(seed: int | None, index: int) -> int | None:
+    """Seed of the `index`-th sequence, kept within 64 bits."""
+    if seed is None:
+        return None
+    return (seed + index + 2**63) % 2**64 - 2**63

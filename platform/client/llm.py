@@ -1,0 +1,248 @@
+"""`LLM`: offline generation with the engine in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar, Unpack
+
+from ..core.config import EngineArgs
+from ..core.errors import InvalidRequestError, OutriderError
+from ..core.lora_request import LoRARequest
+from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
+from ..core.outputs import RequestOutput
+from ..core.sampling_params import SamplingParams
+from .chat_template import ChatOptions
+from .engine_factory import (
+    DEFAULT_ENGINE,
+    demo_lora_requests,
+    engine_args,
+    load_engine,
+    load_text_side,
+    resolve_lora,
+)
+from .input_processor import InputProcessor, Prompt
+from .output_processor import OutputProcessor, RequestState
+from .progress import GenerationProgress
+
+T = TypeVar("T")
+
+Messages: TypeAlias = list[dict[str, Any]]
+LoRA: TypeAlias = LoRARequest | str
+"""An adapter, or the name of one that is loaded."""
+
+
+class LLM:
+    """Loads a model and generates text, many prompts at a time.
+
+    `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. Not thread-safe.
+
+        with LLM("Qwen/Qwen3-0.6B", enable_lora=True) as llm:
+            outputs = llm.generate("Hello", SamplingParams(max_tokens=20))
+            print(outputs[0].outputs[0].text)
+
+    Raises:
+        TypeError: an option that does not exist.
+        OutriderError: the typed error for an option or a model that cannot be used.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._start(engine_args("LLM", model, options), DEFAULT_ENGINE)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, engine: str = DEFAULT_ENGINE) -> Self:
+        """An LLM for these options; `engine` is an import path "module:callable" as `DEFAULT_ENGINE`."""
+        self = cls.__new__(cls)
+        self._start(args, engine)
+        return self
+
+    def _start(self, args: EngineArgs, engine: str) -> None:
+        self._engine = load_engine(engine)(args, progress=sys.stderr.isatty())
+        try:
+            self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
+            self._input_processor = InputProcessor(self._tokenizer, self._engine.info, eos_token_ids)
+        except BaseException:
+            self._engine.shutdown()
+            raise
+        self._demo_adapters = demo_lora_requests(args)
+        self._output_processor = OutputProcessor(self._tokenizer)
+        self._num_requests = 0
+        self._closed = False
+
+    # --- generation -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRA | Sequence[LoRA | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or for many; the outputs come in the order of the prompts.
+
+        Args:
+            prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these; a list of integers is
+                one prompt of token ids.
+            sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
+            lora_request: the adapter for all prompts, or one (or None) for each.
+            use_tqdm: show a progress bar; or a callable to make it with, as `tqdm`.
+            priority: lower runs first under the priority policy.
+
+        Raises:
+            OutriderError: the typed error of the first request that is wrong; nothing has been started then, or the
+                others have been aborted.
+        """
+        batch = _as_prompts(prompts)
+        params: list[SamplingParams] = _for_each("sampling_params", sampling_params, len(batch), SamplingParams())
+        loras: list[LoRA | None] = _for_each("lora_request", lora_request, len(batch), None)
+        priorities = _for_each("priority", priority, len(batch), 0)
+        known = self._known_adapters() if any(isinstance(lora, str) for lora in loras) else {}
+        work: list[tuple[str, str | None, list[EngineRequest]]] = []
+        for prompt, one_params, lora, one_priority in zip(batch, params, loras, priorities, strict=True):
+            request_id = str(self._num_requests)
+            self._num_requests += 1
+            requests = self._input_processor.process(
+                request_id, prompt, one_params, lora=resolve_lora(lora, known), priority=one_priority
+            )
+            work.append((request_id, _text_of(prompt), requests))
+        states: list[RequestState] = []
+        try:
+            for request_id, text, requests in work:
+                states.append(self._output_processor.add(request_id, requests, text))
+                for request in requests:
+                    self._engine.add_request(request)
+            with GenerationProgress(len(states), use_tqdm) as progress:
+                return self._run(states, progress)
+        except BaseException:  # KeyboardInterrupt too: the next call must find the engine idle
+            self._abort_all(states)
+            raise
+
+    def _run(self, states: list[RequestState], progress: GenerationProgress) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        while len(outputs) < len(states):
+            if not self._engine.has_work():
+                raise OutriderError("the engine lost a request: it is idle, and not all requests are finished")
+            processed = self._output_processor.process(self._engine.step())
+            if processed.aborts:
+                self._engine.abort(processed.aborts)
+            for state in processed.touched:
+                if state.finished:
+                    output = outputs[state.request_id] = state.take()
+                    progress.update(state.num_prompt_tokens, sum(len(o.token_ids) for o in output.outputs))
+        return [outputs[state.request_id] for state in states]
+
+    def _abort_all(self, states: list[RequestState]) -> None:
+        aborts = [request_id for state in states for request_id in self._output_processor.abort(state.request_id)]
+        # A state that failed is no longer in the processor, yet its other sequences may still be in the engine.
+        aborts += [request_id for state in states if state.error is not None for request_id in state.running()]
+        with contextlib.suppress(Exception):  # the error that brought us here is the one to show
+            self._engine.abort(aborts)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRA | Sequence[LoRA | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **chat_options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """Generate the assistant's next turn of one conversation, or of each of a list of them.
+
+        `chat_options` are those of `ChatOptions`; the rest is as in `generate`.
+        """
+        if not isinstance(messages, Sequence) or not messages:
+            raise InvalidRequestError("messages must be a non-empty list", param="messages")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        prompts: list[Prompt] = [
+            self._input_processor.chat_prompt(conversation, chat_options)  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, lora_request, use_tqdm)
+
+    # --- adapters -------------------------------------------------------------------------------------------------
+
+    def load_lora_adapter(
+        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
+    ) -> AdapterInfo:
+        """Read, check and register an adapter, so that requests may name it.
+
+        Args:
+            load_inplace: replace the adapter of that name; running requests finish on the version they have.
+            pinned: keep it on the device.
+
+        Raises:
+            AdapterError: the adapter cannot be served.
+            InvalidUserInputError: the name is taken.
+        """
+        return self._engine.load_adapter(lora_request, load_inplace=load_inplace, pinned=pinned)
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Forget an adapter; `NotFoundError` when it is not registered."""
+        self._engine.unload_adapter(lora_name)
+
+    def list_lora_adapters(self) -> list[AdapterInfo]:
+        """The registered adapters."""
+        return self._engine.list_adapters()
+
+    def _known_adapters(self) -> dict[str, LoRARequest]:
+        loaded = {info.name: LoRARequest(info.name, path=info.path) for info in self._engine.list_adapters()}
+        return self._demo_adapters | loaded
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """What the engine is: model, dtype, limits."""
+        return self._engine.info
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters."""
+        return self._engine.stats()
+
+    def shutdown(self) -> None:
+        """Release the engine; further calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            self._engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r}", param="prompts")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _text_of(prompt: Prompt) -> str | None:
+    if isinstance(prompt, str):
+        return prompt
+    return prompt.get("prompt") if isinstance(prompt, dict) else None
+
+
+def _for_each(name: str, value: Any, count: int, default: T) -> list[T]:
+    """`value` for each of `count` prompts: a list as it is, None as the default, anything else repeated."""
+    if value is None:
+        return [default] * count
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != count:
+            raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompts", param=name)
+        return list(value)
+    return [value] * count

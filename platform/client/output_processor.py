@@ -1,0 +1,295 @@
+"""Token deltas of the engine to the outputs users get.
+
+`OutputProcessor` holds the state of every running request. A delta is folded into that state at once; an output is made
+only when somebody takes it. So a consumer that is slow gets one output with all that is new, and no queue can grow.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ..core.errors import InvalidRequestError, OutriderError, error_from_info
+from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta, TokenLogprobs
+from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .detokenizer import IncrementalDetokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class TokenTexts:
+    """Texts of single tokens for log-probabilities, remembered."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}  # at most one entry a token of the vocabulary
+
+    def __getitem__(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._tokenizer.decode([token_id])
+        return text
+
+    def logprobs(self, position: TokenLogprobs, *, with_text: bool) -> dict[int, Logprob]:
+        """One position's log-probabilities by token id: the token itself first, then the top ones."""
+        result: dict[int, Logprob] = {}
+        for index, (token_id, logprob) in enumerate(zip(position.token_ids, position.logprobs, strict=True)):
+            rank = position.rank if index == 0 else index
+            if token_id not in result:
+                result[token_id] = Logprob(logprob, rank, self[token_id] if with_text else None)
+        return result
+
+
+class SequenceState:
+    """One of a request's sequences: everything generated so far, and how much of it has been taken."""
+
+    def __init__(self, index: int, request: EngineRequest, tokenizer: Any, texts: TokenTexts) -> None:
+        params = request.params
+        self.index = index
+        self.request_id = request.request_id
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.speculation: SpeculationCounts | None = None
+        self._texts = texts
+        self._with_text = params.detokenize
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids) if params.detokenize else None
+        )
+        self._taken_tokens = 0
+        self._taken_chars = 0
+        self._changed = False
+
+    def update(self, delta: TokenDelta) -> bool:
+        """Append a delta. True when a stop string ended the sequence here and the engine does not know yet."""
+        token_ids, finish_reason = delta.token_ids, delta.finish_reason
+        stop_reason: int | str | None = delta.stop_reason
+        stopped_here = False
+        if self._detokenizer is not None:
+            match = self._detokenizer.update(token_ids, ends_with_stop_token=finish_reason == "stop")
+            if match is not None:
+                stopped_here = finish_reason is None
+                token_ids, finish_reason, stop_reason = token_ids[: match.num_tokens], "stop", match.stop
+        self.token_ids.extend(token_ids)
+        if self.logprobs is not None and delta.logprobs is not None:
+            for position in delta.logprobs[: len(token_ids)]:
+                self.logprobs.append(self._texts.logprobs(position, with_text=self._with_text))
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + position.logprobs[0]
+        if delta.speculation is not None:
+            self.speculation = delta.speculation
+        self._changed = True
+        if finish_reason is not None:
+            self.finish(finish_reason, stop_reason)
+        return stopped_here
+
+    def finish(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        """No token will follow."""
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        self._changed = True
+        if self._detokenizer is not None:
+            self._detokenizer.finish()
+
+    def take(self, delta: bool) -> CompletionOutput | None:
+        """What is new since the last call (None when nothing is), or everything so far."""
+        if delta and not self._changed:
+            return None
+        detokenizer = self._detokenizer
+        num_chars = detokenizer.num_safe_chars() if detokenizer is not None else 0
+        first_token, first_char = (self._taken_tokens, self._taken_chars) if delta else (0, 0)
+        output = CompletionOutput(
+            index=self.index,
+            text=detokenizer.text[first_char:num_chars] if detokenizer is not None else "",
+            token_ids=self.token_ids[first_token:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[first_token:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        self._taken_tokens, self._taken_chars, self._changed = len(self.token_ids), num_chars, False
+        return output
+
+
+class RequestState:
+    """A running request with its `n` sequences."""
+
+    def __init__(
+        self, request_id: str, sequences: list[SequenceState], first: EngineRequest, prompt: str | None
+    ) -> None:
+        self.request_id = request_id
+        self.sequences = sequences
+        self.error: OutriderError | None = None
+        self.metrics = RequestMetrics(arrival_time=first.arrival_time)
+        self._prompt = prompt
+        self._prompt_token_ids = first.prompt_token_ids
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._lora = first.lora
+        self._with_text = first.params.detokenize
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come: every sequence is complete, or the request failed."""
+        return self.error is not None or all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self._prompt_token_ids)
+
+    def running(self) -> list[str]:
+        """Engine ids of the sequences that are not complete."""
+        return [sequence.request_id for sequence in self.sequences if sequence.finish_reason is None]
+
+    def update(self, sequence: SequenceState, delta: TokenDelta, texts: TokenTexts) -> bool:
+        """Fold in a delta of one sequence; see `SequenceState.update`."""
+        metrics = self.metrics
+        if delta.token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = time.monotonic()
+        if sequence.index == 0:  # the others find the first one's blocks in the cache
+            metrics.num_cached_tokens = max(metrics.num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = [
+                None if position is None else texts.logprobs(position, with_text=self._with_text)
+                for position in delta.prompt_logprobs
+            ]
+        stopped_here = sequence.update(delta)
+        if self.finished:
+            self.close()
+        return stopped_here
+
+    def close(self) -> None:
+        """Set the metrics that are known at the end."""
+        metrics = self.metrics
+        metrics.finished_time = time.monotonic()
+        for counts in (sequence.speculation for sequence in self.sequences):
+            if counts is None:
+                continue
+            metrics.num_drafts += counts.num_drafts
+            metrics.num_draft_tokens += counts.num_draft_tokens
+            metrics.num_accepted_tokens += counts.num_accepted_tokens
+            longer = len(counts.accepted_per_pos) - len(metrics.accepted_per_pos)
+            metrics.accepted_per_pos.extend([0] * longer)
+            for position, accepted in enumerate(counts.accepted_per_pos):
+                metrics.accepted_per_pos[position] += accepted
+
+    def take(self, delta: bool = False) -> RequestOutput:
+        """The request so far; with `delta`, what is new since the last call (prompt log-probabilities: once).
+
+        Raises:
+            OutriderError: the request failed.
+        """
+        if self.error is not None:
+            raise self.error
+        outputs = [sequence.take(delta) for sequence in self.sequences]
+        prompt_logprobs = self._prompt_logprobs
+        if delta:
+            self._prompt_logprobs = None if prompt_logprobs is None else []
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[output for output in outputs if output is not None],
+            finished=self.finished,
+            metrics=self.metrics,
+            prompt_logprobs=prompt_logprobs or None,
+            lora_request=self._lora,
+        )
+
+
+class Processed(NamedTuple):
+    """What a batch of deltas led to."""
+
+    touched: list[RequestState]
+    """Requests with news, each once. Those that are finished are no longer in the processor."""
+    aborts: list[str]
+    """Engine ids to abort: ended by a stop string, or their request failed."""
+
+
+class OutputProcessor:
+    """The running requests of one client."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+        self._requests: dict[str, RequestState] = {}
+        self._sequences: dict[str, tuple[RequestState, SequenceState]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request_id: str, requests: list[EngineRequest], prompt: str | None = None) -> RequestState:
+        """Expect deltas for the sequences that `InputProcessor.process` made of one request."""
+        taken = [request.request_id for request in requests if request.request_id in self._sequences]
+        if taken or request_id in self._requests:
+            raise InvalidRequestError(f"request_id {request_id!r} is already running", param="request_id")
+        sequences = [
+            SequenceState(index, request, self._tokenizer, self._texts) for index, request in enumerate(requests)
+        ]
+        state = RequestState(request_id, sequences, requests[0], prompt)
+        self._requests[request_id] = state
+        for sequence in sequences:
+            self._sequences[sequence.request_id] = (state, sequence)
+        return state
+
+    def process(self, deltas: Iterable[TokenDelta]) -> Processed:
+        """Fold deltas into the requests; those of unknown (finished, aborted) sequences are ignored."""
+        touched: dict[str, RequestState] = {}
+        aborts: list[str] = []
+        for delta in deltas:
+            state, sequence = self._sequences.get(delta.request_id, (None, None))
+            if state is None or sequence is None:
+                continue
+            touched[state.request_id] = state
+            try:
+                if delta.error is not None:
+                    raise error_from_info(delta.error)
+                if state.update(sequence, delta, self._texts):
+                    aborts.append(sequence.request_id)
+            except OutriderError as error:
+                aborts.extend(self._fail(state, error))
+            except Exception as error:  # one request's text must not stop the others
+                logger.exception("Cannot process the output of request %s", state.request_id)
+                aborts.extend(self._fail(state, OutriderError(f"internal error: {error}")))
+            if sequence.finish_reason is not None:
+                self._sequences.pop(sequence.request_id, None)
+            if state.finished:
+                self._requests.pop(state.request_id, None)
+        return Processed(list(touched.values()), aborts)
+
+    def get(self, request_id: str) -> RequestState | None:
+        """The running request of that id."""
+        return self._requests.get(request_id)
+
+    def abort(self, request_id: str) -> list[str]:
+        """End a request with finish reason "abort"; returns the engine ids to abort. Unknown ids are ignored."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return []
+        running = self._forget(state)
+        for sequence in state.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish("abort")
+        state.close()
+        return running
+
+    def fail_all(self, error: OutriderError) -> list[RequestState]:
+        """Fail every running request, each with its own copy of `error`; returns them."""
+        states = list(self._requests.values())
+        for state in states:
+            self._fail(state, error_from_info(error.info()))
+        return states
+
+    def _fail(self, state: RequestState, error: OutriderError) -> list[str]:
+        state.error = error
+        state.close()
+        self._requests.pop(state.request_id, None)
+        return self._forget(state)
+
+    def _forget(self, state: RequestState) -> list[str]:
+        running = state.running()
+        for request_id in running:
+            self._sequences.pop(request_id, None)
+        return running

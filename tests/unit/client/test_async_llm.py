@@ -1,0 +1,191 @@
+"""`AsyncLLM` with a fake engine in a real process: streams, errors of single requests, aborts, adapters."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import fake_engine
+import pytest
+from async_helpers import FOREVER, LONG, aborted, collect, first_output, make, run, until
+
+from outrider.platform.client.async_llm import AsyncLLM
+from outrider.platform.core.errors import (
+    AdapterError,
+    EngineDeadError,
+    InvalidRequestError,
+    InvalidUserInputError,
+    NotFoundError,
+    OutriderError,
+)
+from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+# --- streams --------------------------------------------------------------------------------------------------------
+
+
+def test_streams(model_path: str, runner: Callable[[Any], Any]) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        assert llm.state == "ready"
+        assert (llm.info.architecture, llm.info.model) == ("Fake", model_path)
+        prompt = "the quick brown fox"
+        whole = await collect(llm.generate(prompt, SamplingParams(max_tokens=4, logprobs=1), request_id="r"))
+        assert whole[-1].finished
+        assert whole[-1].request_id == "r"
+        assert whole[-1].outputs[0].token_ids == llm.tokenizer.encode(prompt)[:4]
+        assert whole[-1].outputs[0].logprobs is not None
+        parts = await collect(llm.generate(prompt, SamplingParams(max_tokens=4), delta=True))
+        assert "".join(part.outputs[0].text for part in parts) == whole[-1].outputs[0].text
+        assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+        metrics = parts[-1].metrics
+        assert metrics is not None
+        assert metrics.num_drafts == 4
+        assert metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+
+    run(make(model_path), scenario, runner)
+
+
+def test_many_at_once_with_n_and_stops(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        params = SamplingParams(n=2, max_tokens=60, stop=["fox"])
+        streams = [collect(llm.generate(f"{i} the quick brown fox ", params)) for i in range(20)]
+        for i, outputs in enumerate(await asyncio.gather(*streams)):
+            assert [sequence.text for sequence in outputs[-1].outputs] == [f"{i} the quick brown "] * 2
+        stop = llm.tokenizer.decode([70, 71])
+        [*_, last] = await collect(llm.generate(FOREVER, SamplingParams(stop=[stop]), request_id="endless"))
+        assert last.outputs[0].stop_reason == stop
+        await aborted(llm, "endless")
+
+    run(make(model_path, "fast"), scenario)
+
+
+def test_slow_consumer_gets_fewer_and_larger_outputs(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        stream = llm.generate([70, 71], LONG, delta=True)
+        outputs = [await anext(stream)]
+        await until(lambda: llm._output_processor is not None and len(llm._output_processor) == 0)
+        outputs += await collect(stream)
+        assert len(outputs) == 2
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == 100
+
+    run(make(model_path), scenario)
+
+
+def test_starts_on_first_use_and_once(model_path: str) -> None:
+    async def scenario() -> None:
+        llm = make(model_path)
+        assert llm.state == "starting"
+        with pytest.raises(EngineDeadError):
+            _ = llm.info
+        results = await asyncio.gather(*(collect(llm.generate([70 + i])) for i in range(3)))
+        assert [outputs[-1].prompt_token_ids for outputs in results] == [[70], [71], [72]]
+        pid = llm.engine_pid
+        await llm.start()
+        assert llm.engine_pid == pid
+        await llm.shutdown()
+        await llm.shutdown()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+# --- errors of one request ------------------------------------------------------------------------------------------
+
+
+def test_errors_of_single_requests_stop_nothing_else(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        other = await first_output(llm)
+        with pytest.raises(InvalidRequestError, match="empty"):
+            await collect(llm.generate(""))
+        with pytest.raises(AdapterError, match="broken"):
+            await collect(llm.generate([5], lora_request=LoRARequest("b", path="broken")))
+        with pytest.raises(OutriderError, match="RuntimeError: bug in add_request"):
+            await collect(llm.generate([fake_engine.RAISE_IN_ADD]))
+        with pytest.raises(AdapterError) as caught:
+            await collect(llm.generate([fake_engine.FAIL_REQUEST], SamplingParams(n=2)))
+        assert caught.value.param == "lora"
+        with pytest.raises(NotFoundError):
+            await collect(llm.generate([5], lora_request="nobody"))
+        with pytest.raises(InvalidRequestError, match="cannot be sent"):
+            await collect(llm.generate([5], priority=2**70))
+        assert llm.num_running == 1
+        assert not (await anext(other)).finished
+        await other.aclose()  # type: ignore[attr-defined]
+
+    run(make(model_path, "slow"), scenario)
+
+
+def test_request_id_in_use(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        stream = await first_output(llm, request_id="r")
+        with pytest.raises(InvalidRequestError) as caught:
+            await collect(llm.generate([5], request_id="r"))
+        assert caught.value.param == "request_id"
+        assert llm.num_running == 1
+        await llm.abort("r")
+        old = await collect(stream)
+        assert old[-1].finished
+        assert (await collect(llm.generate([5], request_id="r")))[-1].finished
+
+    run(make(model_path, "slow"), scenario)
+
+
+# --- aborts -----------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_the_iterator_aborts(model_path: str, runner: Callable[[Any], Any]) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        async for _ in llm.generate(FOREVER, LONG, request_id="left"):
+            break
+        await aborted(llm, "left")
+
+        stream = await first_output(llm, request_id="closed")
+        await stream.aclose()  # type: ignore[attr-defined]
+        await aborted(llm, "closed")
+
+        task = asyncio.create_task(collect(llm.generate(FOREVER, LONG, request_id="cancelled")))
+        await until(lambda: llm.num_running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await aborted(llm, "cancelled")
+        assert (await llm.stats()).num_running == 0
+
+    run(make(model_path, "slow"), scenario, runner)
+
+
+def test_abort_by_id_ends_the_stream(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        stream = await first_output(llm, request_id="r")
+        await llm.abort("r")
+        await llm.abort("unknown")
+        outputs = await collect(stream)
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        await aborted(llm, "r")
+
+    run(make(model_path, "slow"), scenario)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_adapters(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        lora = LoRARequest("sql", path="/sql")
+        info = await llm.load_adapter(lora, pinned=True)
+        assert await llm.list_adapters() == [info]
+        assert (await collect(llm.generate([5], lora_request="sql")))[-1].lora_request == lora
+        with pytest.raises(InvalidUserInputError):
+            await llm.load_adapter(lora)
+        assert not (await llm.load_adapter(lora, load_inplace=True)).pinned
+        with pytest.raises(AdapterError):
+            await llm.load_adapter(LoRARequest("b", path="broken"))
+        await llm.unload_adapter("sql")
+        with pytest.raises(NotFoundError):
+            await llm.unload_adapter("sql")
+
+    run(make(model_path), scenario)

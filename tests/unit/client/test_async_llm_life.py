@@ -1,0 +1,255 @@
+"""The life of the engine process behind `AsyncLLM`: death and restart, errors at the start, drain, the end."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_engine
+import psutil
+import pytest
+from async_helpers import FOREVER, LONG, QUICK, collect, first_output, make, run, until
+
+from outrider.platform.client.async_llm import AsyncLLM
+from outrider.platform.client.supervisor import EngineSpec
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.errors import (
+    EngineDeadError,
+    OutriderError,
+    ShuttingDownError,
+    UnsupportedModelError,
+)
+from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+# --- death and restart ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("death", "reason"), [("raise", "RuntimeError: bug in step"), ("suicide", "SIGKILL"), ("kill", "SIGKILL")]
+)
+def test_death_fails_running_requests_and_restarts(
+    model_path: str, runner: Callable[[Any], Any], death: str, reason: str, tmp_path: Path
+) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        marker = tmp_path / "marker"
+        marker.touch()
+        await llm.load_adapter(LoRARequest("a", path="/a"), pinned=True)
+        await llm.load_adapter(LoRARequest("gone", path=f"once:{marker}"))
+        running = [await first_output(llm) for _ in range(3)]
+        pid = llm.engine_pid
+        assert pid is not None
+        if death == "kill":
+            os.kill(pid, signal.SIGKILL)
+        else:
+            prompt = fake_engine.RAISE_IN_STEP if death == "raise" else fake_engine.KILL_PROCESS
+            running.append(llm.generate([prompt]))
+        for result in await asyncio.gather(*map(collect, running), return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+            assert reason in result.message
+        assert llm.state == "restarting"
+        with pytest.raises(EngineDeadError, match="restarting"):
+            await collect(llm.generate([5]))
+        with pytest.raises(EngineDeadError):
+            await llm.stats()
+        await until(lambda: llm.state == "ready")
+        assert llm.engine_pid not in (None, pid)
+        assert llm.num_restarts == 1
+        assert [(info.name, info.pinned) for info in await llm.list_adapters()] == [("a", True)]
+        assert (await collect(llm.generate([5], lora_request="a")))[-1].finished
+
+    run(make(model_path, "slow"), scenario, runner)
+
+
+def test_calls_fail_when_the_engine_dies(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await llm.load_adapter(LoRARequest("a", path="kill"))
+        with pytest.raises(EngineDeadError):
+            await llm.stats()
+        await until(lambda: llm.num_restarts == 1 and llm.state == "ready")
+        assert await llm.list_adapters() == []
+
+    run(make(model_path), scenario)
+
+
+def test_gives_up_when_it_cannot_be_started_again(model_path: str, tmp_path: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        with pytest.raises(EngineDeadError):
+            await collect(llm.generate([fake_engine.KILL_PROCESS]))
+        await until(lambda: llm.state == "stopped")
+        assert isinstance(llm.failure, UnsupportedModelError)
+        assert llm.num_restarts == QUICK.max_failures
+        with pytest.raises(EngineDeadError, match="the model is gone"):
+            await collect(llm.generate([5]))
+
+    permit = tmp_path / "permit"
+    permit.touch()
+    run(make(model_path, "starts_once", served_model_name=str(permit)), scenario)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "words"),
+    [
+        ("unsupported", {}, UnsupportedModelError, "architecture Foo"),
+        ("crash", {}, EngineDeadError, "exit status 7"),
+        ("bug", {}, OutriderError, "KeyError: 'bug'"),
+        ("/nowhere", {}, OutriderError, "nowhere"),  # the engine starts, the tokenizer is missing
+        ("x", {"dtype": object()}, OutriderError, "object"),
+    ],
+)
+def test_error_at_the_start_is_the_engines_own(
+    model: str, options: dict[str, Any], error: type[OutriderError], words: str
+) -> None:
+    async def scenario() -> None:
+        llm = make(model, **options)
+        with pytest.raises(error, match=words) as caught:
+            await llm.start()
+        assert type(caught.value) is error or error is OutriderError
+        assert llm.state == "stopped"
+        with pytest.raises(error, match=words):
+            await collect(llm.generate([5]))
+        await llm.shutdown()
+        with pytest.raises(error, match=words):
+            async with make(model, **options):
+                pass
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_engine_that_cannot_be_imported() -> None:
+    async def scenario() -> None:
+        llm = AsyncLLM.from_spec(EngineSpec(args=EngineArgs(), engine="no_such_module:Engine"))
+        with pytest.raises(OutriderError, match="no_such_module"):
+            await llm.start()
+        await llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match=r"AsyncLLM.*max_modle_len"):
+        AsyncLLM("x", max_modle_len=5)
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_drain(model_path: str, runner: Callable[[Any], Any]) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        endless = await first_output(llm, request_id="endless")
+        task = asyncio.create_task(collect(llm.generate([70], SamplingParams(max_tokens=5))))
+        await until(lambda: llm.num_running == 2)
+        assert not await llm.drain(0.01)
+        assert llm.state == "draining"
+        with pytest.raises(ShuttingDownError):
+            await collect(llm.generate([5]))
+        assert (await task)[-1].finished
+        await llm.abort("endless")
+        await collect(endless)
+        assert await llm.drain(10)
+
+    run(make(model_path, "slow"), scenario, runner)
+
+
+def test_shutdown_fails_what_runs(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(collect(llm.generate(FOREVER, LONG)))
+        await until(lambda: llm.num_running == 1)
+        await llm.shutdown()
+        with pytest.raises(ShuttingDownError):
+            await task
+        with pytest.raises(ShuttingDownError):
+            await collect(llm.generate([5]))
+
+    run(make(model_path, "slow"), scenario)
+
+
+def test_shutdown_while_starting(model_path: str) -> None:
+    async def scenario() -> None:
+        llm = make(model_path)
+        task = asyncio.create_task(collect(llm.generate([5])))
+        await until(lambda: llm.engine_pid is not None)
+        await llm.shutdown()
+        with pytest.raises(ShuttingDownError):
+            await task
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_forgotten_shutdown_leaves_nothing(model_path: str, runner: Callable[[Any], Any]) -> None:
+    async def scenario() -> None:
+        await collect(make(model_path).generate([5]))
+
+    runner(scenario())  # the event loop cancels its tasks; the fixture looks for what is left
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_of_the_terminal_do_not_end_the_engine(model_path: str, number: signal.Signals) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        stream = await first_output(llm)
+        pid = llm.engine_pid
+        assert pid is not None
+        assert os.getpgid(pid) != os.getpgid(0)
+        os.kill(pid, number)
+        for _ in range(3):
+            await anext(stream)
+        assert llm.engine_pid == pid
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    run(make(model_path, "slow"), scenario)
+
+
+def test_no_orphan_when_the_api_process_is_killed(model_path: str, tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys, tempfile\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"tempfile.tempdir = {tempfile.gettempdir()!r}\n"
+        "from async_helpers import make\n"
+        "async def main():\n"
+        f"    llm = make({model_path!r})\n"
+        "    await llm.start()\n"
+        "    print(llm.engine_pid, flush=True)\n"
+        "    await asyncio.sleep(100)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        engine = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        engine.wait(timeout=30)
+    assert not psutil.pid_exists(engine.pid) or engine.status() == psutil.STATUS_ZOMBIE
+    deadline = time.monotonic() + 5
+    while list(Path(tempfile.gettempdir()).glob("outrider-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_no_file_descriptors_leak(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await collect(llm.generate([5]))
+        with pytest.raises(EngineDeadError):
+            await collect(llm.generate([fake_engine.KILL_PROCESS]))
+        await until(lambda: llm.state == "ready")
+
+    run(make(model_path), scenario)  # what is opened once, stays
+    before = psutil.Process().num_fds()
+    for _ in range(2):
+        run(make(model_path), scenario)
+    gc.collect()
+    assert psutil.Process().num_fds() <= before

@@ -1,0 +1,32 @@
+"""What the demo model is served with."""
+
+import pytest
+
+from outrider.models.demo import demo_adapters
+from outrider.platform.client.demo import apply_demo_defaults
+from outrider.platform.core.config import EngineArgs, parse_speculative
+
+
+@pytest.mark.parametrize("model", [None, "outrider-demo"])
+def test_adapters_and_speculation_are_on(model):
+    args, adapters = apply_demo_defaults(EngineArgs(model=model))
+    assert (args.model, args.enable_lora) == (None, True)
+    assert parse_speculative(args.speculative_config).method == "draft_model"
+    assert adapters == demo_adapters()
+
+
+def test_another_model_is_left_alone():
+    args = EngineArgs(model="/some/model")
+    assert apply_demo_defaults(args) == (args, {})
+
+
+def test_what_the_user_set_stays():
+    given = EngineArgs(speculative_config={"method": "ngram"}, max_loras=2, max_lora_rank=16)
+    args, _ = apply_demo_defaults(given)
+    assert (args.speculative_config, args.max_loras, args.max_lora_rank) == ({"method": "ngram"}, 2, 16)
+    assert not given.enable_lora  # the user's object is not changed
+
+
+def test_explicit_defaults_stay():
+    args, adapters = apply_demo_defaults(EngineArgs(), explicit={"enable_lora", "speculative_config"})
+    assert (args.enable_lora, args.speculative_config, adapters) == (False, None, {})

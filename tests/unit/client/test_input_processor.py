@@ -1,0 +1,200 @@
+"""Prompts to engine requests, and everything that is refused on the way."""
+
+from typing import Any
+
+import pytest
+from fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine
+
+from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.errors import InvalidRequestError, PromptTooLongError
+from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.sampling_params import MAX_SEED, SamplingParams
+
+
+@pytest.fixture
+def processor(tokenizer: Any) -> InputProcessor:
+    return InputProcessor(tokenizer, FakeEngine(EngineArgs(model="x")).info, [1])
+
+
+def test_text_becomes_token_ids(processor: InputProcessor, tokenizer: Any) -> None:
+    lora = LoRARequest("sql", path="/sql")
+    [request] = processor.process("r", "hello", lora=lora, priority=3, tenant="t", cache_salt="s")
+    assert request.prompt_token_ids == tokenizer.encode("hello")
+    assert (request.request_id, request.lora, request.priority) == ("r", lora, 3)
+    assert (request.tenant, request.cache_salt, request.eos_token_ids, request.group) == ("t", "s", [1], None)
+    assert request.arrival_time > 0
+    assert request.params == SamplingParams()
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], (5, 6), {"prompt_token_ids": [5, 6]}, {"prompt_token_ids": range(5, 7)}])
+def test_token_ids_are_taken_as_they_are(processor: InputProcessor, prompt: Any) -> None:
+    assert processor.process("r", prompt)[0].prompt_token_ids == [5, 6]
+
+
+def test_numpy_ids_become_plain_integers(processor: InputProcessor) -> None:
+    numpy = pytest.importorskip("numpy")
+    ids = processor.process("r", numpy.array([5, 6]))[0].prompt_token_ids
+    assert [type(token_id) for token_id in ids] == [int, int]
+
+
+def test_ids_win_over_text_and_salt_may_come_with_the_prompt(processor: InputProcessor) -> None:
+    parsed = processor.parse_prompt({"prompt": "hello", "prompt_token_ids": [7], "cache_salt": "s"})
+    assert parsed == ("hello", [7], "s")
+
+
+def test_n_sequences_have_their_own_seeds_and_one_group(processor: InputProcessor) -> None:
+    params = SamplingParams(n=3, seed=MAX_SEED - 1)
+    requests = processor.process("r", "hello", params)
+    assert [r.request_id for r in requests] == ["r#0", "r#1", "r#2"]
+    assert [r.params.seed for r in requests] == [MAX_SEED - 1, MAX_SEED, -MAX_SEED - 1]
+    assert {(r.group, r.params.n) for r in requests} == {("r", 1)}
+    assert requests[0].prompt_token_ids is requests[1].prompt_token_ids
+    assert params.n == 3
+    assert {r.params.seed for r in processor.process("r", "hello", SamplingParams(n=2))} == {None}
+
+
+def test_max_tokens_none_is_what_is_left(processor: InputProcessor) -> None:
+    [request] = processor.process("r", [5] * 20, SamplingParams(max_tokens=None))
+    assert request.params.max_tokens == MAX_MODEL_LEN - 20
+
+
+def test_bad_words_are_found_after_a_space_too(processor: InputProcessor, tokenizer: Any) -> None:
+    [request] = processor.process("r", "x", SamplingParams(bad_words=["fox"]))
+    assert request.params.bad_words_token_ids == [
+        tokenizer.encode("fox", add_special_tokens=False),
+        tokenizer.encode(" fox", add_special_tokens=False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "words"),
+    [
+        ("", {}, "prompt", ["empty"]),
+        ([], {}, "prompt", ["empty"]),
+        ({}, {}, "prompt", ["neither"]),
+        ({"prompt": "a", "multi_modal_data": 1}, {}, "prompt", ["multi_modal_data"]),
+        ({"prompt": 3}, {}, "prompt", ["string"]),
+        ({"prompt_token_ids": "abc"}, {}, "prompt", ["token ids"]),
+        ({"prompt_token_ids": [1.5]}, {}, "prompt", ["integers"]),
+        (5, {}, "prompt", ["token ids"]),
+        ("\ud800", {}, "prompt", ["Unicode"]),
+        ([5, VOCAB_SIZE], {}, "prompt", [str(VOCAB_SIZE), f"{VOCAB_SIZE} tokens"]),
+        ([-1], {}, "prompt", ["-1"]),
+        ("a", {"logprobs": 6}, "logprobs", ["6", "5"]),
+        ("a", {"prompt_logprobs": 6}, "prompt_logprobs", ["6", "5"]),
+        ("a", {"stop_token_ids": [400]}, "stop_token_ids", ["400"]),
+        ("a", {"allowed_token_ids": [1, 999]}, "allowed_token_ids", ["999"]),
+        ("a", {"logit_bias": {401: 1.0}}, "logit_bias", ["401"]),
+        ("a", {"stop": "x", "detokenize": False}, "stop", ["detokenize"]),
+        ([5] * 100, {"max_tokens": None, "min_tokens": 50}, "min_tokens", ["50", "28"]),
+    ],
+)
+def test_refused(processor: InputProcessor, prompt: Any, params: dict[str, Any], param: str, words: list[str]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        processor.process("r", prompt, SamplingParams(**params))
+    assert caught.value.param == param
+    for word in words:
+        assert word in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "param", "figures"),
+    [(MAX_MODEL_LEN, 1, "prompt", ["128"]), (100, 29, "max_tokens", ["29", "100", "129", "128"])],
+)
+def test_too_long(processor: InputProcessor, length: int, max_tokens: int, param: str, figures: list[str]) -> None:
+    with pytest.raises(PromptTooLongError) as caught:
+        processor.process("r", [5] * length, SamplingParams(max_tokens=max_tokens))
+    assert caught.value.param == param
+    assert all(figure in caught.value.message for figure in figures)
+
+
+def test_as_long_as_allowed(processor: InputProcessor) -> None:
+    assert processor.process("r", [5] * 100, SamplingParams(max_tokens=28))
+    assert processor.process("r", [5] * (MAX_MODEL_LEN - 1), SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "param"),
+    [
+        (("r", "a", {"temperature": 1}), {}, "sampling_params"),
+        (("", "a"), {}, "request_id"),
+        (("r", "a"), {"priority": "high"}, "priority"),
+        (("r", "a"), {"lora": "sql"}, "lora_request"),
+    ],
+)
+def test_wrong_types(processor: InputProcessor, arguments: Any, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        processor.process(*arguments, **options)
+    assert caught.value.param == param
+
+
+# --- chat -----------------------------------------------------------------------------------------------------------
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def render(processor: InputProcessor, messages: Any, **options: Any) -> str:
+    return processor.tokenizer.decode(processor.render_chat(messages, **options))
+
+
+def test_template_writes_the_special_tokens(processor: InputProcessor) -> None:
+    assert render(processor, HELLO) == "<|user|>hello</s><|assistant|>"
+    assert render(processor, HELLO, add_generation_prompt=False) == "<|user|>hello</s>"
+    assert render(processor, HELLO, chat_template_kwargs={"suffix": "!"}).endswith("<|assistant|>!")
+    assert render(processor, HELLO, chat_template="{{ messages[0].content }}?") == "hello?"
+
+
+def test_final_message_is_continued(processor: InputProcessor) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "well"}]
+    text = render(processor, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<|user|>hello</s><|assistant|>well"
+
+
+def test_text_parts_are_joined(processor: InputProcessor) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert "a\nb" in render(processor, [{"role": "user", "content": parts}])
+
+
+def test_tool_calls_reach_the_template_as_objects(processor: InputProcessor) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    template = "{{ messages[0].tool_calls[0].function.arguments.x }}{{ messages[0].content }}|"
+    assert render(processor, messages, chat_template=template) == "1|"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "param"),
+    [
+        ([], {}, "messages"),
+        ("hello", {}, "messages"),
+        (["hello"], {}, "messages"),
+        ([{"content": "a"}], {}, "messages"),
+        ([{"role": "user"}], {}, "messages"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "messages"),
+        ([{"role": "user", "content": 5}], {}, "messages"),
+        ([{"role": "user", "content": "\ud800"}], {}, "messages"),
+        ([{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}], {}, "messages"),
+        ([{"role": "a", "tool_calls": ["f"]}], {}, "messages"),
+        ([{"role": "bad", "content": "a"}], {}, "messages"),
+        (HELLO, {"chat_template": "{{ 1 / 0 }}"}, "messages"),
+        (HELLO, {"chat_template": "{% for %}"}, "messages"),
+        (HELLO, {"continue_final_message": True}, "continue_final_message"),
+        (HELLO, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ],
+)
+def test_refused_chat(processor: InputProcessor, messages: Any, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        processor.render_chat(messages, **options)
+    assert caught.value.param == param
+
+
+def test_no_template(processor: InputProcessor, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        processor.render_chat(HELLO)
+
+
+def test_unknown_chat_option(processor: InputProcessor) -> None:
+    with pytest.raises(TypeError, match="chat_tmplate"):
+        processor.chat_prompt(HELLO, {"chat_tmplate": "x"})  # type: ignore[typeddict-unknown-key]
