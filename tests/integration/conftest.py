@@ -78,16 +78,29 @@ def models(tmp_path_factory):
     return Models(tmp_path_factory.mktemp("models"))
 
 
+def build_engine(models, **options):
+    """An engine over the tiny target in float32."""
+    from outrider.platform.engine.engine_core import EngineCore
+
+    values = {"model": str(models.target), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "seed": 1}
+    return EngineCore(EngineArgs(**(values | options)))
+
+
+@pytest.fixture(scope="session")
+def plain_engine(models):
+    """One engine without speculation, with adapters, for the texts that others are compared with."""
+    engine = build_engine(models, enable_lora=True, max_loras=3, max_lora_rank=8)
+    yield engine
+    engine.shutdown()
+
+
 @pytest.fixture
 def make_engine(models):
     """Engines that are checked and shut down at the end of the test."""
-    from outrider.platform.engine.engine_core import EngineCore
-
     engines = []
 
     def make(**options):
-        values = {"model": str(models.target), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "seed": 1}
-        engine = EngineCore(EngineArgs(**(values | options)))
+        engine = build_engine(models, **options)
         engines.append(engine)
         return engine
 
@@ -118,7 +131,7 @@ class Outcome:
             setattr(self, name, getattr(delta, name) or getattr(self, name))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run():
     """run(engine, [(prompt ids, SamplingParams, LoRARequest or None, fields...)]) -> outcomes in order."""
     numbers = itertools.count()
@@ -141,7 +154,7 @@ def run():
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prompts():
     """Prompts of different lengths; some repeat themselves, so that n-grams match."""
     generator = torch.Generator().manual_seed(7)

@@ -45,17 +45,29 @@ def jobs(models, prompts):
     return jobs
 
 
+@pytest.fixture(scope="session")
+def plain_text(models, plain_engine, run, prompts):
+    """plain_text(name in PARAMS, adapters) -> the text without speculation; made once."""
+    made = {}
+
+    def plain_text(name, adapters):
+        if (name, adapters) not in made:
+            names = NAMES if adapters else [None] * len(prompts)
+            work = [(p, PARAMS[name], models.lora(n)) for p, n in zip(prompts, names, strict=True)]
+            made[name, adapters] = text(run(plain_engine, work))
+        return made[name, adapters]
+
+    return plain_text
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["base", "adapters"])
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("method", METHODS)
-def test_text_is_byte_equal_with_and_without(models, make_engine, run, jobs, method, k, adapters):
+def test_text_is_byte_equal_with_and_without(models, make_engine, run, jobs, plain_text, method, k, adapters):
     options = {"enable_lora": adapters, "max_loras": 3, "max_lora_rank": 8}
-    plain = make_engine(**options)
     drafted = make_engine(speculative_config=models.speculative(method, k), **options)
     for name, params in PARAMS.items():
-        want = run(plain, jobs(params, adapters))
-        got = run(drafted, jobs(params, adapters))
-        assert text(got) == text(want), name
+        assert text(run(drafted, jobs(params, adapters))) == plain_text(name, adapters), name
     counts = drafted.stats().speculation
     assert sum(c.num_accepted_tokens for c in counts.values()) > 0
     assert sum(c.num_draft_tokens - c.num_accepted_tokens for c in counts.values()) > 0
@@ -72,14 +84,12 @@ def test_text_is_byte_equal_with_and_without(models, make_engine, run, jobs, met
     ids=["no-prefix-cache", "chunked", "small-blocks", "preempted"],
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_scheduling_and_speculation_together(models, make_engine, run, jobs, method, options):
+def test_scheduling_and_speculation_together(models, make_engine, run, jobs, plain_text, method, options):
     lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-    plain = make_engine(**lora, max_model_len=options.get("max_model_len", 256))
     drafted = make_engine(speculative_config=models.speculative(method, 4), **lora, **options)
     for name in ("greedy", "penalised"):
-        want = text(run(plain, jobs(PARAMS[name], True)))
         for _ in range(2):  # the second time from the prefix cache
-            assert text(run(drafted, jobs(PARAMS[name], True))) == want
+            assert text(run(drafted, jobs(PARAMS[name], True))) == plain_text(name, True)
 
 
 @pytest.mark.parametrize("method", METHODS)
