@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format demo-model clean
+.PHONY: help serve test lint format bench demo-model clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ lint: .venv/.dev.stamp ## Check format, rules, types, layers and sizes
 format: .venv/.dev.stamp ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: .venv/.serve.stamp ## Measure what speculation is worth on the demo model
+	$(BIN)/python benchmarks/speculation_modes.py $(ARGS)
 
 demo-model: .venv/.dev.stamp ## Rebuild the demo model from its recipe
 	$(BIN)/python -m outrider.models.demo.recipe $(ARGS)
