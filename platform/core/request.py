@@ -61,6 +61,8 @@ class Request:
     tenant: str = ""
     arrival_time: float = 0.0
 
+    order: tuple[int, int] = (0, 0)
+    """Place in the scheduling policy's order, set when it is queued: the smallest runs first."""
     status: Status = Status.WAITING
     drafts: Drafts = NO_DRAFTS
     """Proposed after the last step, to be verified by the next."""

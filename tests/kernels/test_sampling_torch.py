@@ -6,7 +6,6 @@ import torch
 
 from outrider.kernels.sampling import filter_logits, top_logprobs
 
-torch.set_num_threads(2)
 
 INF = float("inf")
 

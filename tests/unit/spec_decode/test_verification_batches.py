@@ -8,8 +8,6 @@ from torch import Tensor
 
 from outrider.spec_decode.verification import Rule, VerifyRow, verify
 
-torch.set_num_threads(2)
-
 
 def mixed_batch() -> tuple[Tensor, list[VerifyRow]]:
     generator = torch.Generator().manual_seed(11)

@@ -1,0 +1,109 @@
+"""The shipped files: their sizes, their shapes and the tokenizer."""
+
+import json
+from random import Random
+
+import pytest
+from transformers import AutoTokenizer
+
+from outrider.models.demo import DEMO_MODEL_NAME, demo_adapters, demo_draft_path, demo_model_path
+
+LIMIT = 12_000_000  # bytes, of everything shipped
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo_model_path())
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def test_everything_shipped_is_small():
+    folders = [demo_model_path(), demo_draft_path(), *demo_adapters().values()]
+    size = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+    assert 1_000_000 < size <= LIMIT
+
+
+def test_models_are_llamas_with_one_vocabulary():
+    base, draft = read_json(demo_model_path() / "config.json"), read_json(demo_draft_path() / "config.json")
+    for config in (base, draft):
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        assert config["dtype"] == "bfloat16"
+        assert config["max_position_embeddings"] == 2048
+    assert base["vocab_size"] == draft["vocab_size"]
+    name = "tokenizer.json"
+    assert (demo_model_path() / name).read_bytes() == (demo_draft_path() / name).read_bytes()
+    weights = "model.safetensors"
+    assert (demo_model_path() / weights).stat().st_size > 4 * (demo_draft_path() / weights).stat().st_size
+
+
+def test_adapters_are_plain_peft():
+    ranks = set()
+    for folder in demo_adapters().values():
+        config = read_json(folder / "adapter_config.json")
+        assert config["peft_type"] == "LORA"
+        assert config["base_model_name_or_path"] == DEMO_MODEL_NAME
+        assert set(config["target_modules"]) >= {
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        }
+        assert (folder / "adapter_model.safetensors").exists()
+        ranks.add(config["r"])
+    assert len(ranks) > 1
+
+
+@pytest.mark.parametrize(
+    "text", ["Hello, world!", "  two  spaces\n\ttab", "Zoë 東京 🙂 \x00 naïve", "12345 + 0.5", "<b>x</b>"]
+)
+def test_any_text_survives_the_tokenizer(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+
+
+def test_random_text_survives_the_tokenizer(tokenizer):
+    rng = Random(0)
+    for _ in range(50):
+        text = "".join(chr(rng.choice((rng.randint(1, 0x2FF), rng.randint(0x4E00, 0x9FFF)))) for _ in range(20))
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_special_tokens(tokenizer):
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.encode("Hello")[0] == tokenizer.bos_token_id
+    generation = read_json(demo_model_path() / "generation_config.json")
+    assert generation["eos_token_id"] == tokenizer.eos_token_id
+
+
+def test_chat_template(tokenizer):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|bos|><|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n"
+    closed = [*messages, {"role": "assistant", "content": "Hello!"}]
+    assert tokenizer.apply_chat_template(closed, tokenize=False) == text + "Hello!<|end|>\n"
+    with pytest.raises(Exception, match="unknown role"):
+        tokenizer.apply_chat_template([{"role": "wizard", "content": "Hi"}], tokenize=False)
+
+
+def test_training_tokens_are_the_templates(tokenizer):
+    pytest.importorskip("peft")
+    from outrider.models.demo.recipe.batches import Encoder
+    from outrider.models.demo.recipe.mixture import base_document
+
+    encode = Encoder(tokenizer.backend_tokenizer)
+    rng = Random(5)
+    for _ in range(200):
+        document = base_document(rng)
+        if not document.messages:
+            continue
+        messages = [{"role": role, "content": content} for role, content in document.messages]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        encoded = encode(document)
+        assert encoded.ids == tokenizer.encode(text, add_special_tokens=False)
+        assert len(encoded.ids) == len(encoded.weights)
