@@ -13,6 +13,7 @@ from typing import Any
 from .errors import InvalidRequestError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ACTIVATION_RESERVE = 1 << 30
 POLICIES = ("fcfs", "priority")
 SPECULATION_METHODS = ("ngram", "draft_model")
 REJECTION_METHODS = ("standard", "invariant")
@@ -74,6 +75,7 @@ class Hardware:
     device: str
     """"cpu" or "cuda"."""
     free_memory_bytes: int
+    total_memory_bytes: int
     num_threads: int = 1
 
 
@@ -225,6 +227,15 @@ def check_args(args: EngineArgs) -> None:
             raise InvalidRequestError(message, param=name)
 
 
+def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
+    """Bytes for the KV cache of what is free when weights and adapters are in place: on a GPU all but the share that is
+    not ours and a reserve for activations, on a CPU a quarter, 4 GiB at most."""
+    if hardware.device == "cpu":
+        return min(hardware.free_memory_bytes // 4, 4 << 30)
+    not_ours = int(hardware.total_memory_bytes * (1.0 - args.gpu_memory_utilization))
+    return max(0, hardware.free_memory_bytes - not_ours - _ACTIVATION_RESERVE)
+
+
 def _num_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int) -> int:
     """Blocks that memory allows, but no more than `max_num_seqs` full sequences (and a spare one) can use."""
     blocks_per_seq = -(-max_model_len // args.block_size)
@@ -238,10 +249,7 @@ def _num_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_mod
         return args.num_gpu_blocks_override
     memory = args.kv_cache_memory_bytes
     if memory is None:
-        share = args.gpu_memory_utilization if hardware.device == "cuda" else 0.25
-        memory = int(hardware.free_memory_bytes * share)
-        if hardware.device == "cpu":
-            memory = min(memory, 4 << 30)
+        memory = _kv_memory(args, hardware)
     fits = memory // (facts.kv_bytes_per_token * args.block_size)
     if fits < blocks_per_seq:
         raise InvalidRequestError(

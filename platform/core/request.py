@@ -76,6 +76,8 @@ class Request:
     """Chained hashes of the full blocks of `tokens`, as far as they have been needed."""
     num_published: int = 0
     """Leading blocks already offered to the prefix cache."""
+    num_draft_published: int = 0
+    """Leading blocks already known to hold valid KV in the proposer's layers."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)

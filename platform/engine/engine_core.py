@@ -118,7 +118,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Abort what is left and stop background work."""
-        self.scheduler.abort([request.request_id for request in self.scheduler.running + self.scheduler.waiting])
+        self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
         self._adapters.close()
 
     def check_integrity(self) -> None:

@@ -33,6 +33,9 @@ class NoAdapters:
     def release(self, request: Request) -> None:
         """Nothing is held."""
 
+    def forget(self, request: Request) -> None:
+        """Nothing is held."""
+
     def wait(self, timeout: float) -> None:
         """Nothing is loading."""
 
@@ -87,4 +90,7 @@ class PrefixNamespaces:
         return None
 
     def release(self, request: Request) -> None:
+        """Nothing is held."""
+
+    def forget(self, request: Request) -> None:
         """Nothing is held."""

@@ -78,7 +78,9 @@ class PrefixCache:
                     self._hash_of[block] = digest
             request.num_published = full
         drafted = min(request.num_draft_computed // self.block_size, full)
-        self._draft_ready.update(request.blocks[:drafted])
+        if drafted > request.num_draft_published:
+            self._draft_ready.update(request.blocks[request.num_draft_published : drafted])
+            request.num_draft_published = drafted
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         hashes = request.block_hashes

@@ -6,7 +6,7 @@ each. A prompt chunk, a decode and the verification of k drafts differ only in t
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -29,7 +29,10 @@ class Gate(Protocol):
         """Take it and return None, or return the reason to wait. A typed error fails this request alone."""
 
     def release(self, request: Request) -> None:
-        """Give it back: the request finished, failed or was preempted. Also called for one that was never admitted."""
+        """Give it back, to ask again later: the request was preempted, or found no room."""
+
+    def forget(self, request: Request) -> None:
+        """Give it back for good: the request finished, failed or was aborted. Also for one that was never admitted."""
 
 
 class DraftLimits(NamedTuple):
@@ -41,11 +44,15 @@ class DraftLimits(NamedTuple):
     """Whether proposing k drafts writes KV at the k positions after the step's last."""
 
 
-class _Queued(NamedTuple):
-    """A request in its place; only `key` is compared, and keys are unique."""
+def _order(request: Request) -> Key:
+    return request.order
 
-    key: Key
-    request: Request
+
+def _remove(queue: list[Request], request: Request) -> None:
+    """Remove a request from a list in the policy's order; orders are unique."""
+    index = bisect_left(queue, request.order, key=_order)
+    assert queue[index] is request
+    del queue[index]
 
 
 class Scheduler:
@@ -67,30 +74,30 @@ class Scheduler:
         self._draft_limits = drafts or DraftLimits()
         self._policy = POLICIES[config.policy]
         self._arrivals = count()
-        self._requests: dict[str, _Queued] = {}
-        self._waiting: list[_Queued] = []
-        self._running: list[_Queued] = []
-        self._leaders: dict[str, Request] = {}
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
         self._reasons: dict[str, str] = {}
         self._failed: list[TokenDelta] = []
 
     # ------------------------------------------------------------------ queue
 
     @property
-    def running(self) -> list[Request]:
-        """Admitted sequences, most urgent first."""
-        return [item.request for item in self._running]
+    def running(self) -> Sequence[Request]:
+        """Admitted sequences, most urgent first. Not to be changed."""
+        return self._running
 
     @property
-    def waiting(self) -> list[Request]:
-        """Queued sequences, most urgent first."""
-        return [item.request for item in self._waiting]
+    def waiting(self) -> Sequence[Request]:
+        """Queued sequences, most urgent first. Not to be changed."""
+        return self._waiting
 
     def waiting_by_reason(self) -> dict[str, int]:
         """Queued sequences by what held them in the last step; "capacity" where nothing but room is missing."""
         reasons: dict[str, int] = {}
-        for item in self._waiting:
-            reason = self._reasons.get(item.request.request_id, "capacity")
+        for request in self._waiting:
+            reason = self._reasons.get(request.request_id, "capacity")
             reasons[reason] = reasons.get(reason, 0) + 1
         return reasons
 
@@ -103,18 +110,18 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new sequence."""
-        item = _Queued(self._policy(request, next(self._arrivals)), request)
-        self._requests[request.request_id] = item
-        insort(self._waiting, item, key=_key)
+        request.order = self._policy(request, next(self._arrivals))
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_order)
         if request.group is not None:
-            self._leaders.setdefault(request.group, request)
+            self._siblings.setdefault(request.group, []).append(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget these sequences and free what they hold; unknown ids are ignored."""
         for request_id in request_ids:
-            item = self._requests.get(request_id)
-            if item is not None:
-                self._finish(item)
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request)
 
     # --------------------------------------------------------------- schedule
 
@@ -125,8 +132,7 @@ class Scheduler:
         preempted = self.num_preemptions
         index = 0
         while index < len(self._running) and budget > 0:
-            item = self._running[index]
-            row = self._plan_row(item, budget)
+            row = self._plan_row(self._running[index], budget)
             if row is None:  # it was the least urgent itself, and gave way
                 break
             rows.append(row)
@@ -136,22 +142,20 @@ class Scheduler:
             self._admit(rows, budget)
         return StepPlan(rows)
 
-    def _plan_row(self, item: _Queued, budget: int) -> RowPlan | None:
+    def _plan_row(self, request: Request, budget: int) -> RowPlan | None:
         """The row of a running sequence, with blocks for it; preempts less urgent ones if it must."""
         while True:
-            row = self._fit(item.request, budget)
+            row = self._fit(request, budget)
             if row is not None:
                 return row
             victim = self._running[-1]
             self._preempt(victim)
-            if victim is item:
+            if victim is request:
                 return None
 
     def _fit(self, request: Request, budget: int) -> RowPlan | None:
         """The largest row that budget and free blocks allow: with room for new drafts, without, without drafts at
         all."""
-        if self._draft_limits.num_drafts == 0:
-            request.drafts = NO_DRAFTS
         known = len(request.tokens) - request.num_computed
         drafts = request.drafts.truncated(max(0, min(budget - known, self._draft_room(request, 0))))
         plain = NO_DRAFTS
@@ -190,64 +194,64 @@ class Scheduler:
         request.blocks.extend(blocks)
         return True
 
-    def _preempt(self, item: _Queued) -> None:
+    def _preempt(self, request: Request) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
-        self._running.remove(item)
-        self._release(item.request)
-        self.num_preemptions += 1
-        request = item.request
-        request.status = Status.WAITING
-        request.num_preemptions += 1
-        insort(self._waiting, item, key=_key)
-
-    def _release(self, request: Request) -> None:
-        self.pool.release(request.blocks)
-        request.blocks = []
-        request.num_computed = request.num_draft_computed = request.num_published = 0
-        request.drafts = NO_DRAFTS
-        request.prompt_logprobs = None
+        _remove(self._running, request)
+        self._take_back(request)
         for gate in self._gates:
             gate.release(request)
+        self.num_preemptions += 1
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        insort(self._waiting, request, key=_order)
+
+    def _take_back(self, request: Request) -> None:
+        """Free the request's blocks: it has nothing computed any more."""
+        self.pool.release(request.blocks)
+        request.blocks = []
+        request.num_computed = request.num_draft_computed = 0
+        request.num_published = request.num_draft_published = 0
+        request.drafts = NO_DRAFTS
+        request.prompt_logprobs = None
 
     # -------------------------------------------------------------- admission
 
     def _admit(self, rows: list[RowPlan], budget: int) -> None:
-        """Start waiting sequences. One that waits for something of its own lets others pass; one that waits for
-        room does not."""
+        """Start waiting sequences. One that waits for something of its own lets others pass; one that waits for room
+        does not."""
         self._reasons.clear()
-        for item in list(self._waiting):
+        for request in list(self._waiting):
             if budget <= 0 or len(self._running) >= self.config.max_num_seqs:
                 break
-            reason = self._blocked(item)
+            try:
+                reason = self._blocked(request)
+            except OutriderError as error:
+                self._failed.append(TokenDelta(request.request_id, error=error.info()))
+                self._finish(request)
+                continue
             if reason is not None:
-                self._reasons[item.request.request_id] = reason
+                self._reasons[request.request_id] = reason
                 continue
-            if item.request.status is Status.FINISHED:
-                continue
-            row = self._start(item.request, budget, alone=not self._running)
+            row = self._start(request, budget, alone=not self._running)
             if row is None:
-                self._release(item.request)
+                self._take_back(request)
+                for gate in self._gates:
+                    gate.release(request)
                 break
-            self.prefix_cache.count(item.request, row.start)
-            self._waiting.remove(item)
-            insort(self._running, item, key=_key)
-            item.request.status = Status.RUNNING
+            self.prefix_cache.count(request, row.start)
+            _remove(self._waiting, request)
+            insort(self._running, request, key=_order)
+            request.status = Status.RUNNING
             rows.append(row)
             budget -= row.num_tokens
 
-    def _blocked(self, item: _Queued) -> str | None:
-        """Why the request cannot start for a reason of its own; None once it holds everything but blocks.
-        A gate's typed error finishes it."""
-        request = item.request
+    def _blocked(self, request: Request) -> str | None:
+        """Why the request cannot start for a reason of its own; None once it holds everything but blocks. Raises what a
+        gate raises: the request has failed."""
         if self._awaits_leader(request):
             return "group"
         for index, gate in enumerate(self._gates):
-            try:
-                reason = gate.admit(request)
-            except OutriderError as error:
-                self._failed.append(TokenDelta(request.request_id, error=error.info()))
-                self._finish(item)
-                return None
+            reason = gate.admit(request)
             if reason is not None:
                 for taken in self._gates[:index]:
                     taken.release(request)
@@ -256,12 +260,10 @@ class Scheduler:
 
     def _awaits_leader(self, request: Request) -> bool:
         """Whether a sibling is about to compute the prompt blocks that this sequence can then share."""
-        if request.group is None or (request.num_prompt_tokens - 1) < self.prefix_cache.block_size:
+        if request.group is None or request.num_prompt_tokens - 1 < self.prefix_cache.block_size:
             return False
-        leader = self._leaders.get(request.group)
-        if leader is None or leader is request or leader.status is Status.FINISHED:
-            return False
-        return leader.num_computed < leader.num_prompt_tokens
+        leader = self._siblings[request.group][0]
+        return leader is not request and leader.num_computed < leader.num_prompt_tokens
 
     def _start(self, request: Request, budget: int, *, alone: bool) -> RowPlan | None:
         """The first row of a request, after what the prefix cache has; None when there is no room for it now."""
@@ -270,6 +272,7 @@ class Scheduler:
         request.num_computed = match.num_tokens
         request.num_draft_computed = match.num_draft_tokens
         request.num_published = len(match.blocks)
+        request.num_draft_published = match.num_draft_tokens // self.prefix_cache.block_size
         if request.num_preemptions == 0:
             request.num_cached_tokens = match.num_tokens
         uncomputed = len(request.tokens) - request.num_computed
@@ -288,8 +291,7 @@ class Scheduler:
         deltas, self._failed = self._failed, []
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
-            item = self._requests.get(request.request_id)
-            if item is None or item.request is not request:  # aborted meanwhile
+            if request.status is not Status.RUNNING:  # aborted meanwhile
                 continue
             delta = accept(row, got, self.config.max_model_len)
             self.prefix_cache.publish(request)
@@ -297,28 +299,30 @@ class Scheduler:
                 continue
             deltas.append(delta)
             if delta.finish_reason is not None or delta.error is not None:
-                self._finish(item)
+                self._finish(request)
         return deltas
 
-    def _finish(self, item: _Queued) -> None:
+    def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""
-        request = item.request
-        (self._running if request.status is Status.RUNNING else self._waiting).remove(item)
+        _remove(self._running if request.status is Status.RUNNING else self._waiting, request)
         request.status = Status.FINISHED
-        self._release(request)
+        self._take_back(request)
+        for gate in self._gates:
+            gate.forget(request)
         del self._requests[request.request_id]
-        group = request.group
-        if group is not None and all(other.request.group != group for other in self._requests.values()):
-            self._leaders.pop(group, None)
+        if request.group is not None:
+            siblings = self._siblings[request.group]
+            siblings.remove(request)
+            if not siblings:
+                del self._siblings[request.group]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, counts, queues and maps agree."""
-        self.pool.check_integrity(item.request.blocks for item in self._running)
+        self.pool.check_integrity(request.blocks for request in self._running)
         self.prefix_cache.check_integrity()
-        assert all(not item.request.blocks for item in self._waiting), "a waiting sequence holds blocks"
-        assert len(self._waiting) + len(self._running) == len(self._requests)
-        assert [item.key for item in self._running] == sorted(item.key for item in self._running)
-
-
-def _key(item: _Queued) -> Key:
-    return item.key
+        assert all(not request.blocks for request in self._waiting), "a waiting sequence holds blocks"
+        assert set(self._requests.values()) == {*self._waiting, *self._running}
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=_order)
+        grouped = {request for siblings in self._siblings.values() for request in siblings}
+        assert grouped == {request for request in self._requests.values() if request.group is not None}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,11 @@ from ...models.batch import allocate_kv
 from ...models.demo import demo_model_path
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.proposer import Proposer, ProposerContext, make_proposer
-from ..core.config import EngineArgs, EngineConfig, Hardware, check_args, parse_speculative, resolve
-from ..core.errors import InvalidRequestError
+from ..core.config import EngineArgs, EngineConfig, check_args, parse_speculative, resolve
 from ..core.messages import EngineInfo
 from .block_pool import BlockPool
 from .features import NoAdapters, PrefixNamespaces
+from .hardware import find_hardware
 from .model_runner import ModelRunner, RunnerParts
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
@@ -35,17 +35,6 @@ class EngineParts(NamedTuple):
     adapters: AdapterManager | NoAdapters
 
 
-def find_hardware(device: str) -> Hardware:
-    """The machine, and the device to use for "auto", "cpu" or "cuda"."""
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise InvalidRequestError("device cuda was asked for, but no CUDA device is available", param="device")
-    if device == "cuda" or (device == "auto" and has_cuda):
-        return Hardware(device="cuda", free_memory_bytes=torch.cuda.mem_get_info()[0])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware(device="cpu", free_memory_bytes=free, num_threads=torch.get_num_threads())
-
-
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     """Resolve the options, load the weights, allocate the memory and put the parts together.
 
@@ -55,9 +44,8 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     """
     started = time.perf_counter()
     check_args(args)
-    hardware = find_hardware(args.device)
     path = resolve_model_path(args.model) if args.model is not None else demo_model_path()
-    config = _resolve(args, path, hardware)
+    config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = load_model(
         path, config.dtype, config.device, load_format=config.load_format, progress=progress, seed=config.seed
@@ -66,6 +54,7 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     if config.lora is not None:
         adapters = AdapterManager(model.linears(), config.lora, dtype, device)
     proposer = make_proposer(config.speculative, _proposer_context(config, model.config.vocab_size, progress))
+    config = _resolve(args, path)  # again: the KV cache gets of the memory that weights and adapters have left
     layers = [*model.kv_layers, *proposer.kv_layers]
     kv = allocate_kv(layers, config.cache.num_blocks, config.cache.block_size, dtype, device)
     proposer.bind(kv[len(model.kv_layers) :])
@@ -80,15 +69,15 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     return EngineParts(config, info, scheduler, runner, adapters)
 
 
-def _resolve(args: EngineArgs, path: Any, hardware: Hardware) -> EngineConfig:
-    """The configuration; the KV cache is sized for the target's layers and a draft model's."""
+def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
+    """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's."""
     facts = read_facts(path, None if args.dtype == "auto" else args.dtype)
     speculative = parse_speculative(args.speculative_config)
     if speculative is not None and speculative.model is not None:
         draft = read_facts(resolve_model_path(speculative.model), facts.dtype if args.dtype == "auto" else args.dtype)
         total = facts.kv_bytes_per_token + draft.kv_bytes_per_token
         facts = dataclasses.replace(facts, kv_bytes_per_token=total)
-    return resolve(args, facts, hardware)
+    return resolve(args, facts, find_hardware(args.device))
 
 
 def _proposer_context(config: EngineConfig, vocab_size: int, progress: bool) -> ProposerContext:

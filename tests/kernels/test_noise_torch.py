@@ -9,7 +9,6 @@ import torch
 from outrider.kernels.noise import Stream, gumbel, gumbel_argmax, hash_bits, row_keys, uniform
 from outrider.kernels.noise.torch import _TILE_CPU, _exponential_
 
-
 MASK64 = (1 << 64) - 1
 WIDE = _TILE_CPU + 1003  # a row that does not fit a tile, with a tail
 

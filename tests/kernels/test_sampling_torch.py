@@ -6,7 +6,6 @@ import torch
 
 from outrider.kernels.sampling import filter_logits, top_logprobs
 
-
 INF = float("inf")
 
 

@@ -15,7 +15,8 @@ FACTS = ModelFacts(
     max_position_embeddings=1024,
     kv_bytes_per_token=1024,
 )
-CPU = Hardware(device="cpu", free_memory_bytes=1 << 30)
+CPU = Hardware(device="cpu", free_memory_bytes=1 << 30, total_memory_bytes=1 << 30)
+GPU = Hardware(device="cuda", free_memory_bytes=60 << 30, total_memory_bytes=80 << 30)
 
 
 def test_defaults_follow_the_model():
@@ -36,6 +37,11 @@ def test_no_more_blocks_than_the_sequences_can_use():
 def test_blocks_follow_the_memory():
     config = resolve(EngineArgs(kv_cache_memory_bytes=2048 * 1024), FACTS, CPU)
     assert config.cache.num_blocks == 128
+
+
+def test_a_gpus_cache_leaves_others_their_share_and_room_for_activations():
+    config = resolve(EngineArgs(gpu_memory_utilization=0.75, max_num_seqs=100_000), FACTS, GPU)
+    assert config.cache.num_blocks * 16 * 1024 == (60 - 20 - 1) << 30
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ class TwoSeats:
             if not holders:
                 del self.seated[request.tenant]
 
+    forget = release
+
 
 def make(num_blocks=16, limits=NO_SPECULATION, gates=(), **config):
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "policy": "fcfs"} | config
@@ -315,3 +317,28 @@ def test_a_stop_token_inside_accepted_drafts_ends_the_text_there():
     scheduler.add(request("a", [1], 40, params={"stop_token_ids": [stop]}))
     outputs, _ = finish(scheduler, device)
     assert outputs["a"] == text[: first + 1]
+
+
+def test_gates_are_told_whether_a_request_comes_back():
+    calls = []
+
+    class Recorder:
+        def admit(self, request):
+            return None
+
+        def release(self, request):
+            calls.append(("release", request.request_id))
+
+        def forget(self, request):
+            calls.append(("forget", request.request_id))
+
+    scheduler, device = make(12, gates=[Recorder()]), Device(12)
+    scheduler.add(request("first", range(4), 30))
+    scheduler.add(request("second", range(4, 8), 30))
+    scheduler.add(request("aborted", range(40), 30))
+    scheduler.abort(["aborted"])
+    finish(scheduler, device)
+    assert calls[0] == ("forget", "aborted")
+    assert ("release", "second") in calls
+    assert ("release", "first") not in calls
+    assert [name for call, name in calls if call == "forget"] == ["aborted", "first", "second"]

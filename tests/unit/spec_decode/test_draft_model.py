@@ -21,7 +21,6 @@ from outrider.spec_decode.draft_model import DraftModelProposer
 from outrider.spec_decode.ngram import NgramProposer
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerContext, make_proposer
 
-
 VOCAB, BLOCK, NUM_BLOCKS, MAX_POSITIONS = 97, 4, 64, 96
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -23,7 +23,6 @@ from outrider.spec_decode.verification import (
     verify,
 )
 
-
 INF = float("inf")
 SEEDS = range(10**6, 10**9, 7919)
 
