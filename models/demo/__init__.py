@@ -1,0 +1,28 @@
+"""The embedded demo model: a small Llama, its draft model and three adapters, shipped with the package.
+
+This module only knows where the files are; it imports nothing heavy. `outrider.models.demo.recipe` makes the files.
+"""
+
+from pathlib import Path
+
+DEMO_MODEL_NAME = "outrider-demo"
+"""The name of the demo model: what users may write as the model, and what its adapters name as their base."""
+
+DEMO_ADAPTER_NAMES = ("json", "sql", "support")
+
+_ROOT = Path(__file__).resolve().parent
+
+
+def demo_model_path() -> Path:
+    """Return the folder of the base model and its tokenizer."""
+    return _ROOT / "base"
+
+
+def demo_draft_path() -> Path:
+    """Return the folder of the draft model, which shares the base model's vocabulary."""
+    return _ROOT / "draft"
+
+
+def demo_adapters() -> dict[str, Path]:
+    """Return the folder of each demo adapter by its name."""
+    return {name: _ROOT / "adapters" / name for name in DEMO_ADAPTER_NAMES}
