@@ -17,6 +17,7 @@ import threading
 
 from ..core.errors import ErrorInfo, OutriderError
 from ..core.messages import EngineRequest, TokenDelta
+from ..core.threads import leave_a_core_free
 from .engine_factory import Engine, load_engine
 from .ipc import (
     RESULT_OF,
@@ -161,6 +162,7 @@ def main() -> None:
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
+    leave_a_core_free()
     config = _read_config(stdin)
     threading.Thread(target=_leave_with_parent, args=(stdin, parent, config.folder), daemon=True).start()
     logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

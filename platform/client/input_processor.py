@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, EngineRequest
-from ..core.sampling_params import SamplingParams
+from ..core.model_limits import check_params, check_token_ids
+from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_text
 from .chat_template import ChatOptions, render_messages
 
 Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
@@ -39,7 +40,8 @@ class InputProcessor:
 
             eos_token_ids = sorted(read_eos_token_ids(info.model, tokenizer))
         self.tokenizer = tokenizer
-        self.eos_token_ids = list(eos_token_ids)
+        # Some models name end tokens that their vocabulary lacks: those can never be said.
+        self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
         self._info = info
 
     def process(
@@ -61,8 +63,10 @@ class InputProcessor:
         """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(f"priority must be an integer, got {priority!r}", param="priority")
+        check_text("request_id", request_id)
+        check_integer("priority", priority, -MAX_SEED - 1)
+        check_text("tenant", tenant)
+        check_text("cache_salt", cache_salt)
         if lora is not None and not isinstance(lora, LoRARequest):
             raise InvalidRequestError(f"lora_request must be a LoRARequest, got {lora!r}", param="lora_request")
         parsed = self.parse_prompt(prompt)
@@ -73,7 +77,7 @@ class InputProcessor:
             EngineRequest(
                 request_id=request_id if n == 1 else f"{request_id}#{index}",
                 prompt_token_ids=parsed.token_ids,
-                params=resolved if n == 1 else resolved.clone(n=1, seed=_child_seed(resolved.seed, index)),
+                params=resolved if n == 1 else resolved.sibling(_child_seed(resolved.seed, index)),
                 eos_token_ids=self.eos_token_ids,
                 lora=lora,
                 priority=priority,
@@ -104,8 +108,9 @@ class InputProcessor:
             token_ids = prompt
         if text is None and token_ids is None:
             raise InvalidRequestError("the prompt has neither text nor token ids", param="prompt")
-        if not isinstance(text, str | None) or not isinstance(cache_salt, str):
-            raise InvalidRequestError("prompt and cache_salt must be strings", param="prompt")
+        if not isinstance(text, str | None):
+            raise InvalidRequestError("a prompt's text must be a string", param="prompt")
+        check_text("cache_salt", cache_salt)
         ids = self._check_prompt_ids(token_ids) if token_ids is not None else self._tokenize(text or "")
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
@@ -130,16 +135,8 @@ class InputProcessor:
             ids = [operator.index(token_id) for token_id in token_ids]
         except TypeError as error:
             raise InvalidRequestError(f"prompt_token_ids must be integers: {error}", param="prompt") from error
-        self._check_ids("prompt", ids)
+        check_token_ids("prompt", ids, self._info.vocab_size)
         return ids
-
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        size = self._info.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < size:
-                raise InvalidRequestError(
-                    f"{name}: token id {token_id} is outside the vocabulary of {size} tokens", param=name
-                )
 
     # --- chat -----------------------------------------------------------------------------------------------------
 
@@ -186,33 +183,24 @@ class InputProcessor:
                 f"{params.max_tokens + num_prompt_tokens}: max_model_len is {self._info.max_model_len}",
                 param="max_tokens",
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None and value > self._info.max_logprobs:
-                raise InvalidRequestError(
-                    f"{name} is {value}, above the engine's max_logprobs {self._info.max_logprobs}", param=name
-                )
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
         if params.stop_strings and not params.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         # The copy is checked again, so a min_tokens above the room is refused too.
-        return params.clone(
+        resolved = params.clone(
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             bad_words_token_ids=self._bad_words(params),
         )
+        check_params(resolved, self._info.vocab_size, self._info.max_logprobs)
+        return resolved
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of the bad words, each as it stands at the start of a text and after a space."""
-        sequences: list[list[int]] = []
+        """Token ids of the bad words, each as it stands at the start of a text and after a space. One that has no
+        tokens is refused by `check_params`."""
+        sequences: dict[tuple[int, ...], None] = {}  # in order, without repetitions
         for word in params.bad_words or ():
             for text in (word, " " + word.lstrip()):
-                ids = list(self.tokenizer.encode(text, add_special_tokens=False))
-                if ids and ids not in sequences:
-                    self._check_ids("bad_words", ids)
-                    sequences.append(ids)
-        return sequences
+                sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return [list(ids) for ids in sequences]
 
 
 def _child_seed(seed: int | None, index: int) -> int | None:

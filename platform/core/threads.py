@@ -1,14 +1,16 @@
-"""How the engine's threads wait for each other."""
+"""How many threads an engine process computes with."""
 
 from __future__ import annotations
 
 import os
 
 
-def let_idle_threads_sleep() -> None:
-    """Make OpenMP's idle threads sleep instead of spin, unless the user has chosen. Call it before torch is imported.
+def leave_a_core_free() -> None:
+    """Let this process's OpenMP use one core less than there are, unless the user has set OMP_NUM_THREADS. Call it
+    before torch is imported.
 
-    An engine shares its cores with its API process and its clients. A spinning thread uses up its time slice while the
-    one that it waits for is not running: with one other busy process on two cores, decoding was 60 times slower.
+    The API process and its clients need a core too. Where they share the engine's, each parallel region waits for a
+    thread that is not running while the others spin: on two cores, one streamed request fell from 315 tokens/s with
+    one thread to 7 with two (docs/architecture.md, Processes).
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
