@@ -72,6 +72,7 @@ def verify(logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
 
     Args:
         logits: [sum(1 + k_i), V] float32 after every sampling parameter (`filter_logits` last), the rows' in order.
+            A row without a finite maximum decides nothing: the caller must cut the result there.
         rows: the requests; k_i = len(draft_ids) may be 0.
 
     Returns:
@@ -250,7 +251,8 @@ class _Ragged:
         residual = p.clone()
         if self._dense.numel():
             place = (self._first_q + accepted[self._dense]).clamp_(max=self._q.shape[0] - 1)
-            q = self._q.index_select(0, place) * rejected[self._dense].unsqueeze(1)
+            # Where the drafter failed (q is NaN) its draft was rejected, whatever u; then the token is a draw from p.
+            q = self._q.index_select(0, place).nan_to_num_(0.0) * rejected[self._dense].unsqueeze(1)
             residual.index_add_(0, self._dense, q, alpha=-1).clamp_(min=0.0)
         if self._certain.numel():
             at = torch.minimum(accepted, self._num_drafts - 1).clamp_(min=0)

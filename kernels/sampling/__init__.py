@@ -36,7 +36,8 @@ def filter_logits(
 
     min-p keeps tokens of at least `min_p` times the top probability; top-k keeps the k largest logits and all that
     equal the k-th; top-p keeps the smallest set of most likely tokens, of what min-p and top-k left, that has a mass
-    of at least `top_p`, lower ids first among equals. At least one token is always kept.
+    of at least `top_p`, lower ids first among equals. At least one token is always kept, of those that have mass: a row
+    that is all -inf stays so, and what comes of one with NaN or +inf is up to the caller to discard.
 
     Args:
         logits: [R, V] float32; -inf is a mass of exactly zero and stays so. Not changed.

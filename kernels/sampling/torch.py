@@ -111,7 +111,8 @@ def _nucleus(logits: Tensor, probs: Tensor, mass: Tensor, count: int) -> _Nucleu
     # In order and in float64: the sum over a prefix is the same whatever comes after it.
     chosen = probs.gather(1, ids).to(torch.float64)
     before = chosen.cumsum(dim=-1).sub_(chosen)
-    size = (before < mass.unsqueeze(1)).sum(dim=-1, keepdim=True)
+    # A row without mass (all -inf, or not finite) has a softmax of NaN: it keeps what it has.
+    size = (before < mass.unsqueeze(1)).sum(dim=-1, keepdim=True).clamp_(min=1)
     threshold = ordered.gather(1, size - 1)
     first_out = ordered.gather(1, size.clamp(max=count - 1))
     inside = torch.arange(count, device=logits.device) < size

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import InvalidRequestError
+from .sampling_params import MAX_SEED, check_integer, check_number, check_text
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ACTIVATION_RESERVE = 1 << 30
@@ -144,12 +145,35 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}; got {value!r}", param=name)
 
 
-def _positive(args: EngineArgs, *names: str) -> None:
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InvalidRequestError(f"{name} must be a positive integer, got {value!r}", param=name)
+def _check_types(args: EngineArgs) -> None:
+    """Refuse values that no model and no machine make right."""
+    for name in ("model", "tokenizer", "served_model_name"):
+        if getattr(args, name) is not None:
+            check_text(name, getattr(args, name))
+    for name in ("enable_prefix_caching", "enable_chunked_prefill", "enable_lora", "enforce_eager"):
+        if not isinstance(getattr(args, name), bool):
+            raise InvalidRequestError(f"{name} must be true or false, got {getattr(args, name)!r}", param=name)
+    for name in _POSITIVE:
+        if getattr(args, name) is not None:
+            check_integer(name, getattr(args, name), 1)
+    check_integer("max_logprobs", args.max_logprobs, 0)
+    check_integer("seed", args.seed, -MAX_SEED - 1)
+    check_number("gpu_memory_utilization", args.gpu_memory_utilization, 0.0, 1.0, low_open=True)
 
+
+_POSITIVE = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_gpu_blocks_override",
+    "kv_cache_memory_bytes",
+    "max_num_queued_reqs",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "tensor_parallel_size",
+)
 
 # (condition on the options, the field to name, what to say). Checked in order; the first that holds is raised.
 _INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
@@ -163,52 +187,59 @@ _INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         "tensor_parallel_size",
         "tensor_parallel_size other than 1 is not supported yet",
     ),
-    (
-        lambda a: (
-            not a.enable_chunked_prefill
-            and None not in (a.max_num_batched_tokens, a.max_model_len)
-            and a.max_num_batched_tokens < a.max_model_len  # type: ignore[operator]
-        ),
-        "max_num_batched_tokens",
-        "max_num_batched_tokens must be at least max_model_len when enable_chunked_prefill is off",
-    ),
 )
+
+# method -> the fields of a `speculative_config` that mean nothing to it.
+_NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
+    "ngram": ("model",),
+    "draft_model": ("prompt_lookup_max", "prompt_lookup_min"),
+}
+
+
+def _wrong_speculative(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"speculative_config: {message}", param="speculative_config")
 
 
 def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | None:
-    """Check a `speculative_config` as users write it (see COMPAT names); None or method "off" is no speculation."""
-    if config is None or config.get("method") in ("off", "none"):
+    """Check a `speculative_config` as users write it (see COMPAT names); None or method "off" is no speculation. A
+    field that is None counts as not given."""
+    if config is None:
         return None
+    if not isinstance(config, Mapping):
+        raise _wrong_speculative(f"it must be an object with a method, got {config!r}")
+    given = {name: value for name, value in config.items() if value is not None}
     known = set(SpeculativeConfig.__dataclass_fields__)
-    unknown = sorted(set(config) - known)
-    if unknown:
-        raise InvalidRequestError(
-            f"speculative_config: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}",
-            param="speculative_config",
-        )
-    method = config.get("method", "draft_model" if config.get("model") else None)
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise _wrong_speculative(f"unknown field {unknown!r}; known are {', '.join(sorted(known))}")
+    method = given.get("method", "draft_model" if "model" in given else None)
+    if method in ("off", "none"):
+        return None
     if method not in SPECULATION_METHODS:
-        raise InvalidRequestError(
-            f"speculative_config: method must be one of {', '.join(SPECULATION_METHODS)}; got {method!r}",
-            param="speculative_config",
-        )
-    if method == "draft_model" and not config.get("model"):
-        raise InvalidRequestError("speculative_config: draft_model needs a model", param="speculative_config")
-    values = {"num_speculative_tokens": 3 if method == "ngram" else 4, **config, "method": method}
+        raise _wrong_speculative(f"method must be one of {', '.join(SPECULATION_METHODS)}; got {method!r}")
+    unfit = next((name for name in _NOT_FOR_METHOD[method] if name in given), None)
+    if unfit is not None:
+        raise _wrong_speculative(f"{unfit} means nothing to method {method}")
+    if method == "draft_model" and (not isinstance(given.get("model"), str) or not given["model"]):
+        raise _wrong_speculative(f"draft_model needs a model, a string; got {given.get('model')!r}")
     for name, low, high in (
         ("num_speculative_tokens", 1, 32),
         ("prompt_lookup_max", 1, 64),
         ("prompt_lookup_min", 1, 64),
     ):
-        value = values.get(name, low)
+        value = given.get(name, low)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise InvalidRequestError(
-                f"speculative_config: {name} must be an integer in [{low}, {high}], got {value!r}",
-                param="speculative_config",
-            )
-    values["prompt_lookup_min"] = min(values.get("prompt_lookup_min", 1), values.get("prompt_lookup_max", 5))
-    result = SpeculativeConfig(**values)
-    _choice("rejection_sample_method", result.rejection_sample_method, REJECTION_METHODS)
+            raise _wrong_speculative(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+    result = SpeculativeConfig(**{"num_speculative_tokens": 3 if method == "ngram" else 4, **given, "method": method})
+    if result.prompt_lookup_min > result.prompt_lookup_max:
+        raise _wrong_speculative(
+            f"prompt_lookup_min {result.prompt_lookup_min} exceeds prompt_lookup_max {result.prompt_lookup_max}"
+        )
+    if result.rejection_sample_method not in REJECTION_METHODS:
+        raise _wrong_speculative(
+            f"rejection_sample_method must be one of {', '.join(REJECTION_METHODS)}; "
+            f"got {result.rejection_sample_method!r}"
+        )
     return result
 
 
@@ -218,10 +249,7 @@ def check_args(args: EngineArgs) -> None:
     _choice("device", args.device, ("auto", "cpu", "cuda"))
     _choice("load_format", args.load_format, ("auto", "dummy"))
     _choice("scheduling_policy", args.scheduling_policy, POLICIES)
-    _positive(args, "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override")
-    _positive(args, "kv_cache_memory_bytes", "max_loras", "max_cpu_loras", "max_lora_rank", "max_num_queued_reqs")
-    if not 0.0 < args.gpu_memory_utilization <= 1.0:
-        raise InvalidRequestError("gpu_memory_utilization must be in (0, 1]", param="gpu_memory_utilization")
+    _check_types(args)
     for holds, name, message in _INCOMPATIBLE:
         if holds(args):
             raise InvalidRequestError(message, param=name)
@@ -277,8 +305,14 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     on_cpu = hardware.device == "cpu"
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
     batched = args.max_num_batched_tokens or (2048 if on_cpu else 8192)
-    if not args.enable_chunked_prefill:
-        batched = max(batched, max_model_len)
+    if not args.enable_chunked_prefill and batched < max_model_len:
+        if args.max_num_batched_tokens is not None:
+            raise InvalidRequestError(
+                f"max_num_batched_tokens {batched} is less than max_model_len {max_model_len}; without "
+                "enable_chunked_prefill a prompt must fit one step",
+                param="max_num_batched_tokens",
+            )
+        batched = max_model_len
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
     lora = None
     if args.enable_lora:

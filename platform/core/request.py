@@ -81,18 +81,20 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    speculation_totals: SpeculationCounts | None = None
+    """The engine's counts for this request's adapter; counted together with `speculation`."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
+    stop_ids: frozenset[int] = field(init=False)
+    """`params.stop_token_ids`, which may be many: each new token is looked up."""
+
+    def __post_init__(self) -> None:
+        self.stop_ids = frozenset(self.params.stop_token_ids or ())
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt_tokens
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens and drafts that still lack KV."""
-        return len(self.tokens) + len(self.drafts.token_ids) - self.num_computed
 
     @property
     def deterministic(self) -> bool:

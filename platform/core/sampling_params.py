@@ -3,44 +3,105 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import InvalidRequestError
 
 MAX_SEED = 2**63 - 1
+GREEDY_TEMPERATURE = 1e-5
+"""Below it a request is greedy. `kernels.sampling` has the same number: neither may import the other."""
+
+# Limits on what one request may ask for: all of it is looked at for every token.
+MAX_TOP_K = 2**31 - 1
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 100.0
+"""So that a logit divided or multiplied by it stays a float32."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 1000
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
+"""Each word as it stands at the start of a text, and after a space."""
+MAX_LOGIT_BIASES = 1024
+
+_SWITCHES = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 
 
-def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+def _shown(value: object) -> str:
+    """`value` for an error message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"an overlong {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse `value` unless it is a finite number in [low, high] (or (low, high])."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise InvalidRequestError(f"{name} must be a number, got {value!r}", param=name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise InvalidRequestError(f"{name} must be a number, got {_shown(value)}", param=name)
     if value > high or value < low or (low_open and value == low):
         opening = "(" if low_open else "["
-        raise InvalidRequestError(f"{name} must be in {opening}{low}, {high}], got {value!r}", param=name)
+        raise InvalidRequestError(f"{name} must be in {opening}{low}, {high}], got {_shown(value)}", param=name)
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Refuse `value` unless it is an integer of at least `low` and at most `high`."""
+def check_integer(name: str, value: object, low: int, high: int = MAX_SEED) -> None:
+    """Refuse `value` unless it is an integer in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, got {value!r}", param=name)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidRequestError(f"{name} must be {limit}, got {value}", param=name)
+        raise InvalidRequestError(f"{name} must be an integer, got {_shown(value)}", param=name)
+    if not low <= value <= high:
+        limit = f"at least {low}" if value < low and high == MAX_SEED else f"in [{low}, {high}]"
+        raise InvalidRequestError(f"{name} must be {limit}, got {_shown(value)}", param=name)
 
 
-def _token_ids(name: str, value: object) -> None:
+def check_text(name: str, value: object) -> None:
+    """Refuse `value` unless it is a string that UTF-8 can hold: one without lone surrogates."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a string, got {_shown(value)}", param=name)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{name} is not valid Unicode text: {error.reason}", param=name) from error
+
+
+def _length(name: str, value: Sized, most: int) -> None:
+    if len(value) > most:
+        raise InvalidRequestError(f"{name} has {len(value)} entries; at most {most} are allowed", param=name)
+
+
+def _token_ids(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise InvalidRequestError(f"{name} must be a list of token ids, got {value!r}", param=name)
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {_shown(value)}", param=name)
+    if most is not None:
+        _length(name, value, most)
     for item in value:
-        _integer(name, item, 0)
+        check_integer(name, item, 0)
 
 
-def _strings(name: str, value: object) -> None:
-    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-        raise InvalidRequestError(f"{name} must be a list of non-empty strings, got {value!r}", param=name)
+def _strings(name: str, value: object, most: int) -> None:
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{name} must be a list of non-empty strings, got {_shown(value)}", param=name)
+    _length(name, value, most)
+    for item in value:
+        if item == "":
+            raise InvalidRequestError(f"{name} must be a list of non-empty strings, got an empty one", param=name)
+        check_text(name, item)
+
+
+def _bias_token(key: object) -> int:
+    """The token id that a key of `logit_bias` means; JSON has them as strings."""
+    number = key
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20:
+        number = int(key)
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_SEED:
+        raise InvalidRequestError(f"logit_bias: {_shown(key)} is not a token id", param="logit_bias")
+    return number
 
 
 @dataclass(slots=True)
@@ -63,10 +124,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    """0.001 to 100."""
     seed: int | None = None
     stop: str | list[str] | None = None
+    """At most 64 strings."""
     stop_token_ids: list[int] | None = None
+    """At most 1,024 ids."""
     bad_words: list[str] | None = None
+    """At most 1,000 words."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -76,6 +141,7 @@ class SamplingParams:
     """Number of top log-probabilities a generated token, beside the chosen token's own; from the raw logits."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    """At most 1,024 tokens, -100 to 100 each."""
     allowed_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -95,54 +161,67 @@ class SamplingParams:
         if self.top_k == -1:
             self.top_k = 0
         if self.logit_bias is not None:
-            self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+            self.logit_bias = {_bias_token(token): float(bias) for token, bias in self.logit_bias.items()}
 
     def _check(self) -> None:
-        _integer("n", self.n, 1, 128)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _integer("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        check_integer("n", self.n, 1, 128)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_integer("top_k", self.top_k, -1, MAX_TOP_K)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         if self.seed is not None:
-            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        _strings("stop", self.stop)
-        _token_ids("stop_token_ids", self.stop_token_ids)
-        _strings("bad_words", self.bad_words)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
-            )
+            check_integer("seed", self.seed, -MAX_SEED - 1)
+        _strings("stop", self.stop, MAX_STOP_STRINGS)
+        _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(
+                    f"{name} must be true or false, got {_shown(getattr(self, name))}", param=name
+                )
+        self._check_lengths()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0)
+                check_integer(name, getattr(self, name), 0)
         if self.allowed_token_ids is not None:
             _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
         self._check_logit_bias()
         if self.speculative is not None and not isinstance(self.speculative, bool):
-            _integer("speculative", self.speculative, 0)
+            check_integer("speculative", self.speculative, 0)
+        if not isinstance(self.bad_words_token_ids, list):
+            raise InvalidRequestError("bad_words_token_ids must be a list", param="bad_words_token_ids")
+        _length("bad_words_token_ids", self.bad_words_token_ids, MAX_BAD_WORD_SEQUENCES)
+        for word in self.bad_words_token_ids:
+            _token_ids("bad_words_token_ids", word)
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+            )
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequestError("logit_bias must map token ids to numbers", param="logit_bias")
+        _length("logit_bias", self.logit_bias, MAX_LOGIT_BIASES)
         for token, bias in self.logit_bias.items():
-            if not str(token).lstrip("-").isdigit() or int(token) < 0:
-                raise InvalidRequestError(f"logit_bias: {token!r} is not a token id", param="logit_bias")
-            _number("logit_bias", bias, -100.0, 100.0)
+            _bias_token(token)
+            check_number("logit_bias", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature < 1e-5
+        return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def stop_strings(self) -> list[str]:
@@ -162,4 +241,11 @@ class SamplingParams:
         for name, value in changes.items():
             setattr(new, name, value)
         new.__post_init__()
+        return new
+
+    def sibling(self, seed: int | None) -> SamplingParams:
+        """These parameters for one of `n` sequences: another seed, `n` = 1. Shares the lists, and is not checked
+        again."""
+        new = copy.copy(self)
+        new.n, new.seed = 1, seed
         return new

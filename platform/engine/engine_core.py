@@ -7,12 +7,13 @@ import random
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from ..core.batch import StepPlan, StepResult
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, SpeculationCounts, TokenDelta
+from ..core.model_limits import check_params, check_token_ids
 from ..core.request import Request
+from ..core.sampling_params import check_text
 from .setup import build
 
 IDLE_WAIT_SECONDS = 0.05
@@ -42,7 +43,6 @@ class EngineCore:
         result = self._runner.run(plan)
         deltas = self.scheduler.commit(plan, result)
         self._num_steps += bool(plan.rows)
-        self._count(plan, result)
         return deltas
 
     def has_work(self) -> bool:
@@ -53,9 +53,8 @@ class EngineCore:
         """Queue a sequence.
 
         Raises:
-            PromptTooLongError, InvalidRequestError, AdapterError, NotFoundError, OverloadedError: it is refused;
-            nothing
-                else is affected.
+            PromptTooLongError, InvalidRequestError, AdapterError, NotFoundError, OverloadedError: it is refused, and
+                nothing else is affected.
         """
         self._check(request)
         seed = request.params.seed
@@ -74,6 +73,8 @@ class EngineCore:
             arrival_time=request.arrival_time,
         )
         self._adapters.resolve(sequence)
+        name = request.lora.name if request.lora is not None else ""
+        sequence.speculation_totals = self._speculation.setdefault(name, SpeculationCounts())
         self.scheduler.add(sequence)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -109,7 +110,7 @@ class EngineCore:
             kv_cache_usage=self.scheduler.pool.usage,
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,
-            speculation=copy.deepcopy(self._speculation),
+            speculation={name: copy.deepcopy(c) for name, c in self._speculation.items() if c.num_drafts},
             adapters=adapters.adapters,
             running_adapters=adapters.running,
             waiting_adapters=adapters.waiting,
@@ -136,13 +137,14 @@ class EngineCore:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens; at most {limit - 1} fit max_model_len {limit}", param="prompt"
             )
-        bad = next((t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequestError(
-                f"token id {bad} is outside the vocabulary of {self.info.vocab_size}", param="prompt"
-            )
+        check_token_ids("prompt", request.prompt_token_ids, self.info.vocab_size)
+        check_token_ids("eos_token_ids", request.eos_token_ids, self.info.vocab_size)
+        check_params(request.params, self.info.vocab_size, self.info.max_logprobs)
+        check_text("tenant", request.tenant)
+        check_text("cache_salt", request.cache_salt)
         queued = self._config.scheduler.max_num_queued_reqs
-        if queued is not None and len(self.scheduler.waiting) >= queued:
+        seats = self._config.scheduler.max_num_seqs - len(self.scheduler.running)
+        if queued is not None and len(self.scheduler.waiting) >= queued + seats:
             raise OverloadedError(f"{queued} requests are waiting already (max_num_queued_reqs)")
 
     def _sharing(self, request: EngineRequest) -> bytes | None:
@@ -154,12 +156,6 @@ class EngineCore:
             parts.append(request.group)
         # Lengths keep the parts apart: no two different lists join to the same bytes.
         return b"".join(len(part).to_bytes(8, "little") + part for part in (text.encode() for text in parts))
-
-    def _count(self, plan: StepPlan, result: StepResult) -> None:
-        for row, got in zip(plan.rows, result.rows, strict=True):
-            if row.num_drafts:
-                name = row.request.lora.name if row.request.lora is not None else ""
-                self._speculation.setdefault(name, SpeculationCounts()).count(row.num_drafts, got.num_accepted)
 
 
 def _seed_key(seed: int) -> int:

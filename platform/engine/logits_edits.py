@@ -79,12 +79,14 @@ def _allow_only(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 
 def _banned_by_words(row: LogitsRow) -> list[int]:
     """Tokens that would complete a bad word."""
-    outputs, banned = row.outputs, []
-    for word in row.request.params.bad_words_token_ids:
-        head = word[:-1]
-        if len(head) <= len(outputs) and (not head or outputs[-len(head) :] == head):
-            banned.append(word[-1])
-    return banned
+    outputs = row.outputs
+    last = outputs[-1] if outputs else None
+    return [
+        word[-1]
+        for word in row.request.params.bad_words_token_ids
+        # Most words fail on the cheap comparison.
+        if len(word) == 1 or (word[-2] == last and outputs[1 - len(word) :] == word[:-1])
+    ]
 
 
 def _bad_words(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
@@ -94,7 +96,7 @@ def _bad_words(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 def _min_tokens(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """No end-of-sequence and no stop token before `min_tokens` tokens."""
     short = [row for row in rows if row.request.num_output_tokens + len(row.drafts) < row.request.params.min_tokens]
-    _ban(logits, [(row, [*row.request.eos_token_ids, *(row.request.params.stop_token_ids or ())]) for row in short])
+    _ban(logits, [(row, [*row.request.eos_token_ids, *row.request.stop_ids]) for row in short])
 
 
 def _logit_bias(logits: Tensor, rows: Sequence[LogitsRow]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...models.batch import LayerKV, SequenceRows, build_batch
+from ...models.decoder import Decoder
 from ...spec_decode.proposer import DraftRow, Proposer
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
+from ..core.messages import TokenLogprobs
 from ..core.request import Request
-from .sampler import Sampled, Sampler, SampleRow, token_logprobs
+from .sampler import Sampled, Sampler, SampleRow, not_finite, token_logprobs
 
 LOGITS_CHUNK = 128
 """Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
@@ -21,22 +24,10 @@ AdapterPreparer = Callable[[Sequence[tuple[Any, int]]], Any]
 """From each row's (adapter handle, number of tokens) to what the adapters' layers need for this step."""
 
 
-class CausalLM(Protocol):
-    """What the runner needs of a model."""
-
-    device: torch.device
-
-    def forward(self, batch: Any) -> Tensor:
-        """Hidden states [T, H] after the final norm."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] in float32 of hidden states [R, H]."""
-
-
 class RunnerParts(NamedTuple):
     """What a runner is composed of."""
 
-    model: Any
+    model: Decoder
     kv: list[LayerKV]
     """The target's layers."""
     sampler: Sampler
@@ -64,6 +55,10 @@ class ModelRunner:
         prompt_logprobs = [
             self._prompt_logprobs(row, hidden[offset : offset + row.num_tokens])
             for row, offset in zip(plan.rows, _offsets(plan), strict=True)
+        ]
+        sampled = [
+            _without_nan(row.request, got, prompt)
+            for row, got, prompt in zip(plan.rows, sampled, prompt_logprobs, strict=True)
         ]
         drafts = self._proposer.propose([_draft_row(row, got) for row, got in zip(plan.rows, sampled, strict=True)])
         return StepResult(
@@ -98,18 +93,26 @@ class ModelRunner:
         results = iter(self._sampler(self._model.compute_logits(picked), chosen))
         return [next(results) if row.samples else Sampled([], 0) for row in plan.rows]
 
-    def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[Any] | None:
-        """Log-probabilities of the prompt tokens that follow this chunk's positions; None when not asked for."""
+    def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs] | None:
+        """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none; None when not asked
+        for."""
         request = row.request
         k, last = request.params.prompt_logprobs, request.num_prompt_tokens - 1
-        if k is None or request.num_output_tokens > 0 or row.start >= last:
+        if k is None or request.num_output_tokens > 0:
             return None
-        found = []
+        found: list[TokenLogprobs] = []
         for start in range(row.start, min(row.end, last), LOGITS_CHUNK):
             end = min(start + LOGITS_CHUNK, row.end, last)
             logits = self._model.compute_logits(hidden[start - row.start : end - row.start])
             found += token_logprobs(logits, request.tokens[start + 1 : end + 1], k)
         return found
+
+
+def _without_nan(request: Request, got: Sampled, prompt: list[TokenLogprobs] | None) -> Sampled:
+    """`got`, or the request's error: logits of its prompt that it wants to be told of are not finite."""
+    if got.error is None and prompt and any(math.isnan(entry.logprobs[0]) for entry in prompt):
+        return Sampled([], 0, error=not_finite(request).info())
+    return got
 
 
 def _offsets(plan: StepPlan) -> list[int]:

@@ -33,7 +33,9 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         reason, stop = _finish_reason(request, token, max_model_len)
         if reason is not None:
             break
-    request.speculation.count(row.num_drafts, min(got.num_accepted, kept))
+    for counts in (request.speculation, request.speculation_totals):
+        if counts is not None:
+            counts.count(row.num_drafts, min(got.num_accepted, kept))
     request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + len(got.drafts.token_ids))
     request.drafts = got.drafts
     delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
@@ -53,7 +55,7 @@ def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[st
     if outputs >= params.min_tokens:
         if token in request.eos_token_ids and not params.ignore_eos:
             return "stop", None
-        if params.stop_token_ids and token in params.stop_token_ids:
+        if token in request.stop_ids:
             return "stop", token
     if (params.max_tokens is not None and outputs >= params.max_tokens) or len(request.tokens) >= max_model_len:
         return "length", None

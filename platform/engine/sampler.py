@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import filter_logits, top_logprobs
-from ...spec_decode.verification import VerifyRow, choose_rule, verify
-from ..core.errors import ErrorInfo, InvalidRequestError
+from ...spec_decode.verification import Verified, VerifyRow, choose_rule, verify
+from ..core.errors import ErrorInfo, InvalidRequestError, OutriderError
 from ..core.messages import TokenLogprobs
 from ..core.request import Drafts, Request
+from ..core.sampling_params import SamplingParams
 from .logits_edits import LogitsRow, apply_edits, wants_edits
 
 
@@ -32,7 +34,23 @@ class Sampled(NamedTuple):
     error: ErrorInfo | None = None
 
 
-NO_CHOICE = InvalidRequestError("the sampling parameters leave no token to choose", param="allowed_token_ids")
+def no_choice(params: SamplingParams) -> InvalidRequestError:
+    """The parameters have emptied a row; the error names one of them."""
+    wanted = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+        "min_tokens": params.min_tokens,
+        "logit_bias": params.logit_bias,
+    }
+    param = next((name for name, value in wanted.items() if value), None)
+    return InvalidRequestError("the sampling parameters leave no token to choose", param=param)
+
+
+def not_finite(request: Request) -> OutriderError:
+    """The model has no usable logits for this request: it, or its adapter, has overflowed."""
+    if request.lora is None:
+        return OutriderError("the model's logits are not finite")
+    return OutriderError(f"the model's logits are not finite (adapter {request.lora.name!r})")
 
 
 class Sampler:
@@ -49,19 +67,23 @@ class Sampler:
             rows: the sequences in the order of their logits rows.
         """
         starts = _starts(rows)
+        raw_top = logits.amax(dim=-1)  # NaN where any logit is
         wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
         raw = self._keep_raw(logits, rows, starts, wanting)
-        stuck = self._edit(logits, rows, starts)
+        edited = self._edit(logits, rows, starts)
         filtered = self._filter(logits, rows)
         verified = verify(filtered, [self._verify_row(row) for row in rows])
-        sampled = [Sampled(tokens, accepted) for tokens, accepted in verified]
+        top = raw_top if filtered is logits and not edited else filtered.amax(dim=-1)
+        tops = list(zip(*torch.stack((raw_top, top)).tolist(), strict=True))
+        sampled = [
+            _reached(row.request, got, tops[start : start + len(got.token_ids)])
+            for row, start, got in zip(rows, starts, verified, strict=True)
+        ]
         for i in wanting:
             request, tokens = rows[i].request, sampled[i].token_ids
-            sampled[i] = sampled[i]._replace(
-                logprobs=token_logprobs(raw[i][: len(tokens)], tokens, request.params.logprobs or 0)
-            )
-        for i in stuck:
-            sampled[i] = Sampled([], 0, error=NO_CHOICE.info())
+            if tokens:
+                found = token_logprobs(raw[i][: len(tokens)], tokens, request.params.logprobs or 0)
+                sampled[i] = sampled[i]._replace(logprobs=found)
         return sampled
 
     def _keep_raw(
@@ -70,21 +92,17 @@ class Sampler:
         """Copies of the raw logits of sequences that want log-probabilities: edits and filters work in place."""
         return {i: logits[starts[i] : starts[i] + 1 + len(rows[i].drafts.token_ids)].clone() for i in wanting}
 
-    def _edit(self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int]) -> list[int]:
-        """Apply the edits in place; returns the sequences (by index) that have a row without any allowed token."""
-        edited, owner = [], []
-        for i, row in enumerate(rows):
-            if wants_edits(row.request.params):
-                drafts = row.drafts.token_ids
-                edited += [LogitsRow(starts[i] + j, row.request, drafts[:j]) for j in range(len(drafts) + 1)]
-                owner += [i] * (len(drafts) + 1)
-        if not edited:
-            return []
-        apply_edits(logits, edited)
-        index = torch.tensor([row.place for row in edited], device=logits.device)
-        empty = torch.isneginf(logits[index].amax(dim=-1)).tolist()
-        # Only a row that is surely reached counts: later ones may follow a draft that is not accepted.
-        return [i for i, row, is_empty in zip(owner, edited, empty, strict=True) if is_empty and not row.drafts]
+    def _edit(self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int]) -> bool:
+        """Apply the edits in place; returns whether there were any."""
+        edited = [
+            LogitsRow(starts[i] + j, row.request, row.drafts.token_ids[:j])
+            for i, row in enumerate(rows)
+            if wants_edits(row.request.params)
+            for j in range(len(row.drafts.token_ids) + 1)
+        ]
+        if edited:
+            apply_edits(logits, edited)
+        return bool(edited)
 
     def _filter(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         params = [row.request.params for row in rows for _ in range(len(row.drafts.token_ids) + 1)]
@@ -102,6 +120,23 @@ class Sampler:
         request = row.request
         rule = choose_rule(request, self._always_invariant)
         return VerifyRow(request.seed_key, len(request.tokens), row.drafts.token_ids, row.drafts.probs, rule)
+
+
+def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> Sampled:
+    """What `got` holds before the first of its rows that offers nothing to choose; an error when that is the first.
+
+    `tops`: for each row that chose a token, the largest logit of the model, and of what was left to choose from.
+    A later row ends the step before it, and is the next step's first: the same text, and then the same error, as
+    without drafts.
+    """
+    dead = next((j for j, pair in enumerate(tops) if not all(map(math.isfinite, pair))), None)
+    if dead is None:
+        return Sampled(got.token_ids, got.num_accepted)
+    if dead > 0:
+        # The last token counts as the new one, not as an accepted draft: so the next step has it to compute.
+        return Sampled(got.token_ids[:dead], dead - 1)
+    emptied = math.isfinite(tops[0][0]) and tops[0][1] == -math.inf
+    return Sampled([], 0, error=(no_choice(request.params) if emptied else not_finite(request)).info())
 
 
 def _starts(rows: Sequence[SampleRow]) -> list[int]:

@@ -137,7 +137,7 @@ def test_bad_requests_are_refused_and_nothing_else_stops(make_engine, run, promp
     from outrider.platform.core.errors import InvalidRequestError, OverloadedError, PromptTooLongError
     from outrider.platform.core.messages import EngineRequest
 
-    engine = make_engine(max_num_queued_reqs=1)
+    engine = make_engine(max_num_queued_reqs=1, max_num_seqs=1)
     with pytest.raises(PromptTooLongError, match="256"):
         engine.add_request(EngineRequest("x", [3] * 256, greedy))
     with pytest.raises(InvalidRequestError, match="empty"):
@@ -147,7 +147,8 @@ def test_bad_requests_are_refused_and_nothing_else_stops(make_engine, run, promp
     engine.add_request(EngineRequest("x", [3], greedy))
     with pytest.raises(InvalidRequestError, match="in use"):
         engine.add_request(EngineRequest("x", [3], greedy))
+    engine.add_request(EngineRequest("y", [3], greedy))  # one may run, one may wait
     with pytest.raises(OverloadedError):
-        engine.add_request(EngineRequest("y", [3], greedy))
-    engine.abort(["x"])
+        engine.add_request(EngineRequest("z", [3], greedy))
+    engine.abort(["x", "y"])
     assert len(run(engine, [(prompts[0], greedy)])[0].token_ids) == 24

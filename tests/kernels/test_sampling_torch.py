@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.kernels import sampling as kernel_package
 from outrider.kernels.sampling import filter_logits, top_logprobs
+from outrider.platform.core import sampling_params
 
 INF = float("inf")
 
@@ -158,3 +160,19 @@ def test_top_logprobs_ties_and_zero_mass() -> None:
     assert logprobs[0, 4].item() == -INF
     assert rank.tolist() == [3]
     assert own[0] == logprobs[0, 2]
+
+
+@pytest.mark.parametrize("bad", [-INF, float("nan"), INF])
+@pytest.mark.parametrize("num_tokens", [11, 997])
+def test_rows_without_a_choice_stay_without_one_and_disturb_nobody(bad: float, num_tokens: int) -> None:
+    logits = torch.randn(3, num_tokens)
+    logits[1] = bad
+    for top_k, top_p, min_p in ((0, 0.9, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.1), (5, 1e-9, 0.1)):
+        got = filter_logits(logits, [0.7] * 3, [top_k] * 3, [top_p] * 3, [min_p] * 3)
+        alone = filter_logits(logits[::2], [0.7] * 2, [top_k] * 2, [top_p] * 2, [min_p] * 2)
+        assert torch.equal(got[::2], alone)
+        assert not torch.isfinite(got[1].amax())
+
+
+def test_greedy_means_the_same_here_and_in_the_parameters() -> None:
+    assert kernel_package.GREEDY_TEMPERATURE == sampling_params.GREEDY_TEMPERATURE

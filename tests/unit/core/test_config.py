@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from outrider.platform.core.config import EngineArgs, Hardware, ModelFacts, parse_speculative, resolve
@@ -58,6 +60,17 @@ def test_a_gpus_cache_leaves_others_their_share_and_room_for_activations():
         ({"kv_cache_memory_bytes": 1024}, "max_model_len"),
         ({"num_gpu_blocks_override": 8}, "num_gpu_blocks_override"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
+        ({"max_logprobs": -1}, "max_logprobs"),
+        ({"max_logprobs": None}, "max_logprobs"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"max_num_batched_tokens": 2**70}, "max_num_batched_tokens"),
+        ({"enable_lora": "yes"}, "enable_lora"),
+        ({"model": 5}, "model"),
+        ({"tensor_parallel_size": "1"}, "tensor_parallel_size"),
+        ({"speculative_config": "ngram"}, "speculative_config"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         (
@@ -83,10 +96,36 @@ def test_wrong_options_are_named(options, param):
         {"method": "ngram", "num_speculative_tokens": True},
         {"method": "ngram", "prompt_lookup_max": "3"},
         {"method": "ngram", "rejection_sample_method": "fast"},
+        {"method": "ngram", "rejection_sample_method": ["standard"]},
+        {"method": "off", "k": 3},
+        {"method": ["ngram"]},
+        {"method": "draft_model", "model": 5},
+        {1: 2, "method": "ngram"},
+        "ngram",
+        ["ngram"],
     ],
 )
 def test_wrong_speculative_configs_are_refused(config):
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_speculative(config)
+    assert caught.value.param == "speculative_config"
+
+
+def test_lookup_bounds_that_cross_are_both_named():
+    with pytest.raises(InvalidRequestError, match=r"prompt_lookup_min 9.*prompt_lookup_max 2"):
+        parse_speculative({"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": 2})
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"method": "ngram", "model": "/d"}, "model"),
+        ({"model": "/d", "prompt_lookup_max": 3}, "prompt_lookup_max"),
+        ({"method": "draft_model", "model": "/d", "prompt_lookup_min": 1}, "prompt_lookup_min"),
+    ],
+)
+def test_fields_of_another_method_are_not_ignored(config, field):
+    with pytest.raises(InvalidRequestError, match=field):
         parse_speculative(config)
 
 
@@ -94,5 +133,14 @@ def test_speculative_defaults():
     assert parse_speculative(None) is None
     assert parse_speculative({"method": "off"}) is None
     assert parse_speculative({"model": "/d"}).method == "draft_model"
-    ngram = parse_speculative({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 4})
-    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (2, 2)
+    ngram = parse_speculative({"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2, "model": None})
+    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max, ngram.num_speculative_tokens) == (2, 4, 3)
+
+
+def test_without_chunked_prefill_a_prompt_must_fit_one_step():
+    """Also when max_model_len comes from the model; without a number the step is made large enough."""
+    with pytest.raises(InvalidRequestError, match=r"max_num_batched_tokens 512.*max_model_len 1024"):
+        resolve(EngineArgs(enable_chunked_prefill=False, max_num_batched_tokens=512), FACTS, CPU)
+    long = dataclasses.replace(FACTS, max_position_embeddings=4096)
+    config = resolve(EngineArgs(enable_chunked_prefill=False), long, CPU)
+    assert config.scheduler.max_num_batched_tokens == 4096

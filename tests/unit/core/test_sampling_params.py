@@ -6,6 +6,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.model_limits import check_params
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,26 @@ from outrider.platform.core.errors import InvalidRequestError
         ("presence_penalty", 3),
         ("frequency_penalty", -3),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 9e-4),
+        ("repetition_penalty", 10**400),
+        ("top_k", 2**31),
+        pytest.param("top_k", 10**5000, id="top_k-huge"),
+        ("max_tokens", 2**63),
         ("seed", 1.0),
         ("seed", 2**64),
         ("stop", [1]),
         ("stop", [""]),
+        ("stop", "\ud800"),
+        ("stop", ["a"] * 65),
+        ("bad_words", ["a"] * 1001),
+        ("bad_words", ["\udfff"]),
+        ("bad_words_token_ids", [[5]] * 2001),
+        ("bad_words_token_ids", [5]),
+        ("bad_words_token_ids", [["5"]]),
+        ("stop_token_ids", [1] * 1025),
+        ("ignore_eos", "yes"),
+        ("detokenize", None),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", 3),
         ("bad_words", "word"),
@@ -40,6 +57,16 @@ from outrider.platform.core.errors import InvalidRequestError
         ("logit_bias", [1]),
         ("logit_bias", {"x": 1.0}),
         ("logit_bias", {1: 101}),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", {1: float("nan")}),
+        ("logit_bias", {"²": 1}),
+        ("logit_bias", {"--5": 1}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        pytest.param("logit_bias", {10**5000: 1}, id="logit_bias-huge"),
+        ("logit_bias", {True: 1}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("allowed_token_ids", []),
         ("speculative", -1),
         ("speculative", "yes"),
@@ -50,6 +77,49 @@ def test_wrong_values_name_their_field(field, value):
         SamplingParams(**{field: value})
     assert caught.value.param == field
     assert field in caught.value.message
+    assert len(caught.value.message) < 250  # whatever the value was
+
+
+def test_the_limits_themselves_are_allowed():
+    params = SamplingParams(
+        stop=["a"] * 64,
+        stop_token_ids=[1] * 1024,
+        bad_words=["a"] * 1000,
+        bad_words_token_ids=[[5]] * 2000,
+        logit_bias=dict.fromkeys(range(1024), 1.0),
+        repetition_penalty=1e-3,
+        top_k=2**31 - 1,
+    )
+    check_params(params, 1024, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("logit_bias", {10: 1.0}, "logit_bias"),
+        ("allowed_token_ids", [3, 10], "allowed_token_ids"),
+        ("allowed_token_ids", [3] * 11, "allowed_token_ids"),
+        ("stop_token_ids", [10], "stop_token_ids"),
+        ("bad_words_token_ids", [[3, 10]], "bad_words"),
+        ("bad_words_token_ids", [[]], "bad_words"),
+        ("logprobs", 6, "logprobs"),
+        ("prompt_logprobs", 6, "prompt_logprobs"),
+    ],
+)
+def test_what_a_model_lacks_is_refused(field, value, named):
+    """A model of 10 tokens, an engine with max_logprobs 5."""
+    with pytest.raises(InvalidRequestError) as caught:
+        check_params(SamplingParams(**{field: value}), 10, 5)
+    assert caught.value.param == named
+    assert named in caught.value.message
+
+
+def test_siblings_differ_in_the_seed_and_share_the_rest():
+    params = SamplingParams(n=3, seed=5, stop_token_ids=[1, 2])
+    sibling = params.sibling(6)
+    assert (sibling.n, sibling.seed, params.n, params.seed) == (1, 6, 3, 5)
+    assert sibling.stop_token_ids is params.stop_token_ids
+    assert sibling == params.clone(n=1, seed=6)
 
 
 def test_stop_may_be_one_string():

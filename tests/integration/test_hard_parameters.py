@@ -1,0 +1,180 @@
+"""Parameters and adapters that leave nothing to choose: the one request fails, at the same token for every drafter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from outrider import LoRARequest, SamplingParams
+from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.messages import EngineRequest
+
+VOCAB = 160
+NO_TOKEN = "the sampling parameters leave no token to choose"
+MANNERS = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.0, "seed": 3},
+    "unseeded": {"temperature": 1.0},
+    "filtered": {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
+}
+
+
+def outcome(got):
+    return got.token_ids, got.finish_reason, got.error, [entry.token_ids[0] for entry in got.logprobs]
+
+
+@pytest.fixture(scope="module")
+def overflowing(models, tmp_path_factory):
+    """An adapter whose products leave float32."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("adapter") / "overflowing"
+    shutil.copytree(models.adapters["a"], folder)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor * 1e25 for name, tensor in load_file(file).items()}, file)
+    return LoRARequest("overflowing", path=str(folder))
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_a_row_that_is_emptied_ends_the_text_where_it_does_without_drafts(models, make_engine, run, method, manner):
+    """Only token 5 is allowed and three in a row are not: two tokens, then the error. Others go on."""
+    hard = {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5, 5]], "ignore_eos": True}
+    params = [
+        SamplingParams(max_tokens=8, logprobs=1, **hard, **MANNERS[manner]),
+        SamplingParams(max_tokens=2, **hard, **MANNERS[manner]),  # ends in time
+        SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
+    ]
+    jobs = [([5] * 6, p) for p in params] + [([5, 9], params[0])]
+    want = [outcome(got) for got in run(make_engine(), jobs)]
+    assert [w[0] for w in want[:2]] == [[5, 5], [5, 5]]
+    assert (want[0][2].message, want[0][2].param, want[0][2].type) == (NO_TOKEN, "allowed_token_ids", "BadRequestError")
+    assert (want[1][1], len(want[2][0])) == ("length", 8)
+    for k in (1, 2, 5):
+        drafted = make_engine(speculative_config=models.speculative(method, k))
+        assert [outcome(got) for got in run(drafted, jobs)] == want, k
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 4])
+@pytest.mark.parametrize("manner", ["greedy", "seeded"])
+def test_the_result_is_cut_wherever_the_empty_row_lies_among_accepted_drafts(models, make_engine, run, manner, place):
+    """The target drafts for itself, so all drafts are right; nothing may follow the token at `place` of its text."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True, **MANNERS[manner])
+    prompt = [9, 4, 7, 11, 30]
+    plain = make_engine()
+    free = run(plain, [(prompt, params)])[0].token_ids
+    last = free[place]
+    cut = params.clone(bad_words_token_ids=[[last, token] for token in range(VOCAB)], logprobs=1)
+    want = outcome(run(plain, [(prompt, cut)])[0])
+    assert want[0] == free[: free.index(last) + 1]
+    assert (want[2].message, want[2].param) == (NO_TOKEN, "bad_words")
+    itself = {"method": "draft_model", "model": str(models.target)}
+    for k in (1, 2, 3, 6):
+        engine = make_engine(speculative_config=itself | {"num_speculative_tokens": k})
+        got, other = run(engine, [(prompt, cut), (prompt, params)])
+        assert outcome(got) == want
+        assert other.token_ids == free
+        assert max(len(delta) for delta in other.deltas) == k + 1
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+def test_edits_that_empty_the_first_row_fail_one_request(make_engine, run, prompts, greedy, manner):
+    engine = make_engine()
+    cases = [
+        ({"allowed_token_ids": [1], "min_tokens": 2}, "allowed_token_ids"),
+        ({"allowed_token_ids": [4, 5], "bad_words_token_ids": [[4], [5]]}, "allowed_token_ids"),
+        ({"bad_words_token_ids": [[t] for t in range(VOCAB)]}, "bad_words"),
+        ({"stop_token_ids": list(range(VOCAB)), "min_tokens": 1}, "min_tokens"),
+    ]
+    jobs = [(prompts[0], SamplingParams(max_tokens=5, **case, **MANNERS[manner])) for case, _ in cases]
+    *failed, good = run(engine, [*jobs, (prompts[1], greedy)])
+    assert [(got.error.message, got.error.param) for got in failed] == [(NO_TOKEN, param) for _, param in cases]
+    assert all(got.token_ids == [] for got in failed)
+    assert good.token_ids == run(engine, [(prompts[1], greedy)])[0].token_ids
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
+def test_an_adapter_that_overflows_fails_its_own_requests(
+    models, make_engine, run, prompts, greedy, overflowing, method, manner
+):
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    engine = make_engine(speculative_config=models.speculative(method, 3), **options)
+    bad = SamplingParams(max_tokens=5, logprobs=2, **MANNERS[manner])
+    told = SamplingParams(max_tokens=5, prompt_logprobs=1, temperature=0)
+    masked = SamplingParams(max_tokens=5, allowed_token_ids=[7], temperature=0)
+    jobs = [(prompts[1], greedy), *((prompts[2], p, overflowing) for p in (bad, told, masked)), (prompts[3], greedy)]
+    first, *failed, last = run(engine, jobs)
+    for got in failed:
+        assert (got.token_ids, got.logprobs, got.prompt_logprobs) == ([], [], None)
+        assert got.error.type == "InternalServerError"
+        assert "not finite (adapter 'overflowing')" in got.error.message
+    # now in the blocks that the failed ones had
+    again = run(engine, [(prompts[1], greedy), (prompts[3], greedy)])
+    assert [a.token_ids for a in again] == [first.token_ids, last.token_ids]
+    assert len(first.token_ids) == len(last.token_ids) == 24
+
+
+def test_logits_that_turn_bad_inside_a_prompt_are_told_when_the_prompt_is(make_engine, run, prompts, monkeypatch):
+    """The rows of some prompt tokens are NaN, the last is not: only who asks for the prompt's log-probabilities sees
+    it."""
+    engine = make_engine(enable_prefix_caching=False)
+    model = engine._runner._model
+    compute = model.compute_logits
+
+    def broken(hidden):
+        logits = compute(hidden)
+        if len(logits) > 1:
+            logits[0, 3] = math.nan
+        return logits
+
+    monkeypatch.setattr(model, "compute_logits", broken)
+    (plain,) = run(engine, [(prompts[1], SamplingParams(temperature=0, max_tokens=3))])
+    assert (len(plain.token_ids), plain.error) == (3, None)
+    (told,) = run(engine, [(prompts[1], SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1))])
+    assert told.error.message == "the model's logits are not finite"
+    assert (told.token_ids, told.prompt_logprobs) == ([], None)
+
+
+def test_a_drafter_whose_logits_are_not_finite_changes_nothing(models, make_engine, run, prompts, monkeypatch):
+    """Its drafts are rejected; unseeded requests then draw from the target alone."""
+    engine = make_engine(speculative_config=models.speculative("draft_model", 3))
+    drafter = engine._runner._proposer._model
+    compute = drafter.compute_logits
+    monkeypatch.setattr(drafter, "compute_logits", lambda hidden: torch.full_like(compute(hidden), math.nan))
+    allowed = {"allowed_token_ids": [7, 8, 9], "max_tokens": 30, "ignore_eos": True}
+    for manner in MANNERS.values():
+        (got,) = run(engine, [(prompts[0], SamplingParams(**allowed, **manner))])
+        assert (len(got.token_ids), got.error) == (30, None)
+        assert set(got.token_ids) <= {7, 8, 9}
+
+
+def test_prompt_logprobs_of_one_token_are_one_none(make_engine, run):
+    (got,) = run(make_engine(), [([5], SamplingParams(max_tokens=1, prompt_logprobs=1))])
+    assert got.prompt_logprobs == [None]
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "param"),
+    [
+        ({"logit_bias": {VOCAB: 1.0}}, {}, "logit_bias"),
+        ({"allowed_token_ids": [10**6]}, {}, "allowed_token_ids"),
+        ({"stop_token_ids": [VOCAB], "min_tokens": 2}, {}, "stop_token_ids"),
+        ({"bad_words_token_ids": [[VOCAB + 3]]}, {}, "bad_words"),
+        ({"bad_words_token_ids": [[]]}, {}, "bad_words"),
+        ({"logprobs": 21}, {}, "logprobs"),
+        ({"prompt_logprobs": 21}, {}, "prompt_logprobs"),
+        ({}, {"eos_token_ids": [1, VOCAB]}, "eos_token_ids"),
+        ({}, {"cache_salt": "\ud800"}, "cache_salt"),
+        ({}, {"tenant": "\ud800"}, "tenant"),
+    ],
+)
+def test_the_engine_itself_refuses_what_would_stop_it(plain_engine, params, fields, param):
+    with pytest.raises(InvalidRequestError) as caught:
+        plain_engine.add_request(EngineRequest("x", [3, 4], SamplingParams(**params), **fields))
+    assert caught.value.param == param
+    assert not plain_engine.has_work()
