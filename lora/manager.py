@@ -3,7 +3,8 @@
     disk --loader thread--> host tier (parsed, LRU) --admit()--> device rows (RowPool, LRU)
 
 Everything but the parsing runs in the engine's thread. A request is bound to a version when it is added (`resolve`),
-waits alone while that version is not on the device (`admit`), and holds its rows from admission to `release`.
+waits alone while that version is not on the device (`admit`), and holds its rows from admission to `release`. It stays
+bound, and the content that it began with in host memory, until it is gone for good (`forget`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import builtins
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,8 +29,8 @@ from .layers import LoraBatch
 from .loader import AdapterLoader, Loaded
 from .peft_config import adapter_error
 from .pool import Allocation
-from .registry import AdapterRegistry, AdapterVersion
-from .residency import Residency
+from .registry import AdapterRegistry, AdapterVersion, Order
+from .residency import LEAST_URGENT, Residency
 
 if TYPE_CHECKING:
     from ..models.layers.linear import Linear
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 # Why a request must wait.
 LOADING = "adapter_loading"
 ROWS = "adapter_rows"
+
+# Durations of loads kept for a statistics reader who never comes.
+MAX_LOAD_SECONDS = 1024
 
 
 class AdapterStats(NamedTuple):
@@ -47,7 +52,14 @@ class AdapterStats(NamedTuple):
     waiting: list[str]
     """Names with requests to be admitted."""
     load_seconds: list[float]
-    """Durations of the loads that ended since the last snapshot, failed ones too."""
+    """Durations of the latest loads that ended since the last snapshot, failed ones too."""
+
+
+class _Refusal(NamedTuple):
+    """Why requests of a version as urgent as `order`, or less, must wait until something changes."""
+
+    order: Order
+    reason: str
 
 
 class AdapterManager:
@@ -71,7 +83,8 @@ class AdapterManager:
         self._residency = Residency(linears, config, self._registry, self._dtype, device, clock)
         self._loader: AdapterLoader[AdapterVersion] = AdapterLoader(self._parse)
         self._batcher = LoraBatcher(self._residency.pool, self._dtype, device)
-        self._load_seconds: list[float] = []
+        self._load_seconds: deque[float] = deque(maxlen=MAX_LOAD_SECONDS)
+        self._refusals: dict[AdapterVersion, _Refusal] = {}  # since the last change; see `_changed`
 
     def _parse(self, path: str) -> Adapter:
         return parse(path, self._residency.modules, max_rank=self._max_rank, dtype=self._dtype)
@@ -88,7 +101,8 @@ class AdapterManager:
 
         Raises:
             AdapterError: the adapter cannot be served; an adapter registered under the name stays.
-            InvalidUserInputError: the name is taken and `load_inplace` is not set, or no more can be pinned.
+            InvalidUserInputError: the name is taken and `load_inplace` is not set, or it cannot be pinned: too many
+                are, or running requests leave no room for it now.
         """
         self._poll()
         if self._registry.find(request.name) is not None and not load_inplace:
@@ -99,15 +113,13 @@ class AdapterManager:
         adapter = self._parse(request.path)
         self._load_seconds.append(time.perf_counter() - started)
         if pinned:
-            self._residency.check_pinnable(request.name, adapter)
+            self._residency.pin(request.name, adapter, self._loader.num_in_flight)
+        elif adapter.digest in self._residency.host or self._make_room(LEAST_URGENT):
+            self._residency.host.put(adapter)
         version = self._registry.register(request.name, request.path)
         version.take_content(adapter)
         version.pinned = pinned
-        if adapter.digest in self._residency.host or self._make_room(version):
-            self._residency.host.put(adapter)
-            if pinned:
-                self._residency.place(version, adapter)
-        self._collect()
+        self._changed()
         self._residency.update_pins()
         return self._info(version)
 
@@ -115,7 +127,7 @@ class AdapterManager:
         """Forget a name; NotFoundError when unknown. Requests that have it finish; it leaves memory with the last."""
         self._poll()
         self._registry.remove(name)
-        self._collect()
+        self._changed()
         self._residency.update_pins()
 
     def list(self) -> builtins.list[AdapterInfo]:
@@ -126,12 +138,13 @@ class AdapterManager:
     def stats(self) -> AdapterStats:
         """A snapshot; each load's duration is handed out once."""
         self._poll()
-        seconds, self._load_seconds = self._load_seconds, []
+        seconds = [*self._load_seconds]
+        self._load_seconds.clear()
         versions = [*self._registry]
         return AdapterStats(
             adapters=[self._info(version) for version in self._registry.current()],
             running=sorted({version.name for version in versions if version.running}),
-            waiting=sorted({version.name for version in versions if version.waiting_since() is not None}),
+            waiting=sorted({version.name for version in versions if version.waiting}),
             load_seconds=seconds,
         )
 
@@ -166,56 +179,91 @@ class AdapterManager:
             if not os.path.isdir(request.lora.path):
                 raise adapter_error(f"the adapter's folder {request.lora.path!r} does not exist")
             version = self._registry.register(request.lora.name, request.lora.path)
-        elif self._must_read_again(version) and fingerprint(version.path) != version.fingerprint:
+            self._residency.update_pins()
+            self._changed()
+        elif self._is_stale(version):
             version = self._registry.renew(version)
-        request.adapter = version
-        version.waiting[request] = self._clock()
-        self._collect()
-        if self._must_read_again(version):
-            self._start_load(version)
+            self._changed()
+        version.bind(request, self._clock())
+        # Those already refused room come first, which `admit`, in the policy's order, sees to.
+        if not self._in_memory(version) and not self._residency.any_short:
+            self._start_load(version, LEAST_URGENT)
 
-    def _must_read_again(self, version: AdapterVersion) -> bool:
-        return not version.loading and (version.digest is None or version.digest not in self._residency.host)
+    def _in_memory(self, version: AdapterVersion) -> bool:
+        return version.digest is not None and version.digest in self._residency.host
+
+    def _is_stale(self, version: AdapterVersion) -> bool:
+        """Whether the files are another content than the one that was read, and not in memory any more."""
+        if version.digest is None or version.loading or self._in_memory(version):
+            return False
+        return fingerprint(version.path) != version.fingerprint
 
     def admit(self, request: Request) -> str | None:
-        """Let a request run: its rows are on the device and stay until `release`.
+        """Let a request run: its rows are on the device and stay until `release` or `forget`.
 
         Returns:
             None when admitted (again, too, without effect), else why it must wait: "adapter_loading" or "adapter_rows".
 
         Raises:
-            AdapterError: the adapter cannot be loaded; the request no longer waits for it.
+            AdapterError: the adapter cannot be loaded; the request is forgotten.
         """
         version: AdapterVersion | None = request.adapter
         if version is None or request in version.running:
             return None
         self._poll()
+        refusal = self._refusals.get(version)
+        if refusal is not None and request.order >= refusal.order:
+            return refusal.reason
         if version.error is not None:
-            self.release(request)
+            self.forget(request)
             raise error_from_info(version.error)
-        version.waiting.setdefault(request, self._clock())
+        assert request in version.waiting, "the request was not resolved, or is forgotten"
+        reason = self._blocked(request, version)
+        if reason is not None:
+            self._refusals[version] = _Refusal(request.order, reason)
+            return reason
+        version.start(request)
+        assert version.digest is not None
+        self._residency.pool.retain(version.digest)
+        return None
+
+    def _blocked(self, request: Request, version: AdapterVersion) -> str | None:
+        """Bring the version onto the device, or say what is missing."""
         adapter = self._residency.host.get(version.digest) if version.digest is not None else None
         if adapter is None:
-            self._start_load(version)
+            first = version.first_waiting()
+            if not self._start_load(version, first.order if first is not None else request.order):
+                self._residency.set_short(version)
             return LOADING
-        if self._residency.must_yield(request, version) or not self._residency.place(version, adapter):
+        if self._residency.must_yield(request, version):
             return ROWS
-        del version.waiting[request]
-        version.running.add(request)
-        self._residency.pool.retain(adapter.digest)
+        if not self._residency.place(adapter):
+            self._residency.set_short(version)
+            return ROWS
+        if self._residency.clear_short(version):
+            self._changed()  # others need not yield to it any more
         return None
 
     def release(self, request: Request) -> None:
-        """The request finished, was aborted or is preempted: it holds no rows. Also for one that was not admitted."""
+        """The request was preempted, or found no room elsewhere: it holds no rows, stays bound to its version and waits
+        as if it had never run. Without effect on one that was not admitted."""
         version: AdapterVersion | None = request.adapter
-        if version is None:
+        if version is None or request not in version.running:
             return
-        version.waiting.pop(request, None)
-        if request in version.running:
-            version.running.remove(request)
-            assert version.digest is not None
-            self._residency.pool.release(version.digest)
-        self._collect()
+        assert version.digest is not None
+        version.preempt(request)
+        self._residency.pool.release(version.digest)
+        self._changed()
+
+    def forget(self, request: Request) -> None:
+        """The request is gone for good: it finished, failed or was aborted. Also for one that was never admitted."""
+        self.release(request)
+        version: AdapterVersion | None = request.adapter
+        if version is not None and request in version.waiting:
+            version.unbind(request)
+            if not version.waiting:
+                self._residency.clear_short(version)
+            self._changed()
 
     def wait(self, timeout: float) -> None:
         """Block up to `timeout` seconds until a background load ends; return at once when none is under way."""
@@ -258,13 +306,19 @@ class AdapterManager:
 
     # --- loads ---
 
-    def _make_room(self, version: AdapterVersion) -> bool:
-        return self._residency.make_room(version, self._loader.num_in_flight)
+    def _make_room(self, claim: Order) -> bool:
+        return self._residency.make_room(claim, self._loader.num_in_flight)
 
-    def _start_load(self, version: AdapterVersion) -> None:
-        if not version.loading and self._make_room(version):
-            version.loading = True
-            self._loader.submit(version, version.path)
+    def _start_load(self, version: AdapterVersion, claim: Order) -> bool:
+        """Load the version in the background, for a request as urgent as `claim`; False without room for it."""
+        if version.loading:
+            return True
+        if not self._make_room(claim):
+            return False
+        version.loading = True
+        self._residency.clear_short(version)
+        self._loader.submit(version, version.path)
+        return True
 
     def _poll(self) -> None:
         for loaded in self._loader.poll():
@@ -287,10 +341,12 @@ class AdapterManager:
                 self._registry.remove(version.name)  # it never was an adapter; the next request reads the files anew
             elif version.current:
                 self._registry.renew(version)
-        self._collect()
+        self._changed()
 
-    def _collect(self) -> None:
-        """Drop what no version needs any more from the device and from host memory."""
+    def _changed(self) -> None:
+        """Something may be possible that was refused before. Also drops what no version needs any more."""
+        self._refusals.clear()
+        self._residency.changed()
         for version in self._registry.collect():
             if version.digest is not None and not self._registry.has_digest(version.digest):
                 self._residency.drop(version.digest)

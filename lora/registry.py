@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..platform.core.errors import ErrorInfo, NotFoundError
-from ..platform.core.request import Request, Status
+from ..platform.core.request import Request
 from .adapter import Adapter, Fingerprint
+
+Order = tuple[float, float]
+"""A request's place in the scheduling policy's order: the smallest is the most urgent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,22 +34,50 @@ class AdapterVersion:
     current: bool = True
     """False once its name means something else, or nothing."""
     waiting: dict[Request, float] = field(default_factory=dict)
-    """Requests to be admitted and when they began to wait, in that order."""
-    running: set[Request] = field(default_factory=set)
-    """Admitted requests; each counts as a user of the device rows."""
+    """Requests to be admitted, preempted ones too, and since when: from when they were added."""
+    running: dict[Request, float] = field(default_factory=dict)
+    """Admitted requests, with the same time; each counts as a user of the device rows."""
+    started: set[Request] = field(default_factory=set)
+    """Those of either that were ever admitted: they must go on with this content, which stays in host memory."""
+    _first: Request | None = None
 
     def take_content(self, adapter: Adapter) -> None:
         """Remember what was parsed."""
         self.digest, self.rows, self.fingerprint = adapter.digest, adapter.rows, adapter.fingerprint
 
-    def waiting_since(self) -> float | None:
-        """Since when a request has been waiting for this version; None when none is."""
-        while self.waiting:
-            request, since = next(iter(self.waiting.items()))
-            if request.status is not Status.FINISHED:
-                return since
-            del self.waiting[request]  # it ended without a word
-        return None
+    def bind(self, request: Request, now: float) -> None:
+        """A new request waits."""
+        request.adapter = self
+        self.waiting[request] = now
+        self._first = None  # its order is not known yet
+
+    def start(self, request: Request) -> None:
+        """A waiting request runs."""
+        self.running[request] = self.waiting.pop(request)
+        self.started.add(request)
+        self._first = None if request is self._first else self._first
+
+    def preempt(self, request: Request) -> None:
+        """A running request waits again, as long as it ever did."""
+        self.waiting[request] = self.running.pop(request)
+        self._first = None
+
+    def unbind(self, request: Request) -> None:
+        """The request is gone for good."""
+        self.waiting.pop(request, None)
+        self.running.pop(request, None)
+        self.started.discard(request)
+        self._first = None if request is self._first else self._first
+
+    def first_waiting(self) -> Request | None:
+        """The most urgent request that waits."""
+        if self._first is None and self.waiting:
+            self._first = min(self.waiting, key=_order)
+        return self._first
+
+
+def _order(request: Request) -> Order:
+    return request.order
 
 
 class AdapterRegistry:
@@ -73,9 +104,10 @@ class AdapterRegistry:
         """Make a new version the current one; requests on an earlier one stay there."""
         return self._replace(AdapterVersion(name, os.path.abspath(path)))
 
-    def renew(self, broken: AdapterVersion) -> AdapterVersion:
-        """A new version for the same files, to be read again by later requests."""
-        return self._replace(AdapterVersion(broken.name, broken.path, pinned=broken.pinned))
+    def renew(self, stale: AdapterVersion) -> AdapterVersion:
+        """A new version for the same files, to be read again by later requests. Pinned ones are never out of memory."""
+        assert not stale.pinned
+        return self._replace(AdapterVersion(stale.name, stale.path))
 
     def _replace(self, version: AdapterVersion) -> AdapterVersion:
         previous = self._current.get(version.name)
@@ -98,7 +130,7 @@ class AdapterRegistry:
 
     def collect(self) -> list[AdapterVersion]:
         """Forget drained versions that no request uses and no load is under way for, and return them."""
-        done = [v for v in self._draining if not (v.running or v.loading) and v.waiting_since() is None]
+        done = [v for v in self._draining if not (v.running or v.loading or v.waiting)]
         if done:
             self._draining = [v for v in self._draining if v not in done]
         return done
@@ -114,8 +146,9 @@ class AdapterRegistry:
             assert version.current
             assert version.error is None, "a broken version is still current"
         for version in self:
-            assert not version.running or version.digest is not None
-            assert not version.running.intersection(version.waiting), "a request both runs and waits"
-            for request in version.running:
-                assert request.adapter is version
+            assert not version.started or version.digest is not None
+            assert not version.running.keys() & version.waiting.keys(), "a request both runs and waits"
+            assert version.running.keys() <= version.started <= version.running.keys() | version.waiting.keys()
+            assert all(request.adapter is version for request in (*version.running, *version.waiting))
+            assert version.first_waiting() is None or version.first_waiting() in version.waiting
         assert not any(version.current for version in self._draining)

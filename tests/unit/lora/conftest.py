@@ -1,6 +1,7 @@
 """A tiny model's linears, PEFT folders made by hand, and requests."""
 
 import json
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,14 @@ def write_adapter(folder: Path, state=None, *, rank=4, seed=0, binary=False, **c
     return str(folder)
 
 
-def make_request(name: str | None = None, path: str | None = None, request_id: str = "r") -> Request:
+_arrivals = count()
+
+
+def make_request(name: str | None = None, path: str | None = None, request_id: str = "r", priority: int = 0) -> Request:
+    """Queued after all those made before of the same priority."""
     lora = LoRARequest(name, path=path) if name is not None else None
-    return Request(request_id, [1, 2, 3], 3, SamplingParams(), seed_key=0, lora=lora)
+    order = (priority, next(_arrivals))
+    return Request(request_id, [1, 2, 3], 3, SamplingParams(), seed_key=0, lora=lora, order=order)
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -106,11 +112,14 @@ def folder(tmp_path):
     return write
 
 
-def admitted(manager, name, path, request_id="r"):
+def admitted(manager, name, path, request_id="r", **options):
     """A request that has been resolved and admitted, waiting for loads."""
-    request = make_request(name, path, request_id)
+    request = make_request(name, path, request_id, **options)
     manager.resolve(request)
-    while (reason := manager.admit(request)) == LOADING:
+    for _ in range(20):
+        reason = manager.admit(request)
+        if reason != LOADING:
+            break
         manager.wait(10)
     assert reason is None
     return request

@@ -56,8 +56,15 @@ def test_unload_lets_running_requests_finish(make_manager, folder):
     assert manager.list() == []
     assert manager.prepare([(request.adapter, 1)]) is not None
     manager.check_integrity()
-    manager.release(request)
+    manager.forget(request)
     assert len(manager._residency.pool) == len(manager._residency.host) == 0
+
+
+def test_load_durations_are_bounded_when_nobody_asks(make_manager, folder):
+    manager, path = make_manager(), folder("a")
+    manager._load_seconds.extend([1.0] * (2 * manager_module.MAX_LOAD_SECONDS))
+    manager.load(LoRARequest("a", path=path))
+    assert len(manager.stats().load_seconds) == manager_module.MAX_LOAD_SECONDS
 
 
 # --- requests ---
@@ -69,7 +76,7 @@ def test_base_requests_need_nothing(make_manager):
     assert manager.admit(request) is None
     assert manager.namespace(request) == b""
     assert manager.prepare([(request.adapter, 5)]) is None
-    manager.release(request)
+    manager.forget(request)
 
 
 def test_first_use_registers_and_waits_alone(make_manager, folder):
@@ -84,11 +91,11 @@ def test_first_use_registers_and_waits_alone(make_manager, folder):
     assert level(manager, "a") == "device"
     assert manager.stats().running == ["a"]
     assert manager.namespace(request) == bytes.fromhex(manager.list()[0].digest)
-    manager.release(request)
+    manager.forget(request)
     assert manager.stats().running == []
 
 
-def test_admit_and_release_may_be_repeated(make_manager, folder):
+def test_admit_release_and_forget_may_be_repeated(make_manager, folder):
     manager = make_manager()
     request = admitted(manager, "a", folder("a"))
     assert manager.admit(request) is None
@@ -96,8 +103,11 @@ def test_admit_and_release_may_be_repeated(make_manager, folder):
     manager.release(request)
     manager.release(request)
     assert manager.list()[0].num_running == 0
+    assert manager.stats().waiting == ["a"]
     assert manager.admit(request) is None, "as after a preemption"
-    manager.release(request)
+    manager.forget(request)
+    manager.forget(request)
+    assert manager.stats().running == manager.stats().waiting == []
 
 
 def test_the_same_content_under_two_names_shares_rows(make_manager, folder, tmp_path):
@@ -108,9 +118,9 @@ def test_the_same_content_under_two_names_shares_rows(make_manager, folder, tmp_
     assert len(manager._residency.pool) == 1
     manager.check_integrity()
     manager.unload("a")
-    manager.release(requests[0])
+    manager.forget(requests[0])
     assert level(manager, "b") == "device"
-    manager.release(requests[1])
+    manager.forget(requests[1])
 
 
 # --- versions ---
@@ -125,9 +135,9 @@ def test_running_requests_keep_their_version(make_manager, folder):
     batch = manager.prepare([(old.adapter, 1), (new.adapter, 1)])
     assert batch.segments[0].selection.num_rows == 8
     manager.check_integrity()
-    manager.release(old)
+    manager.forget(old)
     assert len(manager._residency.pool) == 1, "the old version is gone with its last request"
-    manager.release(new)
+    manager.forget(new)
 
 
 def test_another_path_is_another_version(make_manager, folder):
@@ -137,7 +147,7 @@ def test_another_path_is_another_version(make_manager, folder):
     assert first.adapter is not second.adapter
     assert [info.path for info in manager.list()] == [second.lora.path]
     for request in (first, second):
-        manager.release(request)
+        manager.forget(request)
 
 
 def test_files_that_change_in_place_are_not_noticed_while_in_memory(make_manager, folder):
@@ -146,31 +156,99 @@ def test_files_that_change_in_place_are_not_noticed_while_in_memory(make_manager
     second = admitted(manager, "a", folder("a", seed=99), "second")
     assert second.adapter is first.adapter
     for request in (first, second):
-        manager.release(request)
+        manager.forget(request)
 
 
 def test_files_that_changed_while_out_of_memory_are_a_new_version(make_manager, folder):
     manager = make_manager(max_loras=1, max_cpu_loras=1)
     first = admitted(manager, "a", folder("a"))
-    manager.release(first)
-    manager.release(admitted(manager, "b", folder("b")))
+    manager.forget(first)
+    manager.forget(admitted(manager, "b", folder("b")))
     assert level(manager, "a") == "disk"
     second = admitted(manager, "a", folder("a", seed=99), "second")
     assert manager.namespace(second) != manager.namespace(first)
-    manager.release(second)
+    manager.forget(second)
 
 
-def test_a_preempted_request_does_not_go_on_with_other_content(make_manager, folder):
+def test_a_request_that_waits_does_not_get_other_content(make_manager, folder):
     manager = make_manager(max_loras=1, max_cpu_loras=1)
-    first = admitted(manager, "a", folder("a"))
-    manager.release(first)
-    manager.release(admitted(manager, "b", folder("b")))
+    manager.forget(admitted(manager, "a", folder("a")))
+    late = make_request("a", folder("a"), "late")
+    manager.resolve(late)
+    manager.forget(admitted(manager, "b", folder("b"), "urgent", priority=-1))
     folder("a", seed=99)
-    assert manager.admit(first) == LOADING
+    assert manager.admit(late) == LOADING
     manager.wait(10)
     with pytest.raises(AdapterError, match="changed on disk"):
-        manager.admit(first)
-    manager.release(admitted(manager, "a", folder("a", seed=99), "later"))
+        manager.admit(late)
+    manager.forget(admitted(manager, "a", folder("a", seed=99), "later"))
+
+
+@pytest.mark.parametrize("ending", ["load_inplace", "unload"])
+def test_a_preempted_request_goes_on_with_its_version(make_manager, folder, tmp_path, ending):
+    """Whatever happens to the name, the files and the memory while it waits."""
+    now = [0.0]
+    manager = make_manager(max_loras=1, max_cpu_loras=2, clock=lambda: now[0])
+    old = admitted(manager, "a", folder("a"), "old")
+    version, content = old.adapter, manager.namespace(old)
+    now[0] = 3.0
+    manager.release(old)
+    assert version.waiting[old] == 0.0, "it has waited since it was added"
+    if ending == "unload":
+        manager.unload("a")
+        shutil.rmtree(tmp_path / "a")
+    else:
+        manager.load(LoRARequest("a", path=folder("a", seed=77)), load_inplace=True)
+    for name in "bcd":
+        manager.forget(admitted(manager, name, folder(name), name, priority=-1))
+        manager.check_integrity()
+    assert manager.admit(old) is None
+    assert manager.namespace(old) == content == version.digest
+    assert manager.prepare([(old.adapter, 1)]) is not None
+    manager.forget(old)
+    assert version not in list(manager._registry)
+    assert content not in manager._residency.host
+    assert content not in manager._residency.pool
+
+
+def test_a_preempted_request_of_an_adapter_still_registered_keeps_its_content(make_manager, folder):
+    manager = make_manager(max_loras=1, max_cpu_loras=1)
+    old = admitted(manager, "a", folder("a"), "old")
+    manager.release(old)
+    other = make_request("b", folder("b"), "urgent", priority=-1)
+    manager.resolve(other)
+    assert manager.admit(other) == LOADING, "host memory has room for one, and a request has begun with it"
+    folder("a", seed=99)
+    assert manager.admit(old) is None
+    manager.forget(old)
+    assert manager.admit(other) == LOADING
+    manager.wait(10)
+    assert manager.admit(other) is None
+    manager.forget(other)
+
+
+def test_requests_for_an_adapter_that_is_queued_to_load_share_one_version(make_manager, folder, monkeypatch):
+    parsed, real = [], manager_module.parse
+
+    def parse(path, *args, **options):
+        parsed.append(path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(manager_module, "parse", parse)
+    manager = make_manager(max_loras=1, max_cpu_loras=1)
+    busy, path = admitted(manager, "a", folder("a")), folder("b")
+    requests = [make_request("b", path, str(i)) for i in range(50)]
+    for request in requests:
+        manager.resolve(request)
+        assert manager.admit(request) == LOADING
+    assert len({request.adapter for request in requests}) == 1
+    manager.forget(busy)
+    assert manager.admit(requests[0]) == LOADING
+    manager.wait(10)
+    assert [manager.admit(request) for request in requests] == [None] * 50
+    assert parsed.count(path) == 1
+    for request in requests:
+        manager.forget(request)
 
 
 # --- errors ---
@@ -195,8 +273,8 @@ def test_a_broken_adapter_fails_its_own_requests_and_may_be_repaired(make_manage
             manager.admit(request)
     assert [info.name for info in manager.list()] == ["good"]
     assert manager.prepare([(good.adapter, 1)]) is not None
-    manager.release(admitted(manager, "a", folder("a", rank=4), "again"))
-    manager.release(good)
+    manager.forget(admitted(manager, "a", folder("a", rank=4), "again"))
+    manager.forget(good)
 
 
 def test_an_adapter_whose_files_vanish_fails_only_when_it_must_be_read_again(make_manager, folder):
@@ -204,15 +282,15 @@ def test_an_adapter_whose_files_vanish_fails_only_when_it_must_be_read_again(mak
     path = folder("a")
     first = admitted(manager, "a", path)
     shutil.rmtree(path)
-    manager.release(first)
-    manager.release(admitted(manager, "a", path, "still in memory"))
-    manager.release(admitted(manager, "b", folder("b")))
+    manager.forget(first)
+    manager.forget(admitted(manager, "a", path, "still in memory"))
+    manager.forget(admitted(manager, "b", folder("b")))
     request = make_request("a", path, "gone")
     manager.resolve(request)
     manager.wait(10)
     with pytest.raises(AdapterError, match="does not exist"):
         manager.admit(request)
-    manager.release(admitted(manager, "a", folder("a"), "back"))
+    manager.forget(admitted(manager, "a", folder("a"), "back"))
 
 
 def test_an_unforeseen_error_in_the_thread_is_one_adapters_error(make_manager, folder, monkeypatch):
@@ -230,7 +308,7 @@ def test_an_unforeseen_error_in_the_thread_is_one_adapters_error(make_manager, f
     manager.wait(10)
     with pytest.raises(AdapterError, match="MemoryError: no room"):
         manager.admit(request)
-    manager.release(admitted(manager, "a", folder("a")))
+    manager.forget(admitted(manager, "a", folder("a")))
 
 
 # --- the thread ---
@@ -253,7 +331,7 @@ def test_loading_does_not_block_and_close_ends_the_thread(make_manager, folder, 
     gate.set()
     manager.wait(10)
     assert manager.admit(request) is None
-    manager.release(request)
+    manager.forget(request)
     thread = manager._loader._thread
     manager.close()
     assert not thread.is_alive()
@@ -268,4 +346,4 @@ def test_modules_that_an_adapter_leaves_alone(make_manager, folder):
     request = admitted(manager, "a", folder("a", state=tensors(modules=("v_proj",), layers=(1,))))
     site = manager._residency._sites[0][0]
     assert not site._a.any()
-    manager.release(request)
+    manager.forget(request)

@@ -15,7 +15,6 @@ from outrider.lora.manager import AdapterManager
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.core.request import Status
 
 from .conftest import make_request
 
@@ -54,21 +53,28 @@ class StepLoader:
 class ManagerMachine(RuleBasedStateMachine):
     """Folders hold only a number: the content. 13 is broken, and the rank follows from the number."""
 
+    MAX_CPU_LORAS = 3
+
     def __init__(self):
         super().__init__()
+        self.now = 0.0
         self._folder = tempfile.TemporaryDirectory()
         self.contents = {name: index for index, name in enumerate("abcde")}
         for name in self.contents:
             self._write(name)
         self.manager = AdapterManager(
-            [], LoRAConfig(max_loras=2, max_cpu_loras=3, max_lora_rank=4), torch.float32, "cpu"
+            [],
+            LoRAConfig(max_loras=2, max_cpu_loras=self.MAX_CPU_LORAS, max_lora_rank=4),
+            torch.float32,
+            "cpu",
+            clock=lambda: self.now,
         )
         self.manager._parse, self.manager._loader = self._parse, StepLoader(self._parse)
         self.waiting, self.running, self.seen = [], [], {}
 
     def teardown(self):
         for request in self.waiting + self.running:
-            self.manager.release(request)
+            self.manager.forget(request)
         self.manager.check_integrity()
         self.manager.close()
         self._folder.cleanup()
@@ -92,19 +98,21 @@ class ManagerMachine(RuleBasedStateMachine):
         self.contents[name] = content
         self._write(name)
 
-    @rule(name=NAMES)
-    def resolve(self, name):
-        request = make_request(name, self._path(name))
+    @rule(name=NAMES, priority=st.integers(-1, 1))
+    def resolve(self, name, priority):
+        request = make_request(name, self._path(name), priority=priority)
         self.manager.resolve(request)
         self.waiting.append(request)
 
     @rule()
     def schedule(self):
-        for request in list(self.waiting):
+        self.now += 0.5
+        for request in sorted(self.waiting, key=lambda request: request.order):
             try:
                 reason = self.manager.admit(request)
             except AdapterError:
-                request.status = Status.FINISHED
+                assert request not in self.seen, "a request that had begun lost its adapter"
+                self.manager.forget(request)
                 self.waiting.remove(request)
                 continue
             if reason is None:
@@ -121,16 +129,16 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), preempt=st.booleans())
     def end(self, data, preempt):
         request = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.manager.release(request)
         if preempt:
+            self.manager.release(request)
             self.waiting.append(request)
         else:
-            request.status = Status.FINISHED
+            self.manager.forget(request)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def abort_waiting(self, data):
-        self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1))).status = Status.FINISHED
+        self.manager.forget(self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1))))
 
     @rule(name=NAMES, inplace=st.booleans(), pinned=st.booleans())
     def load(self, name, inplace, pinned):
@@ -162,17 +170,25 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def nobody_waits_forever(self):
         """Once what runs has ended, everything that waits gets its turn."""
-        for request in self.running:
-            self.manager.release(request)
-        self.running = []
         for _ in range(60):
-            self.schedule()
             for request in self.running:
-                self.manager.release(request)
+                self.manager.forget(request)
             self.running = []
+            self.schedule()
             self.manager.wait(1)
+        for request in self.running:
+            self.manager.forget(request)
+        self.running = []
         assert not self.waiting
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None)
+class TightMachine(ManagerMachine):
+    """Host memory has room for no more than the device."""
+
+    MAX_CPU_LORAS = 2
+
+
+for machine in (ManagerMachine, TightMachine):
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None)
 TestManagerMachine = ManagerMachine.TestCase
+TestTightMachine = TightMachine.TestCase

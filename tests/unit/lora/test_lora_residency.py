@@ -6,7 +6,6 @@ from outrider.lora.manager import ROWS
 from outrider.lora.residency import AGING_SECONDS
 from outrider.platform.core.errors import InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.core.request import Status
 
 from .conftest import admitted, level, make_request
 
@@ -14,7 +13,7 @@ from .conftest import admitted, level, make_request
 def test_lru_over_rows(make_manager, folder):
     manager = make_manager(max_loras=2)
     for name in ("a", "b", "a", "c"):
-        manager.release(admitted(manager, name, folder(name)))
+        manager.forget(admitted(manager, name, folder(name)))
     assert [level(manager, name) for name in "abc"] == ["device", "host", "device"]
 
 
@@ -23,7 +22,7 @@ def test_an_adapter_takes_the_rows_of_its_rank(make_manager, folder):
     requests = [admitted(manager, f"a{rank}", folder(f"a{rank}", rank=rank)) for rank in (8, 2, 4)]
     assert manager._residency.pool.num_free_rows == 32 - 14
     for request in requests:
-        manager.release(request)
+        manager.forget(request)
 
 
 def test_rows_of_running_requests_are_not_taken(make_manager, folder):
@@ -33,15 +32,15 @@ def test_rows_of_running_requests_are_not_taken(make_manager, folder):
     manager.wait(10)
     assert manager.admit(waiting) == ROWS
     assert manager.prepare([(running.adapter, 1)]) is not None
-    manager.release(running)
+    manager.forget(running)
     assert manager.admit(waiting) is None
-    manager.release(waiting)
+    manager.forget(waiting)
 
 
 def test_the_host_tier_is_bounded(make_manager, folder):
     manager = make_manager(max_loras=1, max_cpu_loras=2)
     for name in "abcd":
-        manager.release(admitted(manager, name, folder(name)))
+        manager.forget(admitted(manager, name, folder(name)))
         assert len(manager._residency.host) <= 2
     assert [level(manager, name) for name in "abcd"] == ["disk", "disk", "host", "device"]
 
@@ -57,7 +56,7 @@ def test_more_adapters_wanted_than_fit_the_host_tier(make_manager, folder):
             if manager.admit(request) is None:
                 waiting.remove(request)
                 order.append(request.request_id)
-                manager.release(request)
+                manager.forget(request)
         manager.wait(1)
         num_loads += len(manager.stats().load_seconds)
         if not waiting:
@@ -71,8 +70,8 @@ def test_requests_that_ended_while_waiting_claim_nothing(make_manager, folder):
     gone = make_request("a", folder("a"), "gone")
     manager.resolve(gone)
     manager.wait(10)
-    gone.status = Status.FINISHED
-    manager.release(admitted(manager, "b", folder("b")))
+    manager.forget(gone)
+    manager.forget(admitted(manager, "b", folder("b")))
     assert manager.stats().waiting == []
 
 
@@ -90,20 +89,160 @@ def test_one_that_waited_too_long_gets_the_rows_next(make_manager, folder):
     now[0] = AGING_SECONDS + 1
     assert manager.admit(starving) == ROWS
     for request in (newer, busy[1]):
-        manager.release(request)
+        manager.forget(request)
     late = make_request("a", folder("a"), "late")
     manager.resolve(late)
     assert manager.admit(late) == ROWS, "a, with the fewest users, is left to drain"
     busy.append(admitted(manager, "b", folder("b"), "b3"))
-    manager.release(busy[0])
+    manager.forget(busy[0])
     assert manager.admit(starving) is None
-    manager.release(starving)
+    manager.forget(starving)
     assert manager.admit(late) is None
     for request in (busy[2], busy[3], late):
-        manager.release(request)
+        manager.forget(request)
+
+
+@pytest.mark.parametrize("max_cpu_loras", [1, 2])
+def test_a_stream_of_requests_for_one_adapter_does_not_starve_another(make_manager, folder, max_cpu_loras):
+    """Also when host memory has room for no more than the device: then the load itself is what must wait."""
+    now = [0.0]
+    manager = make_manager(max_loras=1, max_cpu_loras=max_cpu_loras, clock=lambda: now[0])
+    path = folder("a")
+    running = {admitted(manager, "a", path, "first"): 0}  # and in which step each began
+    starving = make_request("b", folder("b"), "starving")
+    manager.resolve(starving)
+    waiting = [starving]
+    for step in range(40):  # of 0.1 s; one more request for a in each, and each runs for three
+        now[0] += 0.1
+        waiting.append(make_request("a", path, "stream"))
+        manager.resolve(waiting[-1])
+        for request in list(waiting):
+            if manager.admit(request) is None:
+                waiting.remove(request)
+                running[request] = step
+        manager.check_integrity()
+        if starving in running:
+            break
+        manager.wait(10)
+        for request in [request for request, began in running.items() if step - began >= 2]:
+            del running[request]
+            manager.forget(request)
+    assert starving in running
+    assert AGING_SECONDS < now[0] < AGING_SECONDS + 1
+    for request in [*running, *waiting]:
+        manager.forget(request)
+
+
+def test_only_less_urgent_requests_yield(make_manager, folder):
+    now = [0.0]
+    manager = make_manager(max_loras=1, clock=lambda: now[0])
+    busy = admitted(manager, "a", folder("a"), "busy", priority=5)
+    low = make_request("b", folder("b"), "low", priority=9)
+    manager.resolve(low)
+    manager.wait(10)
+    assert manager.admit(low) == ROWS
+    now[0] = AGING_SECONDS + 1
+    urgent = admitted(manager, "a", folder("a"), "urgent", priority=-5)
+    as_low = make_request("a", folder("a"), "as low, and newer", priority=9)
+    manager.resolve(as_low)
+    assert manager.admit(as_low) == ROWS
+    manager.forget(busy)
+    manager.forget(urgent)
+    idle = admitted(manager, "a", folder("a"), "idle adapter, urgent request", priority=-5)
+    manager.forget(idle)
+    assert manager.admit(low) is None
+    for request in (low, as_low):
+        manager.forget(request)
+
+
+def test_only_the_adapter_whose_rows_are_needed_yields(make_manager, folder):
+    """Another one on the device goes on, idle or not, and one that would have to take rows waits."""
+    now = [0.0]
+    manager = make_manager(max_loras=2, max_cpu_loras=4, clock=lambda: now[0])
+    users = [admitted(manager, name, folder(name), name) for name in "ab"]
+    late = {name: make_request(name, folder(name), f"{name} late") for name in "cabd"}  # c is the one that starves
+    for request in late.values():
+        manager.resolve(request)
+        manager.wait(10)
+    assert manager.admit(late["c"]) == ROWS
+    for request in users:
+        manager.forget(request)
+    now[0] = AGING_SECONDS + 1
+    assert manager.admit(late["d"]) == ROWS, "it would take what comes free"
+    assert manager.admit(late["a"]) == ROWS, "the least recently used is to go"
+    assert manager.admit(late["b"]) is None
+    assert manager.admit(late["c"]) is None
+    for request in late.values():
+        manager.forget(request)
+
+
+def test_requests_that_do_not_yield_are_not_waited_for(make_manager, folder):
+    """A more urgent stream keeps its adapter's rows; the less urgent one's are drained, though it has more users."""
+    now = [0.0]
+    manager = make_manager(max_loras=2, clock=lambda: now[0])
+    urgent = admitted(manager, "a", folder("a"), "urgent", priority=-5)
+    users = [admitted(manager, "b", folder("b"), str(i), priority=9) for i in range(3)]
+    starving = make_request("c", folder("c"), "starving")
+    manager.resolve(starving)
+    manager.wait(10)
+    assert manager.admit(starving) == ROWS
+    now[0] = AGING_SECONDS + 1
+    late = make_request("b", folder("b"), "late", priority=9)
+    manager.resolve(late)
+    assert manager.admit(late) == ROWS
+    for request in users:
+        manager.forget(request)
+    assert manager.admit(starving) is None
+    for request in (urgent, starving, late):
+        manager.forget(request)
+
+
+def test_a_refusal_is_remembered_until_something_changes(make_manager, folder, monkeypatch):
+    manager = make_manager(max_loras=1)
+    running, path = admitted(manager, "a", folder("a")), folder("b")
+    requests = [make_request("b", path, str(i)) for i in range(100)]
+    for request in requests:
+        manager.resolve(request)
+    manager.wait(10)
+    tries, real = [], manager._residency.place
+    monkeypatch.setattr(manager._residency, "place", lambda adapter: tries.append(adapter) or real(adapter))
+    for _ in range(3):
+        assert [manager.admit(request) for request in requests] == [ROWS] * 100
+    assert len(tries) == 1
+    manager.forget(running)
+    assert [manager.admit(request) for request in requests] == [None] * 100
+    for request in requests:
+        manager.forget(request)
 
 
 # --- pins ---
+
+
+def test_a_pin_without_room_is_refused_and_changes_nothing(make_manager, folder):
+    manager = make_manager(max_loras=2)
+    users = [admitted(manager, name, folder(name), name) for name in "ab"]
+    with pytest.raises(InvalidUserInputError, match="cannot pin 'p' now") as caught:
+        manager.load(LoRARequest("p", path=folder("p")), pinned=True)
+    assert caught.value.info().param == "pinned"
+    assert [info.name for info in manager.list()] == ["a", "b"]
+    assert len(manager._residency.host) == 2
+    manager.check_integrity()
+    manager.forget(users.pop())
+    assert manager.load(LoRARequest("p", path=folder("p")), pinned=True).level == "device"
+    manager.forget(users.pop())
+
+
+def test_a_pinned_adapter_may_be_replaced_when_the_rest_is_busy(make_manager, folder):
+    manager = make_manager(max_loras=2)
+    manager.load(LoRARequest("p", path=folder("p")), pinned=True)
+    user = admitted(manager, "a", folder("a"))
+    on_p = admitted(manager, "p", folder("p"), "on p")
+    with pytest.raises(InvalidUserInputError, match="cannot pin"):
+        manager.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True)
+    manager.check_integrity()
+    manager.forget(on_p)
+    assert manager.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True).level == "device"
+    manager.forget(user)
 
 
 def test_a_pinned_adapter_stays(make_manager, folder):
@@ -111,7 +250,7 @@ def test_a_pinned_adapter_stays(make_manager, folder):
     info = manager.load(LoRARequest("p", path=folder("p")), pinned=True)
     assert (info.level, info.pinned) == ("device", True)
     for name in "abc":
-        manager.release(admitted(manager, name, folder(name)))
+        manager.forget(admitted(manager, name, folder(name)))
     assert level(manager, "p") == "device"
     manager.unload("p")
     assert len(manager._residency.pool) == 1
@@ -131,6 +270,6 @@ def test_pinned_in_place_moves_the_pin(make_manager, folder):
     manager.load(LoRARequest("p", path=folder("p")), pinned=True)
     manager.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True)
     for name in "abc":
-        manager.release(admitted(manager, name, folder(name)))
+        manager.forget(admitted(manager, name, folder(name)))
     assert level(manager, "p") == "device"
     assert len(manager._residency.pool) == 2
