@@ -166,7 +166,7 @@ def fingerprint(path: str) -> Fingerprint:
     for name in (CONFIG_FILE, *WEIGHT_FILES):
         try:
             status = os.stat(os.path.join(path, name))
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a NUL in the path
             continue
         found.append((name, status.st_mtime_ns, status.st_size))
     return tuple(found)
@@ -186,8 +186,8 @@ def parse(path: str, known: Mapping[str, ModuleShape], *, max_rank: int, dtype: 
             base does not have or that has another shape there, weights that are not finite.
     """
     folder, files = Path(path), fingerprint(path)
-    if not folder.is_dir():
-        raise adapter_error(f"the adapter's folder {path!r} does not exist")
+    if not os.path.isdir(path):
+        raise adapter_error(f"the adapter's folder {path[:200]!r} does not exist")
     config = read_config(folder)
     modules: dict[str, LoraWeights] = {}
     digest = hashlib.sha256()

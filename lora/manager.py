@@ -55,6 +55,13 @@ class AdapterStats(NamedTuple):
     """Durations of the latest loads that ended since the last snapshot, failed ones too."""
 
 
+class ReadAdapter(NamedTuple):
+    """An adapter's files, read and checked, before it is registered."""
+
+    adapter: Adapter
+    seconds: float
+
+
 class _Refusal(NamedTuple):
     """Why requests of a version as urgent as `order`, or less, must wait until something changes."""
 
@@ -91,27 +98,44 @@ class AdapterManager:
 
     # --- the registry, as users see it ---
 
-    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+    def check_name(self, request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """InvalidUserInputError when the name is taken and `load_inplace` is not set."""
+        self._poll()
+        if self._registry.find(request.name) is not None and not load_inplace:
+            raise InvalidUserInputError(
+                f"The lora adapter '{request.name}' has already been loaded.", param="lora_name"
+            )
+
+    def read(self, path: str) -> ReadAdapter:
+        """Read and check an adapter's files, for `load`. May be called in any thread; AdapterError as there."""
+        started = time.perf_counter()
+        adapter = self._parse(path)
+        return ReadAdapter(adapter, time.perf_counter() - started)
+
+    def load(
+        self,
+        request: LoRARequest,
+        *,
+        load_inplace: bool = False,
+        pinned: bool = False,
+        read: ReadAdapter | None = None,
+    ) -> AdapterInfo:
         """Read, check and register an adapter now.
 
         Args:
             request: Name and folder.
             load_inplace: Replace an adapter of this name; requests on it finish on the content that they began with.
             pinned: Keep it on the device.
+            read: What `read` made of its files; they are not read again.
 
         Raises:
             AdapterError: the adapter cannot be served; an adapter registered under the name stays.
             InvalidUserInputError: the name is taken and `load_inplace` is not set, or it cannot be pinned: too many
                 are, or running requests leave no room for it now.
         """
-        self._poll()
-        if self._registry.find(request.name) is not None and not load_inplace:
-            raise InvalidUserInputError(
-                f"The lora adapter '{request.name}' has already been loaded.", param="lora_name"
-            )
-        started = time.perf_counter()
-        adapter = self._parse(request.path)
-        self._load_seconds.append(time.perf_counter() - started)
+        self.check_name(request, load_inplace=load_inplace)
+        adapter, seconds = read if read is not None else self.read(request.path)
+        self._load_seconds.append(seconds)
         if pinned:
             self._residency.pin(request.name, adapter, self._loader.num_in_flight)
         elif adapter.digest in self._residency.host or self._make_room(LEAST_URGENT):

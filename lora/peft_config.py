@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from ..platform.core.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
+_MAX_CONFIG_BYTES = 1 << 20
+# Patterns come with the adapter, from whoever uploaded it, and some patterns take exponential time.
+_PATTERN_SECONDS = 0.1
 
 # Initializations that change the base model's weights too: without those changes the adapter means something else.
 _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
@@ -74,16 +78,19 @@ class PeftConfig:
 def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
     """The value of the first pattern that matches a module's name or a dotted end of it (PEFT's `get_pattern_key`)."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
+        try:
+            if regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS):
+                return value
+        except TimeoutError:
+            raise adapter_error(f"{CONFIG_FILE}: matching the pattern {pattern[:80]!r} takes too long") from None
     return default
 
 
 def _positive(name: str, value: Any, *, integer: bool) -> Any:
-    good = isinstance(value, int) if integer else isinstance(value, (int, float)) and math.isfinite(value)
-    if isinstance(value, bool) or not good or value <= 0:
+    good = isinstance(value, int) or (not integer and isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, bool) or not good or not 0 < value < 2**31:
         kind = "a positive integer" if integer else "a positive number"
-        raise adapter_error(f"{CONFIG_FILE}: {name} must be {kind}, got {value!r}")
+        raise adapter_error(f"{CONFIG_FILE}: {name} must be {kind} below 2^31, got {str(value)[:40]}")
     return value
 
 
@@ -94,8 +101,8 @@ def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> dict[str, A
     for pattern, value in patterns.items():
         _positive(f"{name}[{pattern!r}]", value, integer=integer)
         try:
-            re.compile(pattern)
-        except re.error as error:
+            regex.compile(pattern)
+        except regex.error as error:
             raise adapter_error(f"{CONFIG_FILE}: {name}: {pattern!r} is no regular expression: {error}") from None
     return patterns
 
@@ -107,11 +114,13 @@ def read_config(folder: Path) -> PeftConfig:
         AdapterError: the file is missing or broken, or asks for something that is not served (named in the message).
     """
     file = folder / CONFIG_FILE
+    if not file.is_file():  # a pipe or a device would be read for ever
+        raise adapter_error(f"no {CONFIG_FILE} in {folder}")
+    if file.stat().st_size > _MAX_CONFIG_BYTES:
+        raise adapter_error(f"{file} is larger than {_MAX_CONFIG_BYTES} bytes")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise adapter_error(f"no {CONFIG_FILE} in {folder}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise adapter_error(f"cannot read {file}: {error}") from None
     if not isinstance(config, dict):
         raise adapter_error(f"{file} is not a JSON object")

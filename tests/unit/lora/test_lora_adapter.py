@@ -1,6 +1,7 @@
 """Parsing of PEFT folders: what is understood, what is refused and how the refusal reads."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -257,3 +258,34 @@ def test_safetensors_go_before_bin(tmp_path):
     write_adapter(tmp_path, seed=1, binary=True)
     save_file(tensors(seed=2), tmp_path / "adapter_model.safetensors")
     assert read(tmp_path).digest == read(write_adapter(tmp_path / "other", seed=2)).digest
+
+
+def test_a_pattern_that_would_take_for_ever_is_given_up(tmp_path):
+    path = write_adapter(tmp_path, rank_pattern={"(?:[a-z0-9_.]|[a-z0-9_.]{2})+_projx?[0-9]": 2})
+    with pytest.raises(AdapterError, match="takes too long"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_is_not_read(tmp_path, name):
+    path = write_adapter(tmp_path / "a")
+    (tmp_path / "a" / name).unlink()
+    os.mkfifo(tmp_path / "a" / name)
+    with pytest.raises(AdapterError, match="no adapter_"):
+        read(path)
+
+
+@pytest.mark.parametrize("path", ["nul\0nul", "x" * 5000])
+def test_impossible_paths_are_refused_like_missing_ones(path):
+    with pytest.raises(AdapterError, match="does not exist"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"peft_type": "LORA", "r": 4, "lora_alpha": 1' + "0" * 400 + "}", " " * (1 << 21)]
+)
+def test_hostile_configs_are_refused(tmp_path, text):
+    path = write_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(AdapterError):
+        read(path)
