@@ -29,6 +29,16 @@ class Drafts(NamedTuple):
 NO_DRAFTS = Drafts([])
 
 
+@dataclass(slots=True)
+class TokenCounts:
+    """How often each token of a sequence was generated; grows with the sequence, when something asks."""
+
+    num_counted: int = 0
+    """Leading tokens of the sequence that are counted."""
+    generated: dict[int, int] = field(default_factory=dict)
+    """By token; 0 for one that stands in the prompt alone."""
+
+
 class Status(enum.Enum):
     """Where a sequence is."""
 
@@ -83,6 +93,8 @@ class Request:
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     speculation_totals: SpeculationCounts | None = None
     """The engine's counts for this request's adapter; counted together with `speculation`."""
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    """For penalties."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
     stop_ids: frozenset[int] = field(init=False)

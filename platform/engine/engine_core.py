@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from typing import Any
 
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
@@ -81,13 +82,25 @@ class EngineCore:
         """Forget these sequences; unknown ids are ignored and no delta follows."""
         self.scheduler.abort(request_ids)
 
-    def load_adapter(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
-        """Parse, validate and register an adapter now.
+    def adapter_reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], Any]:
+        """Reads and checks an adapter's files, which may take long: call it in any thread. Its result is for
+        `load_adapter`; AdapterError comes out of it.
+
+        Raises:
+            InvalidUserInputError: at once, when the name is taken (and not `load_inplace`).
+        """
+        self._adapters.check_name(request, load_inplace=load_inplace)
+        return lambda: self._adapters.read(request.path)
+
+    def load_adapter(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
+    ) -> AdapterInfo:
+        """Register an adapter now; without `read`, what `adapter_reader` brought, its files are read here.
 
         Raises:
             AdapterError: it cannot be served. InvalidUserInputError: the name is taken (and not `load_inplace`).
         """
-        return self._adapters.load(request, load_inplace=load_inplace, pinned=pinned)
+        return self._adapters.load(request, load_inplace=load_inplace, pinned=pinned, read=read)
 
     def unload_adapter(self, name: str) -> None:
         """Take no new requests for an adapter and free it when the running ones are done. NotFoundError when

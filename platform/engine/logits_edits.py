@@ -1,7 +1,8 @@
 """Sampling parameters that change single logits: masks, biases and penalties.
 
-Each edit is a function of the request's parameters and its tokens, drafts before the row included, so it holds no state
-that preemption or rejected drafts could make stale. All are vectorised over the rows that want them: one gather and one
+Each edit is a function of the request's parameters and its tokens, drafts before the row included, so that neither
+preemption nor rejected drafts can make it stale: `Request.counts` only remembers how far the accepted tokens, which
+are never taken back, have been counted. All are vectorised over the rows that want them: one gather and one
 scatter on the flat logits, whatever the batch.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.request import Request
+from ..core.request import Request, TokenCounts
 from ..core.sampling_params import SamplingParams
 
 NEGATIVE_INFINITY = float("-inf")
@@ -105,10 +106,25 @@ def _logit_bias(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     logits.view(-1)[_flat(logits, pairs)] += torch.tensor(amounts, device=logits.device)
 
 
+def _counts(request: Request) -> TokenCounts:
+    """The counts of all accepted tokens, brought up to date: a step costs its new tokens, not the whole sequence."""
+    counts = request.counts
+    if counts.num_counted < len(request.tokens):
+        for position in range(counts.num_counted, len(request.tokens)):
+            token = request.tokens[position]
+            counts.generated.setdefault(token, 0)
+            counts.generated[token] += position >= request.num_prompt_tokens
+        counts.num_counted = len(request.tokens)
+    return counts
+
+
 def _repetition(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """Logits of tokens seen in the prompt or the output are divided by the penalty, or multiplied where negative
     (Keskar et al. 2019, CTRL, section 4.1)."""
-    pairs = [(row, np.unique(np.asarray(row.request.tokens + row.drafts))) for row in rows]
+    pairs = []
+    for row in rows:
+        seen = _counts(row.request).generated
+        pairs.append((row, [*seen, *(token for token in set(row.drafts) if token not in seen)]))
     factors = np.concatenate(
         [np.full(len(tokens), row.request.params.repetition_penalty, np.float32) for row, tokens in pairs]
     )
@@ -118,14 +134,16 @@ def _repetition(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 
 
 def _presence_and_frequency(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-    """Logits of generated tokens lose `presence_penalty`, and `frequency_penalty` for each time (OpenAI's
-    definition)."""
+    """Logits of generated tokens lose `presence_penalty`, and `frequency_penalty` for each time (OpenAI)."""
     pairs, amounts = [], []
     for row in rows:
-        tokens, counts = np.unique(np.asarray(row.outputs, dtype=np.int64), return_counts=True)
-        pairs.append((row, tokens))
+        times = {token: count for token, count in _counts(row.request).generated.items() if count}
+        for token in row.drafts:
+            times[token] = times.get(token, 0) + 1
         params = row.request.params
-        amounts.append((params.presence_penalty + params.frequency_penalty * counts).astype(np.float32))
+        pairs.append((row, list(times)))
+        counts = np.fromiter(times.values(), np.float32, len(times))
+        amounts.append(np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts)
     logits.view(-1)[_flat(logits, pairs)] -= torch.from_numpy(np.concatenate(amounts)).to(logits.device)
 
 
