@@ -98,19 +98,24 @@ class AdapterManager:
 
     # --- the registry, as users see it ---
 
-    def check_name(self, request: LoRARequest, *, load_inplace: bool = False) -> None:
-        """InvalidUserInputError when the name is taken and `load_inplace` is not set."""
+    def reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], ReadAdapter]:
+        """Reads and checks an adapter's files, for `load`; may be called in any thread. AdapterError comes out of it.
+
+        Raises:
+            InvalidUserInputError: at once, when the name is taken and `load_inplace` is not set.
+        """
         self._poll()
         if self._registry.find(request.name) is not None and not load_inplace:
             raise InvalidUserInputError(
                 f"The lora adapter '{request.name}' has already been loaded.", param="lora_name"
             )
 
-    def read(self, path: str) -> ReadAdapter:
-        """Read and check an adapter's files, for `load`. May be called in any thread; AdapterError as there."""
-        started = time.perf_counter()
-        adapter = self._parse(path)
-        return ReadAdapter(adapter, time.perf_counter() - started)
+        def read() -> ReadAdapter:
+            started = time.perf_counter()
+            adapter = self._parse(request.path)
+            return ReadAdapter(adapter, time.perf_counter() - started)
+
+        return read
 
     def load(
         self,
@@ -126,15 +131,15 @@ class AdapterManager:
             request: Name and folder.
             load_inplace: Replace an adapter of this name; requests on it finish on the content that they began with.
             pinned: Keep it on the device.
-            read: What `read` made of its files; they are not read again.
+            read: What `reader` made of its files; they are not read again.
 
         Raises:
             AdapterError: the adapter cannot be served; an adapter registered under the name stays.
             InvalidUserInputError: the name is taken and `load_inplace` is not set, or it cannot be pinned: too many
                 are, or running requests leave no room for it now.
         """
-        self.check_name(request, load_inplace=load_inplace)
-        adapter, seconds = read if read is not None else self.read(request.path)
+        read_now = self.reader(request, load_inplace=load_inplace)  # refuses a name that is taken
+        adapter, seconds = read if read is not None else read_now()
         self._load_seconds.append(seconds)
         if pinned:
             self._residency.pin(request.name, adapter, self._loader.num_in_flight)

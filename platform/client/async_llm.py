@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import uuid
 from collections.abc import AsyncIterator
@@ -11,13 +12,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..core.config import EngineArgs
-from ..core.errors import EngineDeadError, OutriderError, ShuttingDownError
+from ..core.errors import EngineDeadError, InvalidUserInputError, NotFoundError, OutriderError, ShuttingDownError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side, resolve_lora
-from .input_processor import InputProcessor, Prompt
+from .input_processor import InputProcessor, Prompt, check_request_id
 from .ipc import Abort, Add, Call
 from .output_processor import OutputProcessor, RequestState
 from .supervisor import Callbacks, EngineProcess, EngineSpec, Supervisor
@@ -61,7 +62,9 @@ class AsyncLLM:
             spec, Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self._load_adapters_again)
         )
         self._starting: asyncio.Task[EngineInfo] | None = None
-        self._draining = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
+        self._draining = self._closed = False
+        self._numbers = itertools.count()  # of the requests, for their ids in the engine
         self._info: EngineInfo | None = None
         self._input_processor: InputProcessor | None = None
         self._output_processor: OutputProcessor | None = None
@@ -78,10 +81,22 @@ class AsyncLLM:
 
         Raises:
             OutriderError: the typed error of the engine that could not start.
+            ShuttingDownError: after `shutdown`.
+            InvalidUserInputError: in another event loop than the first time.
         """
+        if self._closed:
+            raise ShuttingDownError("this AsyncLLM has been shut down; make a new one")
         if self._starting is None:
+            self._loop = asyncio.get_running_loop()
             self._starting = asyncio.create_task(self._start())
+        self._check_loop()
         return await asyncio.shield(self._starting)
+
+    def _check_loop(self) -> None:
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise InvalidUserInputError(
+                "this AsyncLLM belongs to another event loop, such as that of an earlier asyncio.run; make a new one"
+            )
 
     async def _start(self) -> EngineInfo:
         # The tokenizer's library takes a second to import: meanwhile the engine starts.
@@ -163,7 +178,11 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """Fail what still runs with ShuttingDownError and end the engine process. May be called twice."""
-        self._draining = True
+        if self._loop is not None and self._loop.is_closed():
+            self._draining = self._closed = True
+            return  # the loop's end has ended the engine process
+        self._check_loop()
+        self._draining = self._closed = True
         self._on_death(ShuttingDownError("the server is shutting down"))
         await self._supervisor.stop()
         if self._starting is not None:
@@ -213,8 +232,11 @@ class AsyncLLM:
             raise ShuttingDownError("the server is shutting down")
         await self.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
+        check_request_id(request_id)
+        # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
+        engine_id = f"{request_id}~{next(self._numbers)}"
         requests = await self._process(
-            prompt, sampling_params, request_id=request_id, lora_request=lora_request, priority=priority,
+            prompt, sampling_params, request_id=engine_id, lora_request=lora_request, priority=priority,
             tenant=tenant, cache_salt=cache_salt,
         )  # fmt: skip
         if self._draining:
@@ -249,8 +271,7 @@ class AsyncLLM:
         lora_request: LoRARequest | str | None,
         **options: Any,
     ) -> list[EngineRequest]:
-        loaded = {name: call.lora for name, call in self._adapters.items() if call.lora is not None}
-        lora = resolve_lora(lora_request, self._demo_adapters | loaded)
+        lora = resolve_lora(lora_request, self._demo_adapters | self.adapters)
         text = _text_of(prompt)
         processor = self.input_processor
         if text is not None and len(text) > _LONG_TEXT:
@@ -306,6 +327,12 @@ class AsyncLLM:
 
     # --- adapters and statistics ----------------------------------------------------------------------------------
 
+    @property
+    def adapters(self) -> dict[str, LoRARequest]:
+        """The adapters that `load_adapter` has registered, by name; those that could not be loaded again after a
+        restart are no longer here."""
+        return {name: call.lora for name, call in self._adapters.items() if call.lora is not None}
+
     async def load_adapter(
         self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
     ) -> AdapterInfo:
@@ -319,9 +346,12 @@ class AsyncLLM:
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; NotFoundError when it is not registered."""
         await self.start()
-        with contextlib.suppress(KeyError):
-            del self._adapters[name]
-        await self._supervisor.ready_engine().call(Call(0, "unload_adapter", name=name))
+        try:
+            await self._supervisor.ready_engine().call(Call(0, "unload_adapter", name=name))
+        except NotFoundError:
+            self._adapters.pop(name, None)
+            raise
+        self._adapters.pop(name, None)
 
     async def list_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""

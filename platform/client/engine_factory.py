@@ -37,8 +37,13 @@ class Engine(Protocol):
     def step(self) -> list[TokenDelta]:
         """Compute one step."""
 
-    def load_adapter(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
-        """Register an adapter."""
+    def adapter_reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], Any]:
+        """Reads an adapter's files, in any thread."""
+
+    def load_adapter(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
+    ) -> AdapterInfo:
+        """Register an adapter, with what `adapter_reader` brought."""
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter."""

@@ -14,6 +14,8 @@ import shutil
 import signal
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from ..core.errors import ErrorInfo, OutriderError
 from ..core.messages import EngineRequest, TokenDelta
@@ -32,6 +34,7 @@ from .ipc import (
     Ready,
     Reply,
     Stop,
+    Undecodable,
     decode_config,
     encode_value,
 )
@@ -41,6 +44,8 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_MS = 1000
 _EMPTY_STEP_POLL_MS = 1
 """After a step without output (adapters are loading, or the first chunks of a long prompt): no busy waiting."""
+_READING_POLL_MS = 10
+"""While the files of an adapter are read and nothing else is to be done."""
 
 
 def error_info(error: BaseException) -> ErrorInfo:
@@ -58,6 +63,9 @@ class EngineLoop:
         self._link = link
         self._failed: list[TokenDelta] = []
         self._stopping = False
+        # Files of adapters are read here, one after another, while steps go on.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
+        self._reads: list[tuple[Call, Future[Any]]] = []
 
     def run(self) -> None:
         """Take messages and step until told to stop.
@@ -65,13 +73,20 @@ class EngineLoop:
         Raises:
             Exception: a step failed; the engine's state is unknown.
         """
+        try:
+            self._serve()
+        finally:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _serve(self) -> None:
         poll_ms = 0
         while True:
-            has_work = self._engine.has_work()
-            for message in self._link.receive(poll_ms if has_work else _IDLE_POLL_MS):
+            idle_ms = _READING_POLL_MS if self._reads else _IDLE_POLL_MS
+            for message in self._link.receive(poll_ms if self._engine.has_work() else idle_ms):
                 self._handle(message)
             if self._stopping:
                 return
+            self._register_read_adapters()
             deltas, self._failed = self._failed, []
             if self._engine.has_work():
                 deltas += self._engine.step()
@@ -79,16 +94,25 @@ class EngineLoop:
                 self._link.send(Deltas(deltas))
             poll_ms = 0 if deltas else _EMPTY_STEP_POLL_MS
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message | Undecodable) -> None:
         if isinstance(message, Add):
             for request in message.requests:
                 self._add(request)
         elif isinstance(message, Abort):
             self._engine.abort(message.request_ids)
         elif isinstance(message, Call):
-            self._link.send(self._call(message))
+            self._handle_call(message)
+        elif isinstance(message, Undecodable):
+            self._refuse(message)
         elif isinstance(message, Stop):
             self._stopping = True
+
+    def _refuse(self, message: Undecodable) -> None:
+        """Answer what nobody can read, so that no request waits for ever."""
+        logger.error("A message cannot be decoded: %s", message.error.message)
+        self._failed += [TokenDelta(request_id, error=message.error) for request_id in message.request_ids]
+        if message.call_id is not None:
+            self._link.send(Reply(message.call_id, encode_value(None), message.error))
 
     def _add(self, request: EngineRequest) -> None:
         try:
@@ -98,13 +122,32 @@ class EngineLoop:
                 logger.exception("Cannot add request %s", request.request_id)
             self._failed.append(TokenDelta(request.request_id, error=error_info(error)))
 
-    def _call(self, call: Call) -> Reply:
+    def _handle_call(self, call: Call) -> None:
+        if call.method != "load_adapter" or call.lora is None:
+            self._link.send(self._call(call))
+            return
+        try:
+            read = self._engine.adapter_reader(call.lora, load_inplace=call.load_inplace)
+        except Exception as error:
+            self._link.send(self._failure(call, error))
+        else:
+            self._reads.append((call, self._reader.submit(read)))
+
+    def _register_read_adapters(self) -> None:
+        while self._reads and self._reads[0][1].done():
+            call, future = self._reads.pop(0)
+            self._link.send(self._call(call, future))
+
+    def _call(self, call: Call, read: Future[Any] | None = None) -> Reply:
+        """Call the engine; `read` is the end of an adapter's reading."""
         engine = self._engine
         try:
             value: object = None
             match call.method:
-                case "load_adapter" if call.lora is not None:
-                    value = engine.load_adapter(call.lora, load_inplace=call.load_inplace, pinned=call.pinned)
+                case "load_adapter" if call.lora is not None and read is not None:
+                    value = engine.load_adapter(
+                        call.lora, load_inplace=call.load_inplace, pinned=call.pinned, read=read.result()
+                    )
                 case "unload_adapter":
                     engine.unload_adapter(call.name)
                 case "list_adapters" | "stats":
@@ -113,9 +156,13 @@ class EngineLoop:
                     raise OutriderError(f"the engine has no call {call.method!r}; it has {', '.join(RESULT_OF)}")
             return Reply(call.call_id, encode_value(value))
         except Exception as error:
-            if not isinstance(error, OutriderError):
-                logger.exception("The call %s failed", call.method)
-            return Reply(call.call_id, encode_value(None), error_info(error))
+            return self._failure(call, error)
+
+    @staticmethod
+    def _failure(call: Call, error: Exception) -> Reply:
+        if not isinstance(error, OutriderError):
+            logger.error("The call %s failed", call.method, exc_info=error)
+        return Reply(call.call_id, encode_value(None), error_info(error))
 
 
 def _read_config(stdin: int) -> ProcessConfig:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
-from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_text
+from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_text, shown
 from .chat_template import ChatOptions, render_messages
 
 Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
@@ -61,9 +63,7 @@ class InputProcessor:
             PromptTooLongError: prompt and tokens asked for exceed `max_model_len`.
             InvalidRequestError: anything else that is wrong, with the field in `param`.
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
-        check_text("request_id", request_id)
+        check_request_id(request_id)
         check_integer("priority", priority, -MAX_SEED - 1)
         check_text("tenant", tenant)
         check_text("cache_salt", cache_salt)
@@ -114,27 +114,48 @@ class InputProcessor:
         ids = self._check_prompt_ids(token_ids) if token_ids is not None else self._tokenize(text or "")
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        limit = self._info.max_model_len
-        if len(ids) >= limit:
-            raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, which leaves no room for output: max_model_len is {limit}",
-                param="prompt",
-            )
+        self._check_num_tokens(len(ids))
         return ParsedPrompt(text, ids, cache_salt)
 
+    def _check_num_tokens(self, num_tokens: int, qualifier: str = "") -> None:
+        limit = self._info.max_model_len
+        if num_tokens >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {qualifier}{num_tokens} tokens, which leaves no room for output: "
+                f"max_model_len is {limit}",
+                param="prompt",
+            )
+
+    @cached_property
+    def _max_token_chars(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def _check_num_chars(self, text: str, param: str) -> None:
+        """Refuse a text that is too long whatever its tokens are, before the work of finding them."""
+        limit = self._info.max_model_len
+        if len(text) > limit and len(text) > limit * self._max_token_chars:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, more than max_model_len {limit} tokens can hold", param=param
+            )
+
     def _tokenize(self, text: str) -> list[int]:
+        self._check_num_chars(text, "prompt")
         try:
             return list(self.tokenizer.encode(text))
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
 
     def _check_prompt_ids(self, token_ids: object) -> list[int]:
-        if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, dict)):
-            raise InvalidRequestError(f"a prompt must be text or token ids, got {token_ids!r}", param="prompt")
+        if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, bytearray, dict)):
+            raise InvalidRequestError(f"a prompt must be text or token ids, got {shown(token_ids)}", param="prompt")
+        if isinstance(token_ids, Sequence):
+            self._check_num_tokens(len(token_ids))
         try:
-            ids = [operator.index(token_id) for token_id in token_ids]
+            # One more than fit, of an array or an iterator that may have any number.
+            ids = [operator.index(token_id) for token_id in islice(token_ids, self._info.max_model_len)]
         except TypeError as error:
             raise InvalidRequestError(f"prompt_token_ids must be integers: {error}", param="prompt") from error
+        self._check_num_tokens(len(ids), "at least ")
         check_token_ids("prompt", ids, self._info.vocab_size)
         return ids
 
@@ -163,6 +184,7 @@ class InputProcessor:
     def chat_prompt(self, messages: Sequence[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
         """A conversation as a prompt with both its text and its token ids."""
         text = render_messages(self.tokenizer, messages, options)
+        self._check_num_chars(text, "messages")
         try:
             return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
         except (UnicodeError, TypeError) as error:
@@ -201,6 +223,13 @@ class InputProcessor:
             for text in (word, " " + word.lstrip()):
                 sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         return [list(ids) for ids in sequences]
+
+
+def check_request_id(request_id: object) -> None:
+    """InvalidRequestError unless it is a text that is not empty."""
+    check_text("request_id", request_id)
+    if not request_id:
+        raise InvalidRequestError("request_id must not be empty", param="request_id")
 
 
 def _child_seed(seed: int | None, index: int) -> int | None:

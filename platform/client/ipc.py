@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import zmq
@@ -92,6 +92,15 @@ class Dying(msgspec.Struct):
     error: ErrorInfo
 
 
+class Undecodable(NamedTuple):
+    """Stands in the engine process for a message that cannot be decoded."""
+
+    error: ErrorInfo
+    request_ids: list[str]
+    """The sequences that it would have added."""
+    call_id: int | None
+
+
 RESULT_OF: dict[str, Any] = {
     "load_adapter": AdapterInfo,
     "unload_adapter": None,
@@ -138,6 +147,19 @@ def decode(frames: list[bytes]) -> Message:
     return cast(Message, _decoders[kind].decode(payload))
 
 
+def undecodable(frames: list[bytes], error: Exception) -> Undecodable:
+    """Whom an undecodable message would have been for, as far as it can be read."""
+    try:
+        fields = msgspec.msgpack.decode(frames[-1], strict=False)
+    except (msgspec.MsgspecError, UnicodeError):
+        fields = None
+    fields = fields if isinstance(fields, dict) else {}
+    requests, call_id = fields.get("requests"), fields.get("call_id")
+    ids = [item.get("request_id") for item in requests or () if isinstance(item, dict)]
+    info = InvalidRequestError(f"the engine cannot read the request: {error}").info()
+    return Undecodable(info, [i for i in ids if isinstance(i, str)], call_id if isinstance(call_id, int) else None)
+
+
 def encode_value(value: object) -> msgspec.Raw:
     """The result of a call, for `Reply.value`."""
     return msgspec.Raw(_encoder.encode(value))
@@ -177,8 +199,13 @@ class ClientLink:
             self.folder = tempfile.mkdtemp(prefix="outrider-", dir="/tmp")
         # The process's own context, which is never terminated: ending one waits for its sockets, and when the garbage
         # collector takes a link that nobody has closed, it would wait for ever.
-        self._socket = _open(zmq.asyncio.Context.instance(), linger_ms=0)
-        self._socket.bind(f"ipc://{self.folder}/link")
+        self._socket: Any = None
+        try:
+            self._socket = _open(zmq.asyncio.Context.instance(), linger_ms=0)
+            self._socket.bind(f"ipc://{self.folder}/link")
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, message: Message) -> None:
         """Send a message; never waits.
@@ -201,7 +228,8 @@ class ClientLink:
 
     def close(self) -> None:
         """Close the socket and remove its folder; unsent messages are dropped."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -217,15 +245,19 @@ class EngineLink:
         """Send a message; never waits."""
         self._socket.send_multipart(encode(message))
 
-    def receive(self, timeout_ms: int) -> list[Message]:
+    def receive(self, timeout_ms: int) -> list[Message | Undecodable]:
         """All messages that are there; waits for the first one at most `timeout_ms`."""
-        messages: list[Message] = []
+        messages: list[Message | Undecodable] = []
         if self._socket.poll(timeout_ms):
             while True:
                 try:
-                    messages.append(decode(self._socket.recv_multipart(zmq.NOBLOCK)))
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
+                try:
+                    messages.append(decode(frames))
+                except (msgspec.MsgspecError, UnicodeError, LookupError, TypeError, ValueError) as error:
+                    messages.append(undecodable(frames, error))
         return messages
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, OutriderError
+from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
@@ -94,7 +94,9 @@ class LLM:
         Raises:
             OutriderError: the typed error of the first request that is wrong; nothing has been started then, or the
                 others have been aborted.
+            ShuttingDownError: after `shutdown`.
         """
+        self._check_open()
         batch = _as_prompts(prompts)
         params: list[SamplingParams] = _for_each("sampling_params", sampling_params, len(batch), SamplingParams())
         loras: list[LoRA | None] = _for_each("lora_request", lora_request, len(batch), None)
@@ -119,6 +121,10 @@ class LLM:
         except BaseException:  # KeyboardInterrupt too: the next call must find the engine idle
             self._abort_all(states)
             raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ShuttingDownError("this LLM has been shut down; make a new one")
 
     def _run(self, states: list[RequestState], progress: GenerationProgress) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -177,10 +183,12 @@ class LLM:
             AdapterError: the adapter cannot be served.
             InvalidUserInputError: the name is taken.
         """
+        self._check_open()
         return self._engine.load_adapter(lora_request, load_inplace=load_inplace, pinned=pinned)
 
     def unload_lora_adapter(self, lora_name: str) -> None:
         """Forget an adapter; `NotFoundError` when it is not registered."""
+        self._check_open()
         self._engine.unload_adapter(lora_name)
 
     def list_lora_adapters(self) -> list[AdapterInfo]:
@@ -224,7 +232,7 @@ class LLM:
 def _as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray, memoryview)):
         raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r}", param="prompts")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]

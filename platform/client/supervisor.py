@@ -249,15 +249,26 @@ class Supervisor:
             if self.state == "stopped":
                 raise ShuttingDownError("the engine has been stopped")
             self._started = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._supervise(self._started))
+            self._task = asyncio.create_task(self._supervise_safely(self._started))
         return await asyncio.shield(self._started)
+
+    async def _supervise_safely(self, started: asyncio.Future[EngineInfo]) -> None:
+        """Whatever goes wrong in the supervision itself, nobody waits for ever."""
+        try:
+            await self._supervise(started)
+        except Exception as error:
+            logger.exception("The supervision of the engine failed")
+            failure = error if isinstance(error, OutriderError) else OutriderError(repr(error))
+            self._give_up(started, failure)
+            self._callbacks.on_death(failure)
 
     async def _supervise(self, started: asyncio.Future[EngineInfo]) -> None:
         policy = self._spec.restart
         delay, num_failures = policy.first_delay, 0
         while True:
-            engine = self._engine = EngineProcess(self._spec, self._callbacks.on_deltas)
+            engine: EngineProcess | None = None
             try:
+                engine = self._engine = EngineProcess(self._spec, self._callbacks.on_deltas)
                 seconds, error = await self._run(engine, started)
                 num_failures = 0
                 if seconds >= policy.stable_after:
@@ -267,7 +278,8 @@ class Supervisor:
                 num_failures += 1
             finally:
                 self._engine = None
-                await engine.stop()
+                if engine is not None:
+                    await engine.stop()
             if not started.done() or num_failures >= policy.max_failures:
                 self._give_up(started, error)
                 return

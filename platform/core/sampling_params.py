@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import numbers
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,10 @@ MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 """Each word as it stands at the start of a text, and after a space."""
 MAX_LOGIT_BIASES = 1024
 
+_NUMBERS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "speculative"),
+)
 _SWITCHES = (
     "include_stop_str_in_output",
     "ignore_eos",
@@ -33,7 +39,7 @@ _SWITCHES = (
 )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """`value` for an error message: short, whatever it is."""
     try:
         text = repr(value)
@@ -42,28 +48,40 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
+def _plain(value: Any) -> Any:
+    """A number of numpy, or of another library, as Python's own; everything else as it is."""
+    if type(value) in (int, float, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        with contextlib.suppress(OverflowError):  # a fraction beyond all limits
+            return float(value)
+    return value
+
+
 def check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse `value` unless it is a finite number in [low, high] (or (low, high])."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise InvalidRequestError(f"{name} must be a number, got {_shown(value)}", param=name)
+        raise InvalidRequestError(f"{name} must be a number, got {shown(value)}", param=name)
     if value > high or value < low or (low_open and value == low):
         opening = "(" if low_open else "["
-        raise InvalidRequestError(f"{name} must be in {opening}{low}, {high}], got {_shown(value)}", param=name)
+        raise InvalidRequestError(f"{name} must be in {opening}{low}, {high}], got {shown(value)}", param=name)
 
 
 def check_integer(name: str, value: object, low: int, high: int = MAX_SEED) -> None:
     """Refuse `value` unless it is an integer in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, got {_shown(value)}", param=name)
+        raise InvalidRequestError(f"{name} must be an integer, got {shown(value)}", param=name)
     if not low <= value <= high:
         limit = f"at least {low}" if value < low and high == MAX_SEED else f"in [{low}, {high}]"
-        raise InvalidRequestError(f"{name} must be {limit}, got {_shown(value)}", param=name)
+        raise InvalidRequestError(f"{name} must be {limit}, got {shown(value)}", param=name)
 
 
 def check_text(name: str, value: object) -> None:
     """Refuse `value` unless it is a string that UTF-8 can hold: one without lone surrogates."""
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{name} must be a string, got {_shown(value)}", param=name)
+        raise InvalidRequestError(f"{name} must be a string, got {shown(value)}", param=name)
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -77,7 +95,7 @@ def _length(name: str, value: Sized, most: int) -> None:
 
 def _token_ids(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise InvalidRequestError(f"{name} must be a list of token ids, got {_shown(value)}", param=name)
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {shown(value)}", param=name)
     if most is not None:
         _length(name, value, most)
     for item in value:
@@ -86,7 +104,7 @@ def _token_ids(name: str, value: object, most: int | None = None) -> None:
 
 def _strings(name: str, value: object, most: int) -> None:
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{name} must be a list of non-empty strings, got {_shown(value)}", param=name)
+        raise InvalidRequestError(f"{name} must be a list of non-empty strings, got {shown(value)}", param=name)
     _length(name, value, most)
     for item in value:
         if item == "":
@@ -96,11 +114,11 @@ def _strings(name: str, value: object, most: int) -> None:
 
 def _bias_token(key: object) -> int:
     """The token id that a key of `logit_bias` means; JSON has them as strings."""
-    number = key
+    number = _plain(key)
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20:
         number = int(key)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_SEED:
-        raise InvalidRequestError(f"logit_bias: {_shown(key)} is not a token id", param="logit_bias")
+        raise InvalidRequestError(f"logit_bias: {shown(key)} is not a token id", param="logit_bias")
     return number
 
 
@@ -151,6 +169,8 @@ class SamplingParams:
     """Filled in at admission from `bad_words` with the model's tokenizer."""
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            setattr(self, name, _plain(getattr(self, name)))
         if self.stop is None:
             self.stop = []
         elif isinstance(self.stop, str):
@@ -179,9 +199,7 @@ class SamplingParams:
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(
-                    f"{name} must be true or false, got {_shown(getattr(self, name))}", param=name
-                )
+                raise InvalidRequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", param=name)
         self._check_lengths()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -216,7 +234,7 @@ class SamplingParams:
         _length("logit_bias", self.logit_bias, MAX_LOGIT_BIASES)
         for token, bias in self.logit_bias.items():
             _bias_token(token)
-            check_number("logit_bias", bias, -100.0, 100.0)
+            check_number("logit_bias", _plain(bias), -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:

@@ -89,8 +89,7 @@ class EngineCore:
         Raises:
             InvalidUserInputError: at once, when the name is taken (and not `load_inplace`).
         """
-        self._adapters.check_name(request, load_inplace=load_inplace)
-        return lambda: self._adapters.read(request.path)
+        return self._adapters.reader(request, load_inplace=load_inplace)
 
     def load_adapter(
         self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None

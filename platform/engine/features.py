@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...lora.manager import AdapterStats
+from ...lora.manager import AdapterStats, ReadAdapter
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo
@@ -47,7 +47,18 @@ class NoAdapters:
         """The base model's."""
         return b""
 
-    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+    def reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], ReadAdapter]:
+        """Refused."""
+        raise InvalidRequestError("LoRA is not enabled (enable_lora)", param="lora_name")
+
+    def load(
+        self,
+        request: LoRARequest,
+        *,
+        load_inplace: bool = False,
+        pinned: bool = False,
+        read: ReadAdapter | None = None,
+    ) -> AdapterInfo:
         """Refused."""
         raise InvalidRequestError("LoRA is not enabled (enable_lora)", param="lora_name")
 

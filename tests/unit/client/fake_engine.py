@@ -7,9 +7,10 @@ which gets the test's `sys.path`.
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
@@ -143,20 +144,38 @@ class FakeEngine:
     def _logprobs(token: int) -> TokenLogprobs:
         return TokenLogprobs([token, 5, token], [-0.5, -0.25, -0.5], 2)
 
-    def load_adapter(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
-        if request.path == "broken":
-            raise AdapterError("the adapter is broken", param="lora_path")
-        if request.path == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if request.path.startswith("once:") and not load_inplace:
-            Path(request.path[5:]).unlink()  # cannot be loaded a second time
+    def adapter_reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], Any]:
+        self._check_name(request, load_inplace)
+        return lambda: self._read(request.path)
+
+    def _check_name(self, request: LoRARequest, load_inplace: bool) -> None:
         if request.name in self.adapters and not load_inplace:
             raise InvalidUserInputError(f"{request.name} is loaded already", param="lora_name")
+
+    @staticmethod
+    def _read(path: str) -> str:
+        if path == "broken":
+            raise AdapterError("the adapter is broken", param="lora_path")
+        if path == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if path.startswith("once:"):
+            Path(path[5:]).unlink()  # cannot be loaded a second time
+        while path.startswith("until:") and not Path(path[6:]).exists():
+            time.sleep(0.01)
+        return path
+
+    def load_adapter(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
+    ) -> AdapterInfo:
+        self._check_name(request, load_inplace)
+        assert (read if read is not None else self._read(request.path)) == request.path
         info = AdapterInfo(request.name, request.path, "digest", 8, 8, "device", pinned)
         self.adapters[request.name] = info
         return info
 
     def unload_adapter(self, name: str) -> None:
+        if name == "kills-when-unloaded":
+            os.kill(os.getpid(), signal.SIGKILL)
         if name not in self.adapters:
             raise NotFoundError(f"{name} is not loaded", param="lora_name")
         del self.adapters[name]

@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fake_engine
+import msgspec
 import pytest
 from async_helpers import FOREVER, LONG, aborted, collect, first_output, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
+from outrider.platform.client.ipc import Add, Call
 from outrider.platform.core.errors import (
     AdapterError,
     EngineDeadError,
@@ -110,8 +113,10 @@ def test_errors_of_single_requests_stop_nothing_else(model_path: str) -> None:
         assert caught.value.param == "lora"
         with pytest.raises(NotFoundError):
             await collect(llm.generate([5], lora_request="nobody"))
-        with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        with pytest.raises(InvalidRequestError, match="priority"):
             await collect(llm.generate([5], priority=2**70))
+        with pytest.raises(InvalidRequestError, match="cannot be sent"):
+            await collect(llm.generate([5], lora_request=LoRARequest("\ud800", path="/a")))
         assert llm.num_running == 1
         assert not (await anext(other)).finished
         await other.aclose()  # type: ignore[attr-defined]
@@ -130,6 +135,63 @@ def test_request_id_in_use(model_path: str) -> None:
         old = await collect(stream)
         assert old[-1].finished
         assert (await collect(llm.generate([5], request_id="r")))[-1].finished
+
+    run(make(model_path, "slow"), scenario)
+
+
+def test_an_id_in_use_again_gets_nothing_of_the_old_request(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        for _ in range(20):
+            stream = await first_output(llm, request_id="r")
+            await stream.aclose()  # type: ignore[attr-defined]
+            # What the engine still tells of the old one comes in while this one runs.
+            [*_, last] = await collect(llm.generate([5, 6, 7], SamplingParams(max_tokens=6), request_id="r"))
+            assert last.outputs[0].token_ids == [5, 6, 7, 5, 6, 7]
+            assert last.request_id == "r"
+
+    run(make(model_path), scenario)
+
+
+@pytest.mark.parametrize("name", ["request_id", "cache_salt", "tenant"])
+@pytest.mark.parametrize("value", [5, b"x", "\ud800"])
+def test_texts_of_other_types_are_refused(model_path: str, name: str, value: Any) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        pid = llm.engine_pid
+        with pytest.raises(InvalidRequestError) as caught:
+            await collect(llm.generate([5], **{name: value}))
+        assert caught.value.param == name
+        assert (await collect(llm.generate([5])))[-1].finished
+        assert llm.engine_pid == pid
+
+    run(make(model_path), scenario)
+
+
+def test_undecodable_messages_are_answered_and_stop_nothing(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        stream, pid = await first_output(llm), llm.engine_pid
+        engine = llm._supervisor.ready_engine()
+        wrong: Any = 5
+        request = await llm._process([5], None, request_id="r", lora_request=None)
+        request[0].tenant = wrong
+        assert llm._output_processor is not None
+        state = llm._output_processor.add("r", request)
+        engine.send(Add(request))
+        await until(lambda: state.finished)
+        assert isinstance(state.error, InvalidRequestError)
+        with pytest.raises(InvalidRequestError, match="cannot read"):
+            await engine.call(Call(0, "unload_adapter", name=wrong))
+        for frames in (
+            [b"A", b"\xc1"],
+            [b"?", b"x"],
+            [b"A"],
+            [b"A", b"\x80", b"x"],
+            [b"A", msgspec.msgpack.encode([5])],
+        ):
+            await engine._link._socket.send_multipart(frames)
+        assert not (await anext(stream)).finished
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert (await collect(llm.generate([5])))[-1].finished
+        assert llm.engine_pid == pid
 
     run(make(model_path, "slow"), scenario)
 
@@ -187,5 +249,54 @@ def test_adapters(model_path: str) -> None:
         await llm.unload_adapter("sql")
         with pytest.raises(NotFoundError):
             await llm.unload_adapter("sql")
+
+    run(make(model_path), scenario)
+
+
+def test_steps_go_on_while_an_adapter_is_read(model_path: str, tmp_path: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await llm.load_adapter(LoRARequest("a", path="/a"))
+        permit = tmp_path / "permit"
+        loading = asyncio.create_task(llm.load_adapter(LoRARequest("slow", path=f"until:{permit}")))
+        behind = asyncio.create_task(llm.load_adapter(LoRARequest("b", path="/b")))
+        assert (await collect(llm.generate([5])))[-1].finished
+        assert [info.name for info in await llm.list_adapters()] == ["a"]
+        with pytest.raises(InvalidUserInputError):  # at once: its files would never be there
+            await llm.load_adapter(LoRARequest("a", path=f"until:{permit}"))
+        assert not loading.done()
+        assert set(llm.adapters) == {"a"}
+        permit.touch()
+        assert [(await task).name for task in (loading, behind)] == ["slow", "b"]
+        assert [info.name for info in await llm.list_adapters()] == ["a", "slow", "b"]
+        assert set(llm.adapters) == {"a", "slow", "b"}
+
+    run(make(model_path), scenario)
+
+
+def test_shutdown_while_an_adapter_is_read(model_path: str, tmp_path: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        loading = asyncio.create_task(llm.load_adapter(LoRARequest("slow", path=f"until:{tmp_path / 'never'}")))
+        await llm.list_adapters()
+        await llm.shutdown()
+        with pytest.raises((EngineDeadError, asyncio.CancelledError)):
+            await loading
+
+    run(make(model_path), scenario)
+
+
+def test_a_name_is_forgotten_only_when_the_engine_has(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        lora = LoRARequest("kills-when-unloaded", path="/a")
+        await llm.load_adapter(lora)
+        with pytest.raises(EngineDeadError):
+            await llm.unload_adapter(lora.name)
+        assert llm.adapters == {lora.name: lora}
+        await until(lambda: llm.num_restarts == 1 and llm.state == "ready")
+        assert [info.name for info in await llm.list_adapters()] == [lora.name]
+        await llm.load_adapter(LoRARequest("b", path="/b"))
+        await llm._supervisor.ready_engine().call(Call(0, "unload_adapter", name="b"))
+        with pytest.raises(NotFoundError):
+            await llm.unload_adapter("b")
+        assert set(llm.adapters) == {lora.name}
 
     run(make(model_path), scenario)

@@ -19,10 +19,11 @@ import pytest
 from async_helpers import FOREVER, LONG, QUICK, collect, first_output, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.supervisor import EngineSpec
+from outrider.platform.client.supervisor import EngineProcess, EngineSpec
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
     EngineDeadError,
+    InvalidUserInputError,
     OutriderError,
     ShuttingDownError,
     UnsupportedModelError,
@@ -137,6 +138,108 @@ def test_engine_that_cannot_be_imported() -> None:
         await llm.shutdown()
 
     asyncio.run(scenario())
+
+
+def no_space(*_: Any, **__: Any) -> str:
+    raise OSError(28, "No space left on device")
+
+
+def test_no_folder_at_the_start(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        llm = make(model_path)
+        monkeypatch.setattr("tempfile.mkdtemp", no_space)
+        with pytest.raises(OutriderError, match="No space left"):
+            await asyncio.wait_for(llm.start(), 30)
+        assert llm.state == "stopped"
+        assert llm.failure is not None
+        await llm.shutdown()
+
+    asyncio.run(scenario())
+    monkeypatch.undo()
+
+
+def test_no_socket_leaves_no_folder(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        llm = make(model_path)
+        monkeypatch.setattr("outrider.platform.client.ipc._open", no_space)
+        with pytest.raises(OutriderError, match="No space left"):
+            await asyncio.wait_for(llm.start(), 30)
+        await llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_failures", [1, 100])
+def test_no_folder_at_a_restart(model_path: str, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+    mkdtemp, left = tempfile.mkdtemp, [num_failures]
+
+    def sometimes(*args: Any, **options: Any) -> str:
+        left[0] -= 1
+        return no_space() if left[0] >= 0 else mkdtemp(*args, **options)
+
+    async def scenario(llm: AsyncLLM) -> None:
+        monkeypatch.setattr("tempfile.mkdtemp", sometimes)
+        with pytest.raises(EngineDeadError):
+            await collect(llm.generate([fake_engine.KILL_PROCESS]))
+        await until(lambda: llm.state == ("ready" if num_failures == 1 else "stopped"))
+        if num_failures == 1:
+            assert (await collect(llm.generate([5])))[-1].finished
+        else:
+            assert llm.failure is not None
+            with pytest.raises(EngineDeadError, match="No space left"):
+                await collect(llm.generate([5]))
+
+    run(make(model_path), scenario)
+
+
+def test_supervision_that_fails_itself_leaves_nobody_waiting(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: EngineProcess) -> None:
+        await stop(self)
+        raise RuntimeError("bug in stop")
+
+    async def scenario(llm: AsyncLLM) -> None:
+        monkeypatch.setattr(EngineProcess, "stop", broken)
+        with pytest.raises(EngineDeadError):
+            await collect(llm.generate([fake_engine.KILL_PROCESS]))
+        await until(lambda: llm.state == "stopped")
+        assert "bug in stop" in str(llm.failure)
+
+    async def start() -> None:
+        llm = make("crash")
+        with pytest.raises(OutriderError, match="bug in stop"):
+            await asyncio.wait_for(llm.start(), 30)
+        await llm.shutdown()
+
+    stop = EngineProcess.stop
+    run(make(model_path), scenario)
+    asyncio.run(start())
+
+
+def test_belongs_to_one_event_loop(model_path: str) -> None:
+    llm = make(model_path)
+
+    async def use() -> None:
+        assert (await collect(llm.generate([5])))[-1].finished
+
+    async def end() -> None:
+        await llm.shutdown()
+        with pytest.raises(ShuttingDownError):
+            await llm.start()
+
+    asyncio.run(use())
+    with pytest.raises(InvalidUserInputError, match="another event loop"):
+        asyncio.run(use())
+    asyncio.run(end())
+
+
+def test_start_after_shutdown(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await llm.shutdown()
+        for call in (llm.start, llm.stats, llm.list_adapters):
+            with pytest.raises(ShuttingDownError):
+                await call()
+
+    run(make(model_path), scenario)
 
 
 def test_unknown_option_is_named() -> None:

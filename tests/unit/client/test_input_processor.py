@@ -67,6 +67,28 @@ def test_bad_words_are_found_after_a_space_too(processor: InputProcessor, tokeni
     ]
 
 
+def test_a_bad_word_without_tokens_is_refused(processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(processor.tokenizer), "encode", lambda *_, **__: [])
+    with pytest.raises(InvalidRequestError, match="bad_words"):
+        processor.process("r", [5], SamplingParams(bad_words=["fox"]))
+
+
+def test_repeated_bad_words_count_once(processor: InputProcessor) -> None:
+    [request] = processor.process("r", "x", SamplingParams(bad_words=["fox", "dog", "fox", " fox"]))
+    assert len(request.params.bad_words_token_ids) == 4
+
+
+def test_end_tokens_that_the_vocabulary_lacks_are_dropped(tokenizer: Any) -> None:
+    info = FakeEngine(EngineArgs(model="x")).info
+    assert InputProcessor(tokenizer, info, [-1, 1, VOCAB_SIZE]).eos_token_ids == [1]
+
+
+def test_siblings_share_what_they_do_not_change(processor: InputProcessor) -> None:
+    requests = processor.process("r", "hello", SamplingParams(n=3, stop_token_ids=[3], bad_words=["fox"]))
+    assert len({id(r.params.stop_token_ids) for r in requests}) == 1
+    assert len({id(r.params.bad_words_token_ids) for r in requests}) == 1
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "param", "words"),
     [
@@ -79,6 +101,8 @@ def test_bad_words_are_found_after_a_space_too(processor: InputProcessor, tokeni
         ({"prompt_token_ids": [1.5]}, {}, "prompt", ["integers"]),
         (5, {}, "prompt", ["token ids"]),
         ("\ud800", {}, "prompt", ["Unicode"]),
+        ({"prompt": "a", "cache_salt": "\ud800"}, {}, "cache_salt", ["Unicode"]),
+        ({"prompt": "a", "cache_salt": 5}, {}, "cache_salt", ["string"]),
         ([5, VOCAB_SIZE], {}, "prompt", [str(VOCAB_SIZE), f"{VOCAB_SIZE} tokens"]),
         ([-1], {}, "prompt", ["-1"]),
         ("a", {"logprobs": 6}, "logprobs", ["6", "5"]),
@@ -120,6 +144,10 @@ def test_as_long_as_allowed(processor: InputProcessor) -> None:
         (("r", "a", {"temperature": 1}), {}, "sampling_params"),
         (("", "a"), {}, "request_id"),
         (("r", "a"), {"priority": "high"}, "priority"),
+        (("r", "a"), {"priority": 2**64}, "priority"),
+        (("r", "a"), {"cache_salt": "\ud800"}, "cache_salt"),
+        (("r", "a"), {"tenant": "\ud800"}, "tenant"),
+        (("\ud800", "a"), {}, "request_id"),
         (("r", "a"), {"lora": "sql"}, "lora_request"),
     ],
 )
@@ -198,3 +226,26 @@ def test_no_template(processor: InputProcessor, tokenizer: Any, monkeypatch: pyt
 def test_unknown_chat_option(processor: InputProcessor) -> None:
     with pytest.raises(TypeError, match="chat_tmplate"):
         processor.chat_prompt(HELLO, {"chat_tmplate": "x"})  # type: ignore[typeddict-unknown-key]
+
+
+def test_much_too_long_a_text_is_refused_before_it_is_tokenized(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(map(len, processor.tokenizer.get_vocab()))
+    fits = ("<|assistant|>" * MAX_MODEL_LEN)[: longest * MAX_MODEL_LEN]
+    with pytest.raises(PromptTooLongError, match="tokens"):  # found by the tokenizer
+        processor.parse_prompt(fits)
+    monkeypatch.setattr(type(processor.tokenizer), "encode", lambda *_, **__: pytest.fail("tokenized"))
+    with pytest.raises(PromptTooLongError, match="characters") as caught:
+        processor.parse_prompt(fits + "a")
+    assert caught.value.param == "prompt"
+    with pytest.raises(PromptTooLongError, match="characters") as caught:
+        processor.render_chat([{"role": "user", "content": fits}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("make", [list, tuple, iter])
+def test_the_length_is_checked_before_the_ids(processor: InputProcessor, make: Any) -> None:
+    ids: list[Any] = [5] * MAX_MODEL_LEN + ["not an id"] * 10
+    with pytest.raises(PromptTooLongError):
+        processor.parse_prompt(make(ids))

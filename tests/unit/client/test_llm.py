@@ -17,6 +17,7 @@ from outrider.platform.core.errors import (
     NotFoundError,
     OutriderError,
     PromptTooLongError,
+    ShuttingDownError,
     UnsupportedModelError,
 )
 from outrider.platform.core.lora_request import LoRARequest
@@ -226,6 +227,22 @@ def test_shutdown_twice(model_path: str) -> None:
     llm.shutdown()
     llm.shutdown()
     assert engine_of(llm).closed == 1
+
+
+def test_after_shutdown(model_path: str) -> None:
+    llm = LLM.from_engine_args(EngineArgs(model=model_path), engine="fake_engine:FakeEngine")
+    llm.shutdown()
+    with pytest.raises(ShuttingDownError, match="shut down"):
+        llm.generate("a", use_tqdm=False)
+    with pytest.raises(ShuttingDownError):
+        llm.load_lora_adapter(LoRARequest("a", path="/a"))
+
+
+@pytest.mark.parametrize("prompts", [b"abc", bytearray(b"abc"), memoryview(b"abc"), 5, None])
+def test_not_a_prompt(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate(prompts, use_tqdm=False)
+    assert caught.value.param == "prompts"
 
 
 def test_needs_no_web_stack(model_path: str) -> None:

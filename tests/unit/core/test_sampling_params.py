@@ -146,3 +146,18 @@ def test_clone_is_deep_and_checked():
     assert first.stop_strings == ["a"]
     with pytest.raises(InvalidRequestError):
         first.clone(n=0)
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    numpy = pytest.importorskip("numpy")
+    params = SamplingParams(
+        n=numpy.int64(2),
+        temperature=numpy.float32(0.5),
+        seed=numpy.uint8(3),
+        logit_bias={numpy.int64(5): numpy.half(1)},
+    )
+    assert (params.n, params.temperature, params.seed, params.logit_bias) == (2, 0.5, 3, {5: 1.0})
+    assert [type(value) for value in (params.n, params.temperature, params.seed)] == [int, float, int]
+    for wrong in ({"n": numpy.float32(2)}, {"n": numpy.bool_(True)}, {"temperature": numpy.float32("nan")}):
+        with pytest.raises(InvalidRequestError):
+            SamplingParams(**wrong)
