@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from ..core.errors import NotFoundError, OutriderError, PromptTooLongError
+from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, PromptTooLongError
+from ..http.text import shorten
+from .api_key import API_KEY_VARIABLE, key_problem
 
 if TYPE_CHECKING:
     from .chat_client import ChatClient
@@ -74,10 +78,12 @@ class Conversation:
         """Switch to `name`, or to the server's base model; NotFoundError when the server has no such model."""
         models = self._client.models()
         if name is None:
-            name = next(model for model, parent in models if parent is None)
+            name = next((model for model, parent in models if parent is None), None)
+            if name is None:
+                raise NotFoundError(f"{self._client.url} lists no model", param="model")
         known = [model for model, _ in models]
         if name not in known and name.partition(":")[2] not in known:
-            raise NotFoundError(f"there is no model {name!r}; there are {', '.join(known)}", param="model")
+            raise NotFoundError(f"there is no model {shorten(name)!r}; there are {', '.join(known)}", param="model")
         self.model = name
 
     def set_system(self, text: str) -> None:
@@ -119,7 +125,7 @@ class Conversation:
         elif command == "/help":
             self._screen.say(_HELP)
         else:
-            self._screen.fail(f"unknown command {command}; /help lists them")
+            self._screen.fail(f"unknown command {shorten(command)}; /help lists them")
             self.failures += 1
 
     def _ask(self, text: str) -> None:
@@ -202,19 +208,38 @@ def run(namespace: argparse.Namespace) -> int:
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen: Screen = TerminalScreen() if interactive else PlainScreen()
+    if namespace.temperature is not None and not math.isfinite(namespace.temperature):
+        raise InvalidRequestError("argument --temperature: must be a finite number", param="temperature")
     options = {"temperature": namespace.temperature, "max_tokens": namespace.max_tokens}
     options = {name: value for name, value in options.items() if value is not None}
-    key = namespace.api_key or os.environ.get("OUTRIDER_API_KEY") or None
+    key = namespace.api_key or os.environ.get(API_KEY_VARIABLE, "").strip() or None
+    problem = key_problem(key or "")
+    if problem:
+        where = f"argument --api-key: {problem}" if namespace.api_key else f"{API_KEY_VARIABLE}: {problem}"
+        raise InvalidRequestError(where, param="api_key")
+    _be_lenient(sys.stdin, sys.stdout, sys.stderr)
     with ChatClient(namespace.url, key) as client:
         conversation = Conversation(client, screen, options)
-        conversation.choose_model(namespace.model)
-        conversation.set_system(namespace.system or "")
+        conversation.choose_model(None if namespace.model is None else _text(namespace.model))
+        conversation.set_system(_text(namespace.system or ""))
         if interactive:
             screen.say(f"talking to {conversation.model} on {client.url}; /help lists the commands")
         for line in _typed_lines(conversation) if interactive else _piped_lines():
             if not conversation.handle(line):
                 break
     return 1 if conversation.failures and not interactive else 0
+
+
+def _be_lenient(*streams: TextIO) -> None:
+    """What cannot be decoded or shown becomes a question mark."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):  # not one that a test has put there
+            stream.reconfigure(errors="replace")
+
+
+def _text(argument: str) -> str:
+    """An argument of the command line without the surrogates that stand for bytes that are no text."""
+    return argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _piped_lines() -> Iterable[str]:

@@ -10,7 +10,11 @@ from typing import Any
 
 import httpx
 
-from ..core.errors import ErrorInfo, OutriderError, error_from_info
+from ..core.errors import ErrorInfo, InvalidRequestError, OutriderError, error_from_info
+from ..http.text import shorten
+
+# Valid HTTP whose content is something else: not JSON, or JSON of another shape.
+_NOT_OURS = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class UnreachableError(OutriderError):
@@ -50,9 +54,11 @@ class ChatClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.stats = AnswerStats()
         """Of the latest answer."""
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(10.0, read=None), transport=transport
-        )
+        timeout = httpx.Timeout(10.0, read=None)
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise InvalidRequestError(f"argument --url: {shorten(url)!r} is no URL: {error}", param="url") from error
 
     def __enter__(self) -> ChatClient:
         return self
@@ -69,10 +75,13 @@ class ChatClient:
         """
         try:
             response = self._http.get("/v1/models")
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         _raise_for(response)
-        return [(card["id"], card.get("parent")) for card in response.json()["data"]]
+        try:
+            return [(str(card["id"]), card.get("parent")) for card in response.json()["data"]]
+        except _NOT_OURS as error:
+            raise self._not_ours() from error
 
     def stream(self, model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
         """The pieces of the answer's text; fills `stats`. Closing the iterator stops the generation on the server.
@@ -97,14 +106,21 @@ class ChatClient:
                             stats.seconds_to_first = stats.seconds_to_first or time.monotonic() - started
                             yield text
                     _read_totals(stats, chunk)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
+        except OutriderError:
+            raise  # some are ValueErrors too
+        except _NOT_OURS as error:
+            raise self._not_ours() from error
         finally:
             stats.seconds = time.monotonic() - started
 
-    def _unreachable(self, error: httpx.HTTPError) -> UnreachableError:
+    def _not_ours(self) -> UnreachableError:
+        return UnreachableError(f"{shorten(self.url)} does not answer as the OpenAI API does; is the URL right?")
+
+    def _unreachable(self, error: Exception) -> UnreachableError:
         reason = str(error) or type(error).__name__
-        return UnreachableError(f"cannot reach {self.url}: {reason}; is the server running? (outrider serve)")
+        return UnreachableError(f"cannot reach {shorten(self.url)}: {reason}; is the server running? (outrider serve)")
 
 
 def _read_totals(stats: AnswerStats, chunk: dict[str, Any]) -> None:
@@ -141,5 +157,6 @@ def _raise_for(response: httpx.Response) -> None:
     try:
         error = response.json()["error"]
     except (ValueError, KeyError, TypeError):
-        raise OutriderError(f"the server answered {response.status_code}: {response.text[:200]}") from None
+        text = shorten(" ".join(response.text.split()))
+        raise OutriderError(f"the server answered {response.status_code}: {text}") from None
     raise _typed(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(namespace.run(namespace))
     except OutriderError as error:
         print(f"outrider: error: {error.message}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The interpreter flushes what is left at its end, and must find somebody to take it.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("outrider: error: nobody reads the output any more", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

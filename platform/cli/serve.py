@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from pathlib import Path
 
 from ..core.config import EngineArgs, check_args, parse_speculative
-from ..core.errors import InvalidRequestError
+from ..core.errors import InvalidRequestError, OutriderError
 from ..http.config import ServerConfig
+from ..http.text import shorten
+from .api_key import API_KEY_VARIABLE, key_problem
 from .engine_options import add_engine_options, flag, given_options
 
-API_KEY_VARIABLE = "OUTRIDER_API_KEY"
 _EPILOG = """\
 examples:
   outrider serve                                       the embedded demo model, its adapters and its draft model
@@ -56,7 +58,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--api-key",
-        type=_not_empty,
+        type=_key,
         action="append",
         metavar="KEY",
         help=f"key that clients must send; may be repeated (default: the variable {API_KEY_VARIABLE}, else open)",
@@ -116,6 +118,14 @@ def _not_empty(text: str) -> str:
     return text
 
 
+def _key(text: str) -> str:
+    """An argparse type."""
+    problem = key_problem(_not_empty(text))
+    if problem:
+        raise argparse.ArgumentTypeError(problem)
+    return text
+
+
 def lora_module(text: str) -> tuple[str, str]:
     """An argparse type: "name=path" or a JSON object with name and path -> (name, path)."""
     name: object
@@ -132,7 +142,7 @@ def lora_module(text: str) -> tuple[str, str]:
     else:
         name, _, path = text.partition("=")
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
-        raise argparse.ArgumentTypeError(f'must be name=path or {{"name": ..., "path": ...}}, got {text!r}')
+        raise argparse.ArgumentTypeError(f'must be name=path or {{"name": ..., "path": ...}}, got {shorten(text)!r}')
     return name, path
 
 
@@ -144,7 +154,26 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.parser.error(f"argument {flag(error.param or 'model')}: {error.message}")
     from ..http.server import serve
 
-    return serve(args, config)
+    try:
+        return serve(args, config)
+    except OutriderError as error:
+        option = _option_of(error, args)
+        if option is None:
+            raise
+        raise OutriderError(f"argument {flag(option)}: {error.message}", param=error.param) from error
+
+
+def _option_of(error: OutriderError, args: EngineArgs) -> str | None:
+    """The option that an error found while the engine starts is about, if any."""
+    param = (error.param or "").partition(".")[0].partition("[")[0]
+    if param == "model":  # other folders are read by the same functions
+        draft = (args.speculative_config or {}).get("model")
+        for option, path in (("tokenizer", args.tokenizer), ("speculative_config", draft)):
+            if isinstance(path, str) and path != args.model and path in error.message:
+                return option
+        return None  # MODEL has no flag
+    known = {field.name for field in dataclasses.fields(EngineArgs)} | {"host", "port", "lora_modules"}
+    return param if param in known else None
 
 
 def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
@@ -194,6 +223,9 @@ def _default_name(args: EngineArgs, demo: bool) -> str:
 
 def _server_config(namespace: argparse.Namespace, names: tuple[str, ...], lora_modules: dict[str, str]) -> ServerConfig:
     keys = namespace.api_key or [key for key in [os.environ.get(API_KEY_VARIABLE, "").strip()] if key]
+    problem = key_problem("".join(keys))
+    if problem:
+        raise InvalidRequestError(f"{problem} (it comes from {API_KEY_VARIABLE})", param="api_key")
     template = None
     if namespace.chat_template is not None:
         try:

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from ..core.errors import InvalidRequestError
 from .errors import BodyTooLargeError, ClientDisconnectedError
+from .text import shorten
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -55,7 +56,7 @@ def _check_content_type(request: Request) -> None:
     """Only JSON: a page of another site can make a browser post forms and plain text here without asking first."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise InvalidRequestError(f"Content-Type must be application/json, got {kind or 'none'}")
+        raise InvalidRequestError(f"Content-Type must be application/json, got {shorten(kind) or 'none'}")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -100,4 +101,4 @@ def _path(location: tuple[Any, ...]) -> str:
             path += f"[{part}]"
         else:
             path += f".{part}" if path else part
-    return path
+    return shorten(path)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..core.outputs import CompletionOutput
+from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
 from .body import documented, read_body
-from .generation import Collected, Event, Job, collect, generate
-from .logprobs import CompletionLogprobs, prompt_logprobs
+from .generation import Collected, Event, Job, PromptFacts, collect, generate
+from .logprobs import CompletionLogprobs, Token, prompt_logprobs
 from .protocol import CompletionRequest
 from .serving import Serving, new_request_id, serving_of
 from .stream import ChunkWriter, dumps, stream_response, until_disconnect
 
 router = APIRouter()
+
+DEFAULT_MAX_TOKENS = 16
+"""Tokens of an answer when the request does not say; fewer where the context ends first."""
 
 
 @router.post("/v1/completions", response_model=None, openapi_extra=documented(CompletionRequest))
@@ -31,11 +35,12 @@ async def create_completion(request: Request) -> Response:
     serving.check_ready()
     job = Job(
         new_request_id("cmpl"),
-        await _prompts(serving, body),
+        await serving.prompts(body.prompts, add_special_tokens=body.add_special_tokens is not False),
         _sampling_params(body),
         lora,
         body.priority or 0,
         body.cache_salt or "",
+        default_max_tokens=DEFAULT_MAX_TOKENS,
     )
     fixed = {
         "id": job.request_id,
@@ -53,15 +58,6 @@ async def create_completion(request: Request) -> Response:
     return JSONResponse(fixed | render.answer(collected))
 
 
-async def _prompts(serving: Serving, body: CompletionRequest) -> list[str | list[int]]:
-    """`prompt` as a list of prompts: protocol.py has checked its four forms."""
-    prompt = body.prompt
-    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    if body.add_special_tokens is False:
-        return [await serving.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
-    return list(prompts)
-
-
 def _only_echo(body: CompletionRequest) -> bool:
     """`max_tokens` 0 with `echo`: the prompt's log-probabilities are wanted, and no text."""
     return bool(body.echo) and body.max_tokens == 0
@@ -73,7 +69,10 @@ def _sampling_params(body: CompletionRequest) -> SamplingParams:
         changes["prompt_logprobs"] = body.logprobs
     if _only_echo(body):
         changes["max_tokens"] = 1  # the engine always generates; the token is thrown away
-    return body.sampling_params(**changes)
+    params = body.sampling_params(**changes)
+    if body.max_tokens is None:
+        params.max_tokens = None  # the job decides, prompt by prompt
+    return params
 
 
 class _Completions:
@@ -84,6 +83,7 @@ class _Completions:
         self._body = body
         self._job = job
         self._n = job.params.n
+        self._special = frozenset(self._tokenizer.all_special_ids)
         self._started: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._plain = body.logprobs is None and not body.return_token_ids
@@ -117,11 +117,9 @@ class _Completions:
             "stop_reason": None if drop else choice.stop_reason,
         }
         if body.logprobs is not None:
-            before = prompt.token_ids if body.echo else []
-            shown = before + token_ids
-            texts = [self._tokenizer.decode([token]) for token in before[:1]] + [""] * (len(shown) - len(before[:1]))
-            logprobs = CompletionLogprobs(body.logprobs)
-            result["logprobs"] = logprobs.build(shown, (prompt.logprobs or [])[: len(before)] + entries, texts)
+            before = self._echoed(choice.prompt_index, prompt) if body.echo else []
+            after = self._generated(token_ids, entries)
+            result["logprobs"] = CompletionLogprobs(body.logprobs).build(before + after)
         if body.prompt_logprobs is not None:
             result["prompt_logprobs"] = prompt_logprobs(prompt.logprobs or [])
         if body.return_token_ids:
@@ -129,8 +127,30 @@ class _Completions:
             result["token_ids"] = token_ids
         return result
 
+    def _echoed(self, prompt_index: int, prompt: PromptFacts) -> list[Token]:
+        """The prompt's tokens. Those that the tokenizer added around a text are not in the echo."""
+        token_ids = prompt.token_ids
+        hidden = 0
+        text = self._body.prompts[prompt_index]
+        if isinstance(text, str) and self._body.add_special_tokens is not False:
+            bare = list(self._tokenizer.encode(text, add_special_tokens=False))
+            while hidden < len(token_ids) - len(bare) and token_ids[hidden : hidden + len(bare)] != bare:
+                hidden += 1
+            end = hidden + len(bare)
+        else:
+            end = len(token_ids)
+        entries = prompt.logprobs or [None] * len(token_ids)
+        return [
+            Token(t, entry, hidden <= i < end, "" if entry else self._tokenizer.decode([t]))
+            for i, (t, entry) in enumerate(zip(token_ids, entries, strict=True))
+        ]
+
+    def _generated(self, token_ids: list[int], entries: Sequence[dict[int, Logprob] | None]) -> list[Token]:
+        skip = self._body.skip_special_tokens is not False
+        return [Token(t, entry, not (skip and t in self._special)) for t, entry in zip(token_ids, entries, strict=True)]
+
     def _prompt_text(self, prompt_index: int, token_ids: list[int]) -> str:
-        prompt = self._job.prompts[prompt_index]
+        prompt = self._body.prompts[prompt_index]
         return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(token_ids))
 
     def choices(self, event: Event) -> list[str]:
@@ -159,8 +179,7 @@ class _Completions:
         }
         if self._body.logprobs is not None and output.token_ids:
             logprobs = self._logprobs.setdefault(index, CompletionLogprobs(self._body.logprobs))
-            texts = [""] * len(output.token_ids)
-            choice["logprobs"] = logprobs.build(output.token_ids, output.logprobs or [], texts)
+            choice["logprobs"] = logprobs.build(self._generated(output.token_ids, output.logprobs or []))
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason
         if self._body.return_token_ids:

@@ -13,9 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import AuthenticationError, OutriderError, OverloadedError
+from .text import shorten
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE = 1000
+"""Characters of a message. What it quotes of a request is shorter, wherever our own code writes it; this is for texts
+of libraries, such as a template's error."""
 INTERNAL_MESSAGE = "The server failed to answer this request; its log says more."
 INTERNAL_ERROR: dict[str, Any] = {
     "error": {"message": INTERNAL_MESSAGE, "type": "InternalServerError", "param": None, "code": None}
@@ -57,7 +61,8 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     """The JSON of `error`."""
     kind = type(error).type
     code = _CODES.get((kind, error.param), _CODES_BY_TYPE.get(kind))
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
+    param = None if error.param is None else shorten(error.param)
+    return {"error": {"message": shorten(error.message, MAX_MESSAGE), "type": kind, "param": param, "code": code}}
 
 
 def retry_after(error: OutriderError) -> str:
@@ -113,7 +118,7 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code in (404, 405):
-            message = f"{message}: {request.method} {request.url.path}"
+            message = f"{message}: {request.method} {shorten(request.url.path)}"
         return plain_response(error.status_code, message, error.headers)
 
     app.add_exception_handler(OutriderError, on_typed)

@@ -21,11 +21,20 @@ class Job:
     """What one HTTP request asks the engine for."""
 
     request_id: str
-    prompts: list[str | list[int]]
+    prompts: list[list[int]]
     params: SamplingParams
     lora: LoRARequest | None
     priority: int = 0
     cache_salt: str = ""
+    default_max_tokens: int | None = None
+    """Where `params` has no `max_tokens`: this many, or as many as fit after a prompt. None: as many as fit."""
+
+    def params_of(self, index: int, max_model_len: int) -> SamplingParams:
+        """The parameters for one of the prompts."""
+        if self.params.max_tokens is not None or self.default_max_tokens is None:
+            return self.params
+        room = max_model_len - len(self.prompts[index])
+        return self.params.clone(max_tokens=max(1, min(self.default_max_tokens, room)))
 
 
 class Event(NamedTuple):
@@ -40,20 +49,26 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     """The job's outputs as they come; closing the generator aborts what still runs.
 
     Raises:
-        OutriderError: a prompt or parameter is refused (at the first step), or the engine fails.
+        OutriderError: a prompt or parameter is refused (at once for several prompts, else at the first step), or the
+            engine fails.
     """
     if len(job.prompts) == 1:
         return _generate_one(serving, job, 0)
+    # All share the parameters, so the longest stands for all; none may start before it is known that all can.
+    longest = max(range(len(job.prompts)), key=lambda i: len(job.prompts[i]))
+    params = job.params_of(longest, serving.llm.info.max_model_len)
+    serving.llm.input_processor.process(
+        job.request_id, job.prompts[longest], params, priority=job.priority, cache_salt=job.cache_salt
+    )
     return _merge([_generate_one(serving, job, i) for i in range(len(job.prompts))])
 
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
-    prompt = job.prompts[index]
     recorder = serving.metrics.recorder("" if job.lora is None else job.lora.name, "")
     request_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
     outputs = serving.llm.generate(
-        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
-        job.params,
+        {"prompt_token_ids": job.prompts[index]},
+        job.params_of(index, serving.llm.info.max_model_len),
         request_id=request_id,
         lora_request=job.lora,
         priority=job.priority,

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from ... import __version__
 from ..core.errors import OutriderError
+from .metrics import CONTENT_TYPE
 from .serving import serving_of
 
 logger = logging.getLogger(__name__)
@@ -44,5 +45,4 @@ async def metrics(request: Request) -> Response:
         serving.metrics.update(await asyncio.wait_for(serving.llm.stats(), STATS_TIMEOUT))
     except (OutriderError, TimeoutError) as error:
         logger.debug("no snapshot from the engine: %s", error)
-    content, content_type = serving.metrics.render(request.headers.get("accept", ""))
-    return Response(content, media_type=content_type)
+    return Response(serving.metrics.render(), headers={"Content-Type": CONTENT_TYPE})

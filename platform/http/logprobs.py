@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.outputs import Logprob
 
@@ -26,6 +26,18 @@ def _top(entries: Entries, count: int) -> list[tuple[int, Logprob]]:
     return sorted(entries.items(), key=lambda item: (item[1].rank, -item[1].logprob))[:count]
 
 
+class Token(NamedTuple):
+    """One token of a completion, or of its echoed prompt."""
+
+    token_id: int
+    entries: Entries | None
+    """None where nothing is known: the first prompt token."""
+    shown: bool
+    """Whether its text is in the answer's: special tokens may not be."""
+    text: str = ""
+    """Where there are no `entries`."""
+
+
 class CompletionLogprobs:
     """Builds `choices[].logprobs` of `/v1/completions`; keeps the text offset between the chunks of a stream."""
 
@@ -33,16 +45,13 @@ class CompletionLogprobs:
         self._count = count
         self._offset = 0
 
-    def build(
-        self, token_ids: Sequence[int], entries: Sequence[Entries | None], texts: Sequence[str]
-    ) -> dict[str, Any]:
-        """The object for these tokens. `entries[i]` is None where nothing is known (the first prompt token), and then
-        `texts[i]` is shown."""
+    def build(self, given: Sequence[Token]) -> dict[str, Any]:
+        """The object for these tokens."""
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        for token_id, entry, text in zip(token_ids, entries, texts, strict=True):
+        for token_id, entry, shown, text in given:
             if entry is None:
                 values.append(None)
                 tops.append(None)
@@ -50,13 +59,23 @@ class CompletionLogprobs:
                 chosen = entry[token_id]
                 text = _text(token_id, chosen)
                 values.append(_value(chosen))
-                top = {_text(i, e): _value(e) for i, e in _top(entry, self._count)}
-                top.setdefault(text, _value(chosen))
-                tops.append(top)
+                tops.append(self._by_text(token_id, entry))
             tokens.append(text)
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(text) if shown else 0
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _by_text(self, token_id: int, entries: Entries) -> dict[str, float]:
+        """The most likely tokens and the chosen one. Where two have the same text, as pieces of a character do, the
+        less likely one is called "token_id:N"."""
+        top = _top(entries, self._count)
+        if all(i != token_id for i, _ in top):
+            top.append((token_id, entries[token_id]))
+        result: dict[str, float] = {}
+        for i, entry in top:
+            text = _text(i, entry)
+            result[f"token_id:{i}" if text in result else text] = _value(entry)
+        return result
 
 
 def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entries], count: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.errors import InvalidRequestError
+from .text import shorten
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # Clients send back the assistant's message as they got it; what is null or empty in it says nothing.
@@ -28,13 +29,17 @@ def _message(message: Any, place: str) -> dict[str, str]:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidRequestError(
-            f"{place}.role must be one of {', '.join(_ROLES)}; got {role!r}", param=f"{place}.role"
+            f"{place}.role must be one of {', '.join(_ROLES)}; got {shorten(repr(role))}", param=f"{place}.role"
         )
     for name, value in message.items():
         if name in ("role", "content", "name") or (name in _NULL_FIELDS and value in (None, [], {})):
             continue
+        name = shorten(name)
         raise InvalidRequestError(f"Unsupported field: '{place}.{name}'", param=f"{place}.{name}")
-    result = {"role": _ROLES[role], "content": _content(message.get("content"), f"{place}.content")}
+    content = message.get("content")
+    if content is None and role == "assistant":
+        content = ""  # so says the API of a message that had no text
+    result = {"role": _ROLES[role], "content": _content(content, f"{place}.content")}
     name = message.get("name")
     if name is not None:
         if not isinstance(name, str):
@@ -58,10 +63,13 @@ def _part(part: Any, place: str) -> str:
         raise InvalidRequestError(f"{place} must be an object with type and text", param=place)
     kind = part.get("type")
     if kind != "text":
-        raise InvalidRequestError(f"{place}: parts of type {kind!r} are not supported, only text", param=place)
+        raise InvalidRequestError(
+            f"{place}: parts of type {shorten(repr(kind))} are not supported, only text", param=place
+        )
     unknown = sorted(set(part) - {"type", "text"})
     if unknown:
-        raise InvalidRequestError(f"Unsupported field: '{place}.{unknown[0]}'", param=f"{place}.{unknown[0]}")
+        where = f"{place}.{shorten(unknown[0])}"
+        raise InvalidRequestError(f"Unsupported field: {where!r}", param=where)
     if not isinstance(part.get("text"), str):
         raise InvalidRequestError(f"{place}.text must be a string", param=f"{place}.text")
     return str(part["text"])

@@ -14,6 +14,9 @@ from .serving import serving_of
 
 router = APIRouter()
 
+MAX_ADAPTER_NAME = 256
+"""Characters."""
+
 
 @router.get("/v1/models", response_model=None)
 async def list_models(request: Request) -> Response:
@@ -35,6 +38,10 @@ async def load_adapter(request: Request) -> Response:
     for name in ("lora_name", "lora_path"):
         if not getattr(body, name):
             raise InvalidUserInputError(f"{name} must not be empty", param=name)
+    if len(body.lora_name) > MAX_ADAPTER_NAME:
+        raise InvalidUserInputError(
+            f"lora_name has {len(body.lora_name)} characters; at most {MAX_ADAPTER_NAME} are taken", param="lora_name"
+        )
     serving.check_ready()
     adapter = LoRARequest(body.lora_name, path=body.lora_path)
     await serving.models.load(adapter, load_inplace=body.load_inplace, pinned=body.pinned)

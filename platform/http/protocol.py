@@ -14,6 +14,13 @@ from pydantic_core import PydanticCustomError
 from ..core.errors import InvalidRequestError
 from ..core.sampling_params import SamplingParams
 
+MAX_PROMPTS = 1024
+"""Prompts in one request."""
+MAX_SEQUENCES = 1024
+"""Prompts times `n`: the sequences that one request may ask for."""
+MAX_PROMPTS_X_BAD_WORDS = 4096
+"""They are tokenized anew for each prompt, and nothing else is served meanwhile."""
+
 
 def _only(*allowed: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
@@ -59,8 +66,8 @@ class RequestModel(BaseModel):
 class StreamOptions(RequestModel):
     """`stream_options` of both APIs."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: FalseOnly = None
 
 
@@ -139,15 +146,37 @@ class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
     prompt: Prompt
+    """Read it through `prompts`."""
     add_special_tokens: bool | None = None
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: NullOnly = None
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """`prompt` in its four forms as a list of prompts."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
+
     def check(self) -> None:
         """See the base class."""
         super().check()
+        count, n = len(self.prompts), self.n or 1
+        if count > MAX_PROMPTS:
+            raise InvalidRequestError(f"prompt has {count} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
+        words = len(self.bad_words or ())
+        if count > 1 and count * words > MAX_PROMPTS_X_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words has {words} entries for {count} prompts; at most {MAX_PROMPTS_X_BAD_WORDS} are taken, "
+                "counted once for each prompt",
+                param="bad_words",
+            )
+        if count > 1 and count * n > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"n is {n} for {count} prompts, together {count * n} sequences; at most {MAX_SEQUENCES} are taken",
+                param="n",
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError("best_of is supported only when it equals n", param="best_of")
         if self.echo and self.stream and (self.logprobs is not None or self.max_tokens == 0):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import InvalidUserInputError, NotFoundError
 from ..core.lora_request import LoRARequest
+from .text import shorten
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
 class ModelRegistry:
     """The names this server answers to.
 
-    Adapters are registered through this process alone, so it knows them without asking the engine; after a restart
-    of the engine the client registers them there again.
+    Adapters are registered through this process alone, so its client of the engine knows them without asking; after a
+    restart of the engine it registers them there again, and forgets those that cannot be read any more. Nothing of
+    that is kept twice: this object only looks.
     """
 
     def __init__(self, llm: AsyncLLM, base_names: tuple[str, ...]) -> None:
         self._llm = llm
         self._base_names = base_names
-        self._adapters: dict[str, LoRARequest] = {}
         self._created: dict[str, int] = dict.fromkeys(base_names, int(time.time()))
 
     @property
@@ -33,7 +34,7 @@ class ModelRegistry:
     @property
     def adapters(self) -> dict[str, LoRARequest]:
         """By name."""
-        return dict(self._adapters)
+        return self._llm.adapters
 
     def resolve(self, model: str | None) -> LoRARequest | None:
         """The adapter that `model` selects; None for the base model.
@@ -43,40 +44,55 @@ class ModelRegistry:
         """
         if model is None or model in self._base_names:
             return None
-        adapter = self._adapters.get(model)
-        if adapter is not None:
-            return adapter
+        adapters = self.adapters
+        if model in adapters:
+            return adapters[model]
         for base in self._base_names:
-            if model.startswith(f"{base}:") and model[len(base) + 1 :] in self._adapters:
-                return self._adapters[model[len(base) + 1 :]]
-        raise NotFoundError(f"The model {model!r} does not exist; /v1/models lists those that do", param="model")
+            if model.startswith(f"{base}:") and model[len(base) + 1 :] in adapters:
+                return adapters[model[len(base) + 1 :]]
+        raise NotFoundError(
+            f"The model {shorten(model)!r} does not exist; /v1/models lists those that do", param="model"
+        )
 
     async def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> None:
         """Register an adapter; the engine validates it first."""
         if request.name in self._base_names:
-            raise InvalidUserInputError(f"{request.name!r} is the name of the base model", param="lora_name")
-        if request.name in self._adapters and not load_inplace:
+            raise InvalidUserInputError(f"{shorten(request.name)!r} is the name of the base model", param="lora_name")
+        if not load_inplace:
+            self._check_free(request.name)
+        try:
+            await self._llm.load_adapter(request, load_inplace=load_inplace, pinned=pinned)
+        except InvalidUserInputError:
+            # Taken in the engine alone: a request that was under way when the name was unloaded can bring it back.
+            if load_inplace:
+                raise
+            self._check_free(request.name)
+            await self._llm.load_adapter(request, load_inplace=True, pinned=pinned)
+        self._created[request.name] = int(time.time())
+
+    def _check_free(self, name: str) -> None:
+        if name in self.adapters:
             raise InvalidUserInputError(
-                f"The LoRA adapter {request.name!r} has already been loaded; "
+                f"The LoRA adapter {shorten(name)!r} has already been loaded; "
                 "set load_inplace to load it again under the same name",
                 param="lora_name",
             )
-        await self._llm.load_adapter(request, load_inplace=load_inplace, pinned=pinned)
-        self._adapters[request.name] = request
-        self._created[request.name] = int(time.time())
 
     async def unload(self, name: str) -> None:
-        """Take an adapter away; requests that run with it finish."""
-        if name not in self._adapters:
-            raise NotFoundError(f"The LoRA adapter {name!r} does not exist", param="lora_name")
-        await self._llm.unload_adapter(name)
-        self._adapters.pop(name, None)
+        """Take an adapter away, wherever its name is known; requests that run with it finish."""
+        known = name in self.adapters
+        try:
+            await self._llm.unload_adapter(name)
+        except NotFoundError:
+            if not known:  # else the engine has lost it, and now it is gone everywhere
+                raise NotFoundError(f"The LoRA adapter {shorten(name)!r} does not exist", param="lora_name") from None
+        self._created.pop(name, None)
 
     def cards(self) -> list[dict[str, Any]]:
         """One OpenAI model card a name."""
         info = self._llm.info
         bases = [self._card(name, info.model, None, info.max_model_len) for name in self._base_names]
-        adapters = self._adapters.values()
+        adapters = self.adapters.values()
         return bases + [self._card(a.name, a.path, self.base_name, info.max_model_len) for a in adapters]
 
     def card(self, name: str) -> dict[str, Any]:
@@ -89,7 +105,7 @@ class ModelRegistry:
         return {
             "id": name,
             "object": "model",
-            "created": self._created[name],
+            "created": self._created.get(name, self._created[self.base_name]),
             "owned_by": "outrider",
             "root": root,
             "parent": parent,

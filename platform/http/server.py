@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -19,6 +20,7 @@ from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError
 from ..core.lora_request import LoRARequest
 from .config import ServerConfig
+from .text import shorten
 
 if TYPE_CHECKING:
     import uvicorn
@@ -49,16 +51,19 @@ def serve(args: EngineArgs, config: ServerConfig) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the address but does not listen yet: an address in use is found before the model is loaded,
-    and nobody can connect before the server is ready."""
+    """A socket that listens: an address in use is found before the model is loaded. Two sockets may be bound to one
+    port as long as neither listens. Who connects before the server is ready waits for it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+        listener.listen()  # uvicorn does it again, with a backlog of its own
+    except (OSError, OverflowError, UnicodeError) as error:  # a host name that no encoding of names takes
         listener.close()
-        raise InvalidRequestError(f"cannot listen on {host}:{port}: {error}", param="port") from error
+        no_such_host = isinstance(error, socket.gaierror | UnicodeError) or error.args[:1] == (errno.EADDRNOTAVAIL,)
+        param = "host" if no_such_host else "port"
+        raise InvalidRequestError(f"cannot listen on {host}:{port}: {error}", param=param) from error
     return listener
 
 
@@ -130,7 +135,10 @@ class _Server:
                 await asyncio.gather(starting, return_exceptions=True)
         models = app.state.serving.models
         for name, path in self._config.lora_modules.items():
-            await models.load(LoRARequest(name, path=path))
+            try:
+                await models.load(LoRARequest(name, path=path))
+            except InvalidRequestError as error:
+                raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
         return app
 
     def _make_app(self, llm: AsyncLLM) -> FastAPI:

@@ -49,6 +49,27 @@ class Serving:
         if state != "ready":
             raise EngineUnavailableError(f"The engine is {state}; try again in a moment")
 
+    async def prompts(self, prompts: list[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of prompts, all of them checked.
+
+        Raises:
+            InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
+        """
+
+        def parse() -> list[list[int]]:
+            processor = self.llm.input_processor
+            parsed = [
+                {"prompt_token_ids": self._encode(prompt, False)}
+                if isinstance(prompt, str) and not add_special_tokens
+                else prompt
+                for prompt in prompts
+            ]
+            return [processor.parse_prompt(prompt).token_ids for prompt in parsed]
+
+        if sum(map(len, prompts)) > _LONG_TEXT:
+            return await asyncio.to_thread(parse)
+        return parse()
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
         if len(text) > _LONG_TEXT:

@@ -70,8 +70,8 @@ class ChunkWriter:
 
     def __init__(self, fixed: dict[str, Any], options: StreamOptions | None, with_metrics: bool) -> None:
         self._head = f'data: {dumps(fixed)[:-1]},"choices":['
-        self._usage = options is not None and options.include_usage
-        self._continuous = options is not None and options.continuous_usage_stats
+        self._usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._metrics = with_metrics
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
 

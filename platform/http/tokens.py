@@ -16,6 +16,9 @@ from .serving import serving_of
 
 router = APIRouter()
 
+DETOKENIZE_CONTEXTS = 4
+"""`/detokenize` takes this many times max_model_len ids: more than a sequence can have, and no work that stalls."""
+
 
 @router.post("/tokenize", response_model=None, openapi_extra=documented(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
@@ -38,11 +41,16 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """The text of token ids, of at most 4 x max_model_len of them."""
     serving = serving_of(request)
     body = await read_body(request, DetokenizeRequest, serving.config.max_body_bytes)
     serving.models.resolve(body.model)
-    size = serving.llm.info.vocab_size
+    size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
+    if len(body.tokens) > limit:
+        raise InvalidRequestError(
+            f"tokens has {len(body.tokens)} ids; at most {limit} are taken ({DETOKENIZE_CONTEXTS} x max_model_len)",
+            param="tokens",
+        )
     for i, token in enumerate(body.tokens):
         if not 0 <= token < size:
             raise InvalidRequestError(f"{token} is not a token id: they go from 0 to {size - 1}", param=f"tokens[{i}]")

@@ -118,7 +118,7 @@ def test_port_in_use_is_found_at_once(start_server):
         second = start_server("--port", port, ready=False)
         assert second.process.wait(30) == 1
         second.stop()
-    assert f"outrider: error: cannot listen on 127.0.0.1:{port}" in second.output
+    assert f"outrider: error: argument --port: cannot listen on 127.0.0.1:{port}" in second.output
     assert "Traceback" not in second.output
 
 

@@ -2,6 +2,12 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -34,6 +40,7 @@ class Server:
 
     def __init__(self) -> None:
         self.answer = sse(piece("Hel"), piece("lo", "stop"), TOTALS)
+        self.models = json.dumps(MODELS).encode()
         self.status = 200
         self.requests: list[dict] = []
         self.headers: list[httpx.Headers] = []
@@ -41,7 +48,7 @@ class Server:
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.headers.append(request.headers)
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json=MODELS)
+            return httpx.Response(200, content=self.models)
         assert request.url.path == "/v1/chat/completions"
         self.requests.append(json.loads(request.content))
         return httpx.Response(self.status, content=self.answer)
@@ -238,3 +245,110 @@ def test_failures_in_a_pipe_are_in_the_status(piped, capsys):
     assert "error: there is no model 'nobody'" in capsys.readouterr().err
     assert piped("hi\n", "--model", "nobody") == 1
     assert capsys.readouterr().err.startswith("outrider: error: there is no model")
+
+
+def one_line(capsys) -> str:
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--api-key", "ключ"], "--api-key: a key must be printable ASCII"),
+        (["--url", "http://[::1"], "--url"),
+        (["--url", "http://a:b"], "--url"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--temperature", "inf"], "--temperature"),
+    ],
+)
+def test_wrong_arguments_are_one_line(piped, capsys, arguments, part):
+    assert piped("hi\n", *arguments) == 1
+    assert part in one_line(capsys)
+
+
+def test_a_key_of_the_environment(piped, capsys, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_API_KEY", "ключ")
+    assert piped("hi\n") == 1
+    assert "OUTRIDER_API_KEY: a key must be printable ASCII" in one_line(capsys)
+
+
+@pytest.mark.parametrize("models", [b"<html>", b'{"data": []}', b'{"object": 1}', b"[]", b'{"data": [3]}', b"null"])
+def test_servers_of_another_kind(piped, capsys, server, models):
+    server.models = models
+    assert piped("hi\n", "--url", "http://test") == 1
+    assert one_line(capsys).startswith("outrider: error: http://test ")
+
+
+@pytest.mark.parametrize(
+    "answer", [b"data: <html>\n\n", b"data: 3\n\n", b"data: {}\n\n", b'data: {"choices": [1]}\n\n']
+)
+def test_answers_of_another_kind(talk, screen, server, answer):
+    server.answer = answer
+    talk.handle("hi")
+    assert "does not answer as the OpenAI API does" in screen.of("fail")[0]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    bodies: ClassVar[list[dict]] = []
+
+    def do_GET(self):
+        self._send(json.dumps(MODELS).encode())
+
+    def do_POST(self):
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self._send(sse(*[piece("word ")] * 50, TOTALS))
+
+    def _send(self, content):
+        self.send_response(200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def process():
+    """Starts the command in a process of its own, against a server that answers every chat."""
+    server = HTTPServer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.platform.cli.main",
+        "chat",
+        "--url",
+        f"http://127.0.0.1:{server.server_port}",
+    ]
+
+    def start(*arguments, **environment):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([*command, *arguments], env={**os.environ, **environment}, **pipes)
+
+    _Handler.bodies = []
+    yield start
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_bytes_that_are_no_text(process):
+    with process("--system", b"s\xff", PYTHONIOENCODING="utf-8:strict") as chatting:
+        _, err = chatting.communicate(b"h\xff\xfei\nnext\n", timeout=60)
+    assert chatting.returncode == 0, err
+    assert [body["messages"][-1]["content"] for body in _Handler.bodies] == ["h\ufffd\ufffdi", "next"]
+    assert _Handler.bodies[0]["messages"][0]["content"] == "s\ufffd"
+
+
+def test_a_closed_pipe_is_one_line(process):
+    with process() as chatting:
+        chatting.stdout.close()
+        chatting.stdin.write(b"hi\nhi\n")
+        chatting.stdin.close()
+        err = chatting.stderr.read().decode()
+        chatting.wait(timeout=60)
+    assert chatting.returncode == 1
+    assert err == "outrider: error: nobody reads the output any more\n"

@@ -9,7 +9,7 @@ from outrider.models.demo import demo_adapters, demo_draft_path
 from outrider.platform.cli import engine_options, serve
 from outrider.platform.cli.main import build_parser, main
 from outrider.platform.core.config import EngineArgs
-from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.errors import AdapterError, InvalidRequestError, NotFoundError
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,14 @@ def test_keys(monkeypatch):
     assert resolve("--api-key", "a")[1].api_keys == ("a",)
 
 
+def test_a_key_of_the_environment_that_nobody_can_send(monkeypatch, capsys):
+    monkeypatch.setenv("OUTRIDER_API_KEY", "ключ")
+    message = fails(capsys)
+    assert "--api-key" in message
+    assert "OUTRIDER_API_KEY" in message
+    assert "ключ" not in message
+
+
 def test_server_options(tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
@@ -154,6 +162,8 @@ def test_server_options(tmp_path):
         ("--lora-modules x=1 --no-enable-lora", "--lora-modules"),
         ("--chat-template /nowhere", "--chat-template"),
         ("--api-key  ", "--api-key"),
+        ("--api-key ключ", "--api-key"),
+        ("--api-key \x07", "--api-key"),
         ("--tensor-parallel-size 2", "--tensor-parallel-size"),
         ("--max-lora 4", "--max-lora"),
     ],
@@ -162,15 +172,35 @@ def test_wrong_values_name_the_option(capsys, arguments, option):
     assert option in fails(capsys, *arguments.split(" "))
 
 
-def test_an_address_that_cannot_be_used_is_one_line(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "error", "shown"),
+    [
+        ([], InvalidRequestError("cannot listen", param="port"), "argument --port: cannot listen"),
+        ([], InvalidRequestError("no such host", param="host"), "argument --host: no such host"),
+        ([], NotFoundError("none", param="tokenizer"), "argument --tokenizer: none"),
+        ([], InvalidRequestError("small", param="kv_cache_memory_bytes"), "argument --kv-cache-memory-bytes: small"),
+        ([], AdapterError("a: none", param="lora_modules"), "argument --lora-modules: a: none"),
+        ([], InvalidRequestError("off", param="speculative_config.model"), "argument --speculative-config: off"),
+        (["/m"], NotFoundError("model '/m': none", param="model"), "model '/m': none"),
+        (["/m", "--tokenizer", "/t"], NotFoundError("model '/t'", param="model"), "argument --tokenizer: model '/t'"),
+        (
+            ["/m", "--speculative-config", '{"method": "draft_model", "model": "/d"}'],
+            NotFoundError("model '/d'", param="model"),
+            "argument --speculative-config: model '/d'",
+        ),
+        ([], InvalidRequestError("odd", param="hidden_size"), "odd"),
+        ([], InvalidRequestError("odd"), "odd"),
+    ],
+)
+def test_what_the_engine_refuses_is_one_line_with_its_option(capsys, monkeypatch, arguments, error, shown):
     from outrider.platform.http import server
 
     def refuse(args, config):
-        raise InvalidRequestError("cannot listen", param="port")
+        raise error
 
     monkeypatch.setattr(server, "serve", refuse)
-    assert main(["serve"]) == 1
-    assert capsys.readouterr().err == "outrider: error: cannot listen\n"
+    assert main(["serve", *arguments]) == 1
+    assert capsys.readouterr().err == f"outrider: error: {shown}\n"
 
 
 def test_version(capsys):

@@ -28,12 +28,16 @@ class CharTokenizer:
     """One token a character below 256; 1 begins a text."""
 
     chat_template = "fake"
+    all_special_ids = (1, 2)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(c) for c in text]
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) for i in ids if i > 2)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(i): i for i in range(256)}
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [chr(i) for i in ids]
@@ -57,7 +61,9 @@ class FakeAsyncLLM:
     """Never send another token after the first."""
     running: set[str] = field(default_factory=set)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)
+    """What the client knows, as in `AsyncLLM.adapters`."""
+    in_engine: dict[str, AdapterInfo] = field(default_factory=dict)
     snapshot: EngineStats = field(default_factory=EngineStats)
 
     def __post_init__(self) -> None:
@@ -118,19 +124,21 @@ class FakeAsyncLLM:
     ) -> AdapterInfo:
         if request.path == "/broken":
             raise self.error
-        if request.name in self.adapters and not load_inplace:
+        if request.name in self.in_engine and not load_inplace:
             raise InvalidUserInputError("taken", param="lora_name")
         info = AdapterInfo(request.name, request.path, "digest", 8, 8, "device", pinned)
-        self.adapters[request.name] = info
+        self.in_engine[request.name] = info
+        self.adapters[request.name] = request
         return info
 
     async def unload_adapter(self, name: str) -> None:
-        if name not in self.adapters:
+        self.adapters.pop(name, None)
+        if name not in self.in_engine:
             raise NotFoundError("unknown", param="lora_name")
-        del self.adapters[name]
+        del self.in_engine[name]
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        return list(self.adapters.values())
+        return list(self.in_engine.values())
 
     async def stats(self) -> EngineStats:
         return self.snapshot

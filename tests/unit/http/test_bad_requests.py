@@ -97,6 +97,59 @@ def test_prompt_too_long(http, llm, prompt, stream):
     assert not llm.running
 
 
+@pytest.mark.parametrize("bad", ["x" * 64, "x" * 30_000, [5] * 64, [999]])
+def test_no_prompt_of_a_batch_starts_when_one_is_refused(http, llm, bad):
+    prompts = ["ok", bad] if isinstance(bad, str) else [[5], bad]
+    error = error_of(http.post("/v1/completions", {"prompt": prompts, "stream": True, "max_tokens": 3}), 400)
+    assert error["param"] == "prompt"
+    assert not llm.calls
+
+
+def test_max_tokens_must_fit_every_prompt_of_a_batch(http, llm):
+    body = {"prompt": [[5], [5] * 60], "max_tokens": 10, "stream": True}
+    error = error_of(http.post("/v1/completions", body), 400)
+    assert (error["type"], error["param"]) == ("ContextLengthExceeded", "max_tokens")
+    assert not llm.calls
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "param"), [(["a"] * 1025, 1, "prompt"), (["a"] * 9, 114, "n"), ([[5]] * 513, 2, "n")]
+)
+def test_too_many_sequences(http, llm, prompt, n, param):
+    error = error_of(http.post("/v1/completions", {"prompt": prompt, "n": n}), 400)
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+    assert "at most 1024" in error["message"]
+    assert not llm.calls
+
+
+def test_too_many_bad_words_for_a_batch(http, llm):
+    body = {"prompt": ["a"] * 1024, "bad_words": [f"w{i}" for i in range(5)]}
+    assert error_of(http.post("/v1/completions", body), 400)["param"] == "bad_words"
+    assert not llm.calls
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", COMPLETION | {"y" * 5000: 1}),
+        ("/v1/completions", COMPLETION | {"model": "y" * 5000}),
+        ("/v1/chat/completions", {"messages": [{"role": "y" * 5000, "content": ""}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "", "y" * 5000: 1}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "y" * 5000}]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "y" * 5000: ""}]}]}),
+        ("/v1/unload_lora_adapter", {"lora_name": "y" * 5000}),
+        ("/" + "y" * 5000, {}),
+    ],
+)
+def test_long_input_is_not_repeated(http, path, body):
+    response = http.post(path, body)
+    assert response.status_code in (400, 404)
+    error = response.json()["error"]
+    assert 100 < error["message"].count("y") <= 210
+    assert len(error["param"] or "") <= 200
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -111,6 +111,8 @@ def test_an_assistants_message_may_come_back_as_it_was(http, llm):
     answer = chat(http).json()["choices"][0]["message"]
     chat(http, messages=[*HELLO, answer | {"tool_calls": None, "annotations": []}, *HELLO])
     assert prompt_of(llm) == "u:hi|a:Hello|u:hi|a:"
+    chat(http, messages=[*HELLO, answer | {"content": None}, *HELLO])
+    assert prompt_of(llm) == "u:hi|a:|u:hi|a:"
 
 
 def test_generation_prompt_can_be_left_out(http, llm):
@@ -138,6 +140,7 @@ def test_harmless_fields_are_accepted(http, harmless):
         ([], "messages"),
         (["hi"], "messages[0]"),
         ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "wizard", "content": "x"}], "messages[0].role"),
         ([{"content": "x"}], "messages[0].role"),

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from outrider.platform.core.outputs import Logprob
+
 
 def events(response) -> list:
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -43,11 +45,20 @@ def test_max_tokens_defaults_to_sixteen_and_cuts(http, llm):
     assert complete(http, max_tokens=3).json()["choices"][0]["text"] == "xxx"
 
 
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+def test_the_default_of_max_tokens_ends_with_the_context(http, llm, given):
+    llm.reply = "x" * 40
+    answer = complete(http, prompt=[[5] * 60, [5], [5] * 63], **given).json()
+    assert [len(choice["text"]) for choice in answer["choices"]] == [4, 16, 1]
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert http.post("/v1/completions", {"prompt": [5] * 60, "max_tokens": 5}).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("prompt", "seen"),
     [
-        ("hi", ["hi"]),
-        (["hi", "yo"], ["hi", "yo"]),
+        ("hi", [{"prompt_token_ids": [1, 104, 105]}]),
+        (["hi", "yo"], [{"prompt_token_ids": [1, 104, 105]}, {"prompt_token_ids": [1, 121, 111]}]),
         ([5, 6], [{"prompt_token_ids": [5, 6]}]),
         ([[5, 6], [7]], [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}]),
     ],
@@ -78,6 +89,7 @@ def test_stream_brings_the_same_text(http):
 
 
 def test_stream_usage_comes_last_and_is_null_before(http):
+    assert "usage" not in events(complete(http, stream=True, stream_options={"include_usage": None}))[-1]
     chunks = events(complete(http, stream=True, stream_options={"include_usage": True}))
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 5
     assert chunks[-1]["choices"] == []
@@ -98,6 +110,25 @@ def test_logprobs(http):
     assert logprobs["top_logprobs"][0] == {"È": -1.0, "É": -2.0, "H": -2.5}
 
 
+def test_tokens_of_equal_text_stay_apart(http, llm, monkeypatch):
+    entries = {72: Logprob(-3.0, 4, "\ufffd"), 9: Logprob(-1.0, 1, "\ufffd"), 8: Logprob(-2.0, 2, "b")}
+    monkeypatch.setattr(llm, "_logprobs", lambda count, char: [entries])
+    llm.reply = "H"
+    logprobs = complete(http, logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"\ufffd": -1.0, "b": -2.0, "token_id:72": -3.0}]
+    assert (logprobs["tokens"], logprobs["token_logprobs"]) == (["\ufffd"], [-3.0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 1, 1]), (False, [0, 1, 4])])
+def test_special_tokens_that_are_not_shown_take_no_room(http, llm, monkeypatch, skip, offsets, stream):
+    llm.reply = "a\x02b"
+    monkeypatch.setattr(llm, "_logprobs", lambda count, c: [{ord(c): Logprob(-1.0, 1, "EOS" if c < "a" else c)}])
+    response = complete(http, logprobs=0, skip_special_tokens=skip, stream=stream)
+    answers = events(response) if stream else [response.json()]
+    assert [o for a in answers for o in a["choices"][0]["logprobs"]["text_offset"]] == offsets
+
+
 def test_stream_logprobs_go_on_where_they_were(http):
     chunks = events(complete(http, stream=True, logprobs=0))
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1], [2], [3], [4]]
@@ -110,6 +141,17 @@ def test_echo_repeats_the_prompt_with_its_logprobs(http):
     assert logprobs["tokens"] == ["", "a", "b", *"Hello"]
     assert logprobs["token_logprobs"][:4] == [None, -9999.0, -9999.0, -2.5]  # JSON has no minus infinity
     assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("options", "shown"), [({}, 0), ({"add_special_tokens": False, "prompt": [1, 97, 98]}, 3)])
+def test_the_beginning_token_has_no_place_in_an_echoed_text(http, llm, monkeypatch, options, shown):
+    monkeypatch.setattr(llm.tokenizer, "decode", lambda ids: "".join("BOS" if i == 1 else chr(i) for i in ids))
+    choice = complete(http, echo=True, logprobs=1, **options).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][:3] == ["BOS", "a", "b"]
+    assert logprobs["text_offset"][:4] == [0, shown, shown + 1, shown + 2]
+    for token, offset in zip(logprobs["tokens"][1:], logprobs["text_offset"][1:], strict=True):
+        assert choice["text"][offset:].startswith(token)
 
 
 def test_echo_alone_generates_nothing(http):

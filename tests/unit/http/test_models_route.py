@@ -55,10 +55,10 @@ def test_one_card(http):
 def test_load_and_unload(http, llm):
     response = http.load_adapter("x", "/adapters/x", pinned=True)
     assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'x' added successfully.")
-    assert llm.adapters["x"].pinned
+    assert llm.in_engine["x"].pinned
     response = http.post("/v1/unload_lora_adapter", {"lora_name": "x"})
     assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'x' removed successfully.")
-    assert not llm.adapters
+    assert not llm.in_engine
     assert http.post("/v1/completions", {"model": "x", "prompt": "a"}).status_code == 404
 
 
@@ -74,6 +74,34 @@ def test_load_inplace_replaces(http, llm):
     http.load_adapter("x", "/one")
     assert http.load_adapter("x", "/two", load_inplace=True).status_code == 200
     assert used_adapter(http, llm, "x") == ("x", "/two")
+
+
+def test_an_adapter_that_the_engine_has_lost_can_be_unloaded(http, llm):
+    http.load_adapter("x")
+    llm.in_engine.clear()
+    response = http.post("/v1/unload_lora_adapter", {"lora_name": "x"})
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'x' removed successfully.")
+    assert http.get("/v1/models/x").status_code == 404
+    assert http.load_adapter("x").status_code == 200
+
+
+def test_an_adapter_that_a_restart_has_lost_is_not_listed_and_can_be_loaded(http, llm):
+    http.load_adapter("x")
+    llm.in_engine.clear()
+    llm.adapters.clear()  # as AsyncLLM does when it cannot load it again
+    assert http.get("/v1/models/x").status_code == 404
+    assert http.post("/v1/completions", {"model": "x", "prompt": "a"}).status_code == 404
+    assert http.post("/v1/unload_lora_adapter", {"lora_name": "x"}).status_code == 404
+    assert http.load_adapter("x", "/two").status_code == 200
+    assert used_adapter(http, llm, "x") == ("x", "/two")
+
+
+def test_a_name_that_only_the_engine_knows_can_be_loaded_and_unloaded(http, llm):
+    for again in (lambda: http.load_adapter("x"), lambda: http.post("/v1/unload_lora_adapter", {"lora_name": "x"})):
+        http.load_adapter("x")
+        llm.adapters.clear()
+        assert again().status_code == 200
+    assert not llm.in_engine
 
 
 def test_unload_unknown(http):
@@ -93,6 +121,7 @@ def test_unload_unknown(http):
         ({"lora_name": 3, "lora_path": "/x"}, "lora_name"),
         ({"lora_name": "x", "lora_path": "/x", "pinned": "yes"}, "pinned"),
         ({"lora_name": "x", "lora_path": "/x", "more": 1}, "more"),
+        ({"lora_name": "x" * 257, "lora_path": "/x"}, "lora_name"),
     ],
 )
 def test_bad_load_requests(http, body, param):
@@ -125,6 +154,8 @@ def test_tokenize_messages(http, llm):
 
 def test_detokenize(http):
     assert http.post("/detokenize", {"model": "alias", "tokens": [97, 98]}).json() == {"prompt": "ab"}
+    assert http.post("/detokenize", {"tokens": [97] * 256}).status_code == 200  # 4 x max_model_len
+    assert "at most 256" in http.post("/detokenize", {"tokens": [97] * 257}).json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +169,7 @@ def test_detokenize(http):
         ("/detokenize", {"tokens": [5, -1]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": "ab"}, 400, "tokens"),
         ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [97] * 257}, 400, "tokens"),
     ],
 )
 def test_bad_tokenizing(http, path, body, status, param):

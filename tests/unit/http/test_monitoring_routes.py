@@ -115,10 +115,28 @@ def test_metrics_outlive_the_engine(http, llm):
     assert samples(http)[("outrider:num_requests_running", ())] == 7
 
 
-def test_openmetrics_for_those_who_ask(http):
-    response = http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    assert response.text.endswith("# EOF\n")
+COUNTERS = {
+    "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens", "generation_tokens", "request_success",
+    "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
+}  # fmt: skip
+GAUGES = {
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+    "lora_requests_info", "lora_adapter_loaded",
+}  # fmt: skip
+HISTOGRAMS = {
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "lora_load_seconds",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text; version=1.0.0", "text/plain; escaping=dots"])
+def test_names_are_the_same_for_every_scraper(http, accept):
+    response = http.get("/metrics", headers={"Accept": accept})
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = {family.name: family.type for family in text_string_to_metric_families(response.text)}
+    expected = dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
+    expected |= dict.fromkeys(HISTOGRAMS, "histogram")
+    assert {name: found.get(f"outrider:{name}") for name in expected} == expected
 
 
 def test_bodies_are_described(http):
