@@ -68,8 +68,9 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No child process and no folder of a link outlives the test."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr("tempfile.tempdir", str(folder))
+    before = set(psutil.Process().children(recursive=True))  # the end-to-end tests' server, for one
     yield
     gc.collect()
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= before
     assert list(folder.glob("outrider-*")) == []
     shutil.rmtree(folder)  # torch may have put something there
