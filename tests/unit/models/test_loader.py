@@ -171,6 +171,20 @@ def test_model_paths(tiny: Path) -> None:
         assert caught.value.param == "model"
 
 
+def test_a_hub_id_is_found_in_the_hubs_cache(tiny: Path, driver: Callable, tmp_path: Path, monkeypatch) -> None:
+    """The layout that huggingface_hub itself downloads into; the network stays off."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "models--someone--tiny"
+    shutil.copytree(tiny, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    path = resolve_model_path("someone/tiny")
+    assert path == repo / "snapshots" / commit
+    ours, theirs = (driver(load_model(where)).forward_once({0: TOKENS})[0] for where in (path, tiny))
+    assert torch.equal(ours, theirs)
+
+
 def test_wrong_dtype_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidRequestError, match="float8") as caught:
         load_model(tiny, dtype="float8")
