@@ -45,16 +45,6 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
 SHORT = SamplingParams(max_tokens=2)
 
 
-def test_progress_counts_requests_and_shows_the_speed(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate(["hello", "dog", "fox"], SHORT)
-    shown = capsys.readouterr().err
-    assert "Processed prompts" in shown
-    assert "3/3" in shown
-    assert "toks/s" in shown
-    llm.generate("hello", SHORT, use_tqdm=False)
-    assert capsys.readouterr().err == ""
-
-
 def test_one_prompt_and_many(llm: LLM) -> None:
     assert [output.prompt for output in llm.generate("hello", use_tqdm=False)] == ["hello"]
     prompts: list[Any] = ["hello", {"prompt": "dog"}, {"prompt_token_ids": [9, 8]}, [7, 6, 5]]
