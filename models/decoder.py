@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,15 @@ from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
 from .layers.weights import WeightSlot
+
+
+class DecoderOutput(NamedTuple):
+    """What a forward pass gives."""
+
+    hidden: Tensor
+    """[T, H] after the final norm."""
+    aux: tuple[Tensor, ...]
+    """[T, H] each, before the layers that were asked for."""
 
 
 class DecoderLayer:
@@ -119,12 +131,21 @@ class Decoder:
         return sum(torch.Size(slot.shape).numel() for slot in self.weight_slots().values())
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H] after the final norm; the tokens' KV is written to `batch.kv`."""
+    def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
+        """Compute a batch; the tokens' KV is written to `batch.kv`.
+
+        Args:
+            aux_layers: layers whose entering hidden states are wanted too; the number of layers stands for what leaves
+                the last one. They cost nothing but the memory.
+        """
         hidden = self._embedding.lookup(batch.input_ids)
-        for layer, kv in zip(self.layers, batch.kv, strict=True):
+        entering: dict[int, Tensor] = {}
+        for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
+            if index in aux_layers:
+                entering[index] = hidden
             hidden = layer.forward(hidden, batch, kv)
-        return self._final_norm(hidden)
+        entering[len(self.layers)] = hidden
+        return DecoderOutput(self._final_norm(hidden), tuple(entering[index] for index in aux_layers))
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from ..kernels.noise import Stream, gumbel_argmax, row_keys
 from ..kernels.sampling import filter_logits
-from ..models.batch import KVLayerSpec, LayerKV, SequenceRows, build_batch
-from ..platform.core.config import SpeculativeConfig
+from ..models.batch import LayerKV, SequenceRows, build_batch
 from ..platform.core.errors import InvalidRequestError
 from ..platform.core.request import NO_DRAFTS, Drafts
-from .proposer import DraftRow, Proposal, ProposerContext
+from ..platform.core.speculative_config import SpeculativeConfig
+from .factory import ProposerContext
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
 from .verification import Rule, choose_rule, target_tokens
 
 if TYPE_CHECKING:
@@ -43,10 +44,11 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
 
     path = resolve_model_path(config.model or "")
     facts = read_facts(path, context.dtype)
-    if facts.vocab_size != context.vocab_size:
+    vocab_size = context.target.config.vocab_size
+    if facts.vocab_size != vocab_size:
         raise InvalidRequestError(
             f"speculative_config: the draft model {config.model} has a vocabulary of {facts.vocab_size} tokens, "
-            f"the target one of {context.vocab_size}; they must be the same",
+            f"the target one of {vocab_size}; they must be the same",
             param="speculative_config",
         )
     model = load_model(
@@ -100,19 +102,24 @@ class DraftModelProposer:
         self._model = model
         self._invariant = invariant
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._kv: list[LayerKV] = []
+        self._kv: Sequence[LayerKV] = ()
+        self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
-    def kv_layers(self) -> list[KVLayerSpec]:
-        """The draft model's layers."""
-        return self._model.kv_layers
+    def needs(self) -> ProposerNeeds:
+        """The draft model's layers, and its projections for adapters' draft weights."""
+        return ProposerNeeds(kv_layers=tuple(self._model.kv_layers), linears=tuple(self._model.linears()))
 
-    def bind(self, kv: list[LayerKV]) -> None:
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Its layers of the engine's cache; all of one block size."""
         self._kv = kv
+        self._prepare_adapters = prepare_adapters
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """Nothing outlives a request."""
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
         sequences = [self._sequence(row) for row in rows]
         # Rows that ask for nothing are fed along with others, never for their own sake: k = 0 costs nothing.
@@ -173,7 +180,9 @@ class DraftModelProposer:
             starts=starts,
             block_tables=[s.row.block_table for s in sequences],
         )
-        hidden = self._model.forward(build_batch(rows, self._model, self._kv))
+        handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
+        batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
+        hidden = self._model.forward(batch).hidden
         lengths = torch.tensor(rows.query_lens)
         return hidden[(lengths.cumsum(0) - 1).to(hidden.device)]
 

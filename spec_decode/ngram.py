@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..platform.core.request import NO_DRAFTS, Drafts, Request, Status
-from .proposer import DraftRow, Proposal
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput
 
 if TYPE_CHECKING:
-    from ..models.batch import KVLayerSpec, LayerKV
+    from ..models.batch import LayerKV
 
 
 def lookup(tokens: np.ndarray, min_n: int, max_n: int) -> int:
@@ -73,14 +73,17 @@ class NgramProposer:
         self._histories: dict[str, _History] = {}  # by request id; of live requests only
 
     @property
-    def kv_layers(self) -> list[KVLayerSpec]:
-        """None."""
-        return []
+    def needs(self) -> ProposerNeeds:
+        """Nothing."""
+        return ProposerNeeds()
 
-    def bind(self, kv: list[LayerKV]) -> None:
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Nothing to bind."""
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+    def forget_adapter(self, digest: bytes) -> None:
+        """Nothing outlives a request."""
+
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """What followed last time; where that runs into the sequence's end, it goes on with its own copy (a loop)."""
         self._forget_finished()
         return [Proposal(self._draft(row), len(row.tokens)) for row in rows]

@@ -1,16 +1,24 @@
-"""What the engine asks of a drafter, and the one place where drafters are chosen."""
+"""What the engine asks of a drafter. `factory` chooses one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..platform.core.config import SpeculativeConfig
+from torch import Tensor
+
 from ..platform.core.request import NO_DRAFTS, Drafts, Request
 
 if TYPE_CHECKING:
     from ..models.batch import KVLayerSpec, LayerKV
+    from ..models.layers.linear import Linear
+
+AdapterPreparer = Callable[[Sequence[tuple[Any, int]]], Any]
+"""From each row's (adapter handle, number of tokens) to what the adapters' layers need for one forward pass."""
+
+
+def no_adapters(rows: Sequence[tuple[Any, int]]) -> None:
+    """The `AdapterPreparer` of an engine whose adapters bring no draft weights."""
 
 
 class DraftRow(NamedTuple):
@@ -30,6 +38,26 @@ class DraftRow(NamedTuple):
     block_table: list[int]
     sampled: bool
     """The row reached its end: a new token was sampled."""
+    start: int = 0
+    """First position that the target computed in this step..."""
+    first_index: int = 0
+    """...and where it lies among the step's tokens: position p is row `first_index + p - start` of `TargetOutput`.
+    Positions from `num_valid` on hold rejected drafts."""
+    num_drafts: int = 0
+    """Drafts that this step verified..."""
+    num_accepted: int = 0
+    """...and how many of them were right."""
+
+
+class TargetOutput(NamedTuple):
+    """What the target computed in this step, for drafters that read it. The tensors may be kept, and not changed."""
+
+    hidden: Tensor | None = None
+    """[T, H] after the final norm."""
+    aux: tuple[Tensor, ...] = ()
+    """[T, H] each: the hidden states entering the layers of `ProposerNeeds.aux_layers`, in that order."""
+    seconds: float = 0.0
+    """What the step took up to here: forward, sampling and verification."""
 
 
 class Proposal(NamedTuple):
@@ -41,21 +69,38 @@ class Proposal(NamedTuple):
     whoever accepts fewer drafts clips it. A proposer without layers says: all of `tokens`."""
 
 
+class ProposerNeeds(NamedTuple):
+    """What a drafter needs of the engine, known once it is built."""
+
+    kv_layers: tuple[KVLayerSpec, ...] = ()
+    """The KV layers it owns: further layers of the shared block table. Empty for most."""
+    aux_layers: tuple[int, ...] = ()
+    """Target layers whose entering hidden states it reads; the number of layers stands for what leaves the last."""
+    linears: tuple[Linear, ...] = ()
+    """Its projections that adapters' draft weights may target."""
+
+
 class Proposer(Protocol):
-    """A drafter. One object serves all requests of an engine; what it knows of one request never reaches another."""
+    """A drafter. One object serves all requests of an engine; what it knows of one request never reaches another with
+    another `Request.text_namespace`."""
 
     @property
-    def kv_layers(self) -> list[KVLayerSpec]:
-        """The KV layers it owns: further layers of the shared block table. Empty for most."""
+    def needs(self) -> ProposerNeeds:
+        """Layers, hidden states and projections."""
         ...
 
-    def bind(self, kv: list[LayerKV]) -> None:
-        """Its layers of the shared cache, once, before the first step. The cache belongs to the engine."""
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
+        """Its layers of the shared cache, once, before the first step; the cache belongs to the engine.
+        `prepare_adapters` makes `ForwardBatch.adapters` for its own passes (None when no row has draft weights)."""
         ...
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts for the next step: one `Proposal` for each of `rows`, with at most `max_drafts` drafts. `rows` are all
         rows of the step; a drafter that lags behind may answer with none and catch up later."""
+        ...
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """An adapter's content is gone from the engine: drop what was learned from its requests."""
         ...
 
 
@@ -63,63 +108,16 @@ class NoProposer:
     """No speculation: proposes nothing, through the same path."""
 
     @property
-    def kv_layers(self) -> list[KVLayerSpec]:
-        """None."""
-        return []
+    def needs(self) -> ProposerNeeds:
+        """Nothing."""
+        return ProposerNeeds()
 
-    def bind(self, kv: list[LayerKV]) -> None:
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Nothing to bind."""
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """No drafts."""
         return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProposerContext:
-    """What drafters are built from, beside their own configuration."""
-
-    vocab_size: int
-    """The target's: drafts are token ids of the target."""
-    device: str
-    dtype: str
-    """"float32", "bfloat16" or "float16"."""
-    load_format: str = "auto"
-    """"auto" or "dummy"."""
-    seed: int = 0
-    """Of dummy weights."""
-    progress: bool = False
-    """Whether to show a progress bar while weights load."""
-    max_num_batched_tokens: int = 2048
-    """Most tokens that a drafter with layers computes in one pass."""
-
-
-def _ngram(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
-    from .ngram import NgramProposer
-
-    return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-
-
-def _draft_model(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
-    from .draft_model import load_draft_model
-
-    return load_draft_model(config, context)
-
-
-# method of `speculative_config` -> factory; what it needs is imported on use.
-_FACTORIES: dict[str, Callable[[SpeculativeConfig, ProposerContext], Proposer]] = {
-    "ngram": _ngram,
-    "draft_model": _draft_model,
-}
-
-
-def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) -> Proposer:
-    """The drafter that `config` asks for; None is no speculation.
-
-    Raises:
-        InvalidRequestError: the drafter does not fit the target; `param` is "speculative_config".
-        NotFoundError: its model does not exist.
-    """
-    if config is None:
-        return NoProposer()
-    return _FACTORIES[config.method](config, context)
+    def forget_adapter(self, digest: bytes) -> None:
+        """Nothing was learned."""

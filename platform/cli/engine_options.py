@@ -32,6 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "seed": "seed of requests that bring none",
         "max_logprobs": "most log-probabilities a token that a request may ask for",
         "enforce_eager": "run without captured graphs",
+        "batch_invariant": "compute every row so that, bit for bit, it does not depend on the rows beside it; slower",
         "tensor_parallel_size": "devices that share one model",
     },
     "scheduling and KV cache": {

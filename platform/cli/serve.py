@@ -8,8 +8,9 @@ import json
 import os
 from pathlib import Path
 
-from ..core.config import EngineArgs, check_args, parse_speculative
+from ..core.config import EngineArgs, check_args
 from ..core.errors import InvalidRequestError, OutriderError
+from ..core.speculative_config import parse_speculative
 from ..http.config import ServerConfig
 from ..http.text import shorten
 from .api_key import API_KEY_VARIABLE, key_problem

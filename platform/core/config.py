@@ -6,18 +6,17 @@ machine, and a declared table of options that do not go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import InvalidRequestError
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
+from .speculative_config import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ACTIVATION_RESERVE = 1 << 30
 POLICIES = ("fcfs", "priority")
-SPECULATION_METHODS = ("ngram", "draft_model")
-REJECTION_METHODS = ("standard", "invariant")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +50,8 @@ class EngineArgs:
     max_cpu_loras: int | None = None
     max_lora_rank: int = 64
     speculative_config: dict[str, Any] | None = None
+    batch_invariant: bool = False
+    """Whether a row's result must not depend, bit for bit, on the rows computed with it."""
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
 
@@ -111,20 +112,6 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
-    """Speculative decoding."""
-
-    method: str
-    num_speculative_tokens: int
-    model: str | None = None
-    prompt_lookup_max: int = 5
-    prompt_lookup_min: int = 1
-    rejection_sample_method: str = "standard"
-    """"standard": drafter-invariant for greedy and seeded requests, rejection sampling for the rest;
-    "invariant": drafter-invariant for all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine is built from."""
 
@@ -138,6 +125,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     lora: LoRAConfig | None
     speculative: SpeculativeConfig | None
+    batch_invariant: bool = False
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -150,7 +138,7 @@ def _check_types(args: EngineArgs) -> None:
     for name in ("model", "tokenizer", "served_model_name"):
         if getattr(args, name) is not None:
             check_text(name, getattr(args, name))
-    for name in ("enable_prefix_caching", "enable_chunked_prefill", "enable_lora", "enforce_eager"):
+    for name in ("enable_prefix_caching", "enable_chunked_prefill", "enable_lora", "enforce_eager", "batch_invariant"):
         if not isinstance(getattr(args, name), bool):
             raise InvalidRequestError(f"{name} must be true or false, got {getattr(args, name)!r}", param=name)
     for name in _POSITIVE:
@@ -188,59 +176,6 @@ _INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         "tensor_parallel_size other than 1 is not supported yet",
     ),
 )
-
-# method -> the fields of a `speculative_config` that mean nothing to it.
-_NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
-    "ngram": ("model",),
-    "draft_model": ("prompt_lookup_max", "prompt_lookup_min"),
-}
-
-
-def _wrong_speculative(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"speculative_config: {message}", param="speculative_config")
-
-
-def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | None:
-    """Check a `speculative_config` as users write it (see COMPAT names); None or method "off" is no speculation. A
-    field that is None counts as not given."""
-    if config is None:
-        return None
-    if not isinstance(config, Mapping):
-        raise _wrong_speculative(f"it must be an object with a method, got {config!r}")
-    given = {name: value for name, value in config.items() if value is not None}
-    known = set(SpeculativeConfig.__dataclass_fields__)
-    unknown = next((name for name in given if name not in known), None)
-    if unknown is not None:
-        raise _wrong_speculative(f"unknown field {unknown!r}; known are {', '.join(sorted(known))}")
-    method = given.get("method", "draft_model" if "model" in given else None)
-    if method in ("off", "none"):
-        return None
-    if method not in SPECULATION_METHODS:
-        raise _wrong_speculative(f"method must be one of {', '.join(SPECULATION_METHODS)}; got {method!r}")
-    unfit = next((name for name in _NOT_FOR_METHOD[method] if name in given), None)
-    if unfit is not None:
-        raise _wrong_speculative(f"{unfit} means nothing to method {method}")
-    if method == "draft_model" and (not isinstance(given.get("model"), str) or not given["model"]):
-        raise _wrong_speculative(f"draft_model needs a model, a string; got {given.get('model')!r}")
-    for name, low, high in (
-        ("num_speculative_tokens", 1, 32),
-        ("prompt_lookup_max", 1, 64),
-        ("prompt_lookup_min", 1, 64),
-    ):
-        value = given.get(name, low)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise _wrong_speculative(f"{name} must be an integer in [{low}, {high}], got {value!r}")
-    result = SpeculativeConfig(**{"num_speculative_tokens": 3 if method == "ngram" else 4, **given, "method": method})
-    if result.prompt_lookup_min > result.prompt_lookup_max:
-        raise _wrong_speculative(
-            f"prompt_lookup_min {result.prompt_lookup_min} exceeds prompt_lookup_max {result.prompt_lookup_max}"
-        )
-    if result.rejection_sample_method not in REJECTION_METHODS:
-        raise _wrong_speculative(
-            f"rejection_sample_method must be one of {', '.join(REJECTION_METHODS)}; "
-            f"got {result.rejection_sample_method!r}"
-        )
-    return result
 
 
 def check_args(args: EngineArgs) -> None:
@@ -343,4 +278,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         ),
         lora=lora,
         speculative=parse_speculative(args.speculative_config),
+        batch_invariant=args.batch_invariant,
     )

@@ -66,6 +66,9 @@ class Request:
     """With whom its KV may be shared: tenant, salt and such; None: with nobody."""
     namespace: bytes | None = None
     """Prefix-cache namespace, `sharing` and the adapter's content, set at admission; None keeps it out of the cache."""
+    text_namespace: tuple[bytes, bytes] = (b"", b"")
+    """(tenant and salt, digest of the adapter's content), set at admission: drafts for this request may be learned
+    from requests with the same, and from no other."""
     group: str | None = None
     priority: int = 0
     tenant: str = ""

@@ -68,6 +68,7 @@ class EngineCore:
             eos_token_ids=frozenset(request.eos_token_ids),
             lora=request.lora,
             sharing=self._sharing(request),
+            text_namespace=(_joined(request.tenant, request.cache_salt), b""),
             group=request.group,
             priority=request.priority,
             tenant=request.tenant,
@@ -161,13 +162,16 @@ class EngineCore:
 
     def _sharing(self, request: EngineRequest) -> bytes | None:
         """With whom this sequence's KV may be shared; None: with nobody. Siblings (`n` > 1) always share."""
-        parts = [request.tenant, request.cache_salt]
-        if not self._config.cache.enable_prefix_caching:
-            if request.group is None:
-                return None
-            parts.append(request.group)
-        # Lengths keep the parts apart: no two different lists join to the same bytes.
-        return b"".join(len(part).to_bytes(8, "little") + part for part in (text.encode() for text in parts))
+        if self._config.cache.enable_prefix_caching:
+            return _joined(request.tenant, request.cache_salt)
+        if request.group is None:
+            return None
+        return _joined(request.tenant, request.cache_salt, request.group)
+
+
+def _joined(*texts: str) -> bytes:
+    """One key of several texts; lengths keep them apart, so that no two different lists join to the same bytes."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in (text.encode() for text in texts))
 
 
 def _seed_key(seed: int) -> int:

@@ -91,10 +91,12 @@ class PrefixNamespaces:
         self._adapter_namespace = adapter_namespace
 
     def admit(self, request: Request) -> str | None:
-        """Set `request.namespace`; hashes made under another one are dropped."""
+        """Set `request.namespace` and `request.text_namespace`; hashes made under another one are dropped."""
+        adapter = self._adapter_namespace(request)
+        request.text_namespace = (request.text_namespace[0], adapter)
         if request.sharing is None:
             return None
-        namespace = request.sharing + self._adapter_namespace(request)
+        namespace = request.sharing + adapter
         if namespace != request.namespace:
             request.namespace = namespace
             request.block_hashes.clear()

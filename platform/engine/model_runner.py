@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...models.batch import LayerKV, SequenceRows, build_batch
-from ...models.decoder import Decoder
-from ...spec_decode.proposer import DraftRow, Proposer
+from ...models.decoder import Decoder, DecoderOutput
+from ...spec_decode.proposer import AdapterPreparer, DraftRow, Proposer, TargetOutput
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
 from ..core.request import Request
@@ -19,9 +19,6 @@ from .sampler import Sampled, Sampler, SampleRow, not_finite, token_logprobs
 
 LOGITS_CHUNK = 128
 """Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
-
-AdapterPreparer = Callable[[Sequence[tuple[Any, int]]], Any]
-"""From each row's (adapter handle, number of tokens) to what the adapters' layers need for this step."""
 
 
 class RunnerParts(NamedTuple):
@@ -43,6 +40,7 @@ class ModelRunner:
         self._kv = parts.kv
         self._sampler = parts.sampler
         self._proposer = parts.proposer
+        self._aux_layers = parts.proposer.needs.aux_layers
         self._prepare_adapters = parts.prepare_adapters
 
     @torch.inference_mode()
@@ -50,17 +48,20 @@ class ModelRunner:
         """Compute a step. Does not change requests: `Scheduler.commit` does."""
         if not plan.rows:
             return StepResult([])
-        hidden = self._forward(plan)
+        started = time.perf_counter()
+        output = self._forward(plan)
+        hidden, offsets = output.hidden, _offsets(plan)
         sampled = self._sample(plan, hidden)
         prompt_logprobs = [
             self._prompt_logprobs(row, hidden[offset : offset + row.num_tokens])
-            for row, offset in zip(plan.rows, _offsets(plan), strict=True)
+            for row, offset in zip(plan.rows, offsets, strict=True)
         ]
         sampled = [
             _without_nan(row.request, got, prompt)
             for row, got, prompt in zip(plan.rows, sampled, prompt_logprobs, strict=True)
         ]
-        drafts = self._proposer.propose([_draft_row(row, got) for row, got in zip(plan.rows, sampled, strict=True)])
+        rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, offsets, strict=True)]
+        drafts = self._proposer.propose(rows, TargetOutput(hidden, output.aux, time.perf_counter() - started))
         return StepResult(
             [
                 RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
@@ -68,7 +69,7 @@ class ModelRunner:
             ]
         )
 
-    def _forward(self, plan: StepPlan) -> Tensor:
+    def _forward(self, plan: StepPlan) -> DecoderOutput:
         rows = SequenceRows(
             token_ids=[token for row in plan.rows for token in _input_tokens(row)],
             query_lens=[row.num_tokens for row in plan.rows],
@@ -76,7 +77,7 @@ class ModelRunner:
             block_tables=[row.request.blocks for row in plan.rows],
         )
         adapters = self._prepare_adapters([(row.request.adapter, row.num_tokens) for row in plan.rows])
-        return self._model.forward(build_batch(rows, self._model, self._kv, adapters))
+        return self._model.forward(build_batch(rows, self._model, self._kv, adapters), self._aux_layers)
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> list[Sampled]:
         """Aligned with the plan's rows; nothing for those that do not reach their end."""
@@ -130,7 +131,7 @@ def _input_tokens(row: RowPlan) -> list[int]:
     return tokens + request.drafts.token_ids if row.num_drafts else tokens
 
 
-def _draft_row(row: RowPlan, got: Sampled) -> DraftRow:
+def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
     request = row.request
     return DraftRow(
         request=request,
@@ -140,6 +141,10 @@ def _draft_row(row: RowPlan, got: Sampled) -> DraftRow:
         max_drafts=0 if got.error is not None else row.max_new_drafts,
         block_table=request.blocks,
         sampled=bool(got.token_ids),
+        start=row.start,
+        first_index=offset,
+        num_drafts=row.num_drafts,
+        num_accepted=got.num_accepted,
     )
 
 

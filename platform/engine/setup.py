@@ -11,11 +11,14 @@ import torch
 
 from ...lora.manager import AdapterManager
 from ...models.batch import allocate_kv
+from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
 from ...models.loader import load_model, read_facts, resolve_model_path
-from ...spec_decode.proposer import Proposer, ProposerContext, make_proposer
-from ..core.config import EngineArgs, EngineConfig, check_args, parse_speculative, resolve
+from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
+from ...spec_decode.proposer import Proposer, no_adapters
+from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.messages import EngineInfo
+from ..core.speculative_config import parse_speculative
 from .block_pool import BlockPool
 from .features import NoAdapters, PrefixNamespaces
 from .hardware import find_hardware
@@ -53,11 +56,11 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     adapters: AdapterManager | NoAdapters = NoAdapters()
     if config.lora is not None:
         adapters = AdapterManager(model.linears(), config.lora, dtype, device)
-    proposer = make_proposer(config.speculative, _proposer_context(config, model.config.vocab_size, progress))
+    proposer = make_proposer(config.speculative, _proposer_context(config, model, progress))
     config = _resolve(args, path)  # again: the KV cache gets of the memory that weights and adapters have left
-    layers = [*model.kv_layers, *proposer.kv_layers]
+    layers = [*model.kv_layers, *proposer.needs.kv_layers]
     kv = allocate_kv(layers, config.cache.num_blocks, config.cache.block_size, dtype, device)
-    proposer.bind(kv[len(model.kv_layers) :])
+    proposer.bind(kv[len(model.kv_layers) :], no_adapters)
     sampler = Sampler(
         always_invariant=config.speculative is not None and config.speculative.rejection_sample_method == "invariant"
     )
@@ -73,22 +76,21 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's."""
     facts = read_facts(path, None if args.dtype == "auto" else args.dtype)
     speculative = parse_speculative(args.speculative_config)
-    if speculative is not None and speculative.model is not None:
-        draft = read_facts(resolve_model_path(speculative.model), facts.dtype if args.dtype == "auto" else args.dtype)
-        total = facts.kv_bytes_per_token + draft.kv_bytes_per_token
-        facts = dataclasses.replace(facts, kv_bytes_per_token=total)
+    drafters = draft_kv_bytes_per_token(speculative, facts.dtype if args.dtype == "auto" else args.dtype)
+    facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
     return resolve(args, facts, find_hardware(args.device))
 
 
-def _proposer_context(config: EngineConfig, vocab_size: int, progress: bool) -> ProposerContext:
+def _proposer_context(config: EngineConfig, target: Decoder, progress: bool) -> ProposerContext:
     return ProposerContext(
-        vocab_size=vocab_size,
+        target=target,
         device=config.device,
         dtype=config.dtype,
         load_format=config.load_format,
         seed=config.seed,
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=config.scheduler.max_model_len,
     )
 
 
@@ -97,7 +99,7 @@ def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterM
     gates = [adapters, PrefixNamespaces(adapters.namespace)]
     limits = DraftLimits()
     if config.speculative is not None:
-        limits = DraftLimits(config.speculative.num_speculative_tokens, extra_slots=bool(proposer.kv_layers))
+        limits = DraftLimits(config.speculative.num_speculative_tokens, extra_slots=bool(proposer.needs.kv_layers))
     return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits)
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from outrider.models.demo import demo_adapters
 from outrider.platform.client.demo import apply_demo_defaults
-from outrider.platform.core.config import EngineArgs, parse_speculative
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.speculative_config import parse_speculative
 
 
 @pytest.mark.parametrize("model", [None, "outrider-demo"])

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from outrider.platform.core.config import EngineArgs, Hardware, ModelFacts, parse_speculative, resolve
+from outrider.platform.core.config import EngineArgs, Hardware, ModelFacts, resolve
 from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.speculative_config import parse_speculative
 
 FACTS = ModelFacts(
     path="/m",

@@ -107,7 +107,7 @@ class Engine:
         )
         with torch.inference_mode():
             logits = self.model.compute_logits(
-                self.model.forward(build_batch(rows, self.model, self.kv, adapters))
+                self.model.forward(build_batch(rows, self.model, self.kv, adapters)).hidden
             ).split(rows.query_lens)
         for name, chunk in chunks.items():
             self.computed[name] += len(chunk)

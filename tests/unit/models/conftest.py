@@ -45,7 +45,7 @@ class Driver:
             starts=[self.computed.get(row, 0) for row in chunks],
             block_tables=[self.tables[row] for row in chunks],
         )
-        hidden = self.model.forward(build_batch(rows, self.model, self.kv))
+        hidden = self.model.forward(build_batch(rows, self.model, self.kv)).hidden
         logits = self.model.compute_logits(hidden).split(rows.query_lens)
         for row, tokens in chunks.items():
             self.computed[row] = self.computed.get(row, 0) + len(tokens)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
 from outrider.models.batch import LayerKV, allocate_kv
 from outrider.models.loader import load_model
-from outrider.platform.core.config import parse_speculative
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
+from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.draft_model import DraftModelProposer
+from outrider.spec_decode.factory import ProposerContext, make_proposer
 from outrider.spec_decode.ngram import NgramProposer
-from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerContext, make_proposer
+from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput, no_adapters
 
 VOCAB, BLOCK, NUM_BLOCKS, MAX_POSITIONS = 97, 4, 64, 96
 GREEDY = SamplingParams(temperature=0.0)
@@ -98,8 +100,8 @@ class Engine:
     def __init__(self, draft: Draft, *, invariant: bool = False, budget: int = 2048) -> None:
         model = load_model(draft.path, dtype="float32")
         self.proposer = DraftModelProposer(model, invariant=invariant, max_num_batched_tokens=budget)
-        self.kv: list[LayerKV] = allocate_kv(self.proposer.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
-        self.proposer.bind(self.kv)
+        self.kv: list[LayerKV] = allocate_kv(self.proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
+        self.proposer.bind(self.kv, no_adapters)
         self.free = list(range(NUM_BLOCKS))
         random.Random(0).shuffle(self.free)
 
@@ -110,7 +112,7 @@ class Engine:
         return Sequence(Request(f"r{seed}", tokens, length, params, seed_key=1000 + seed), table)
 
     def propose(self, *rows: tuple[Sequence, DraftRow]) -> list[Proposal]:
-        proposals = self.proposer.propose([row for _, row in rows])
+        proposals = self.proposer.propose([row for _, row in rows], TargetOutput())
         return [s.take(proposal) for (s, _), proposal in zip(rows, proposals, strict=True)]
 
     def step(self, sequence: Sequence, max_drafts: int, chunk: int | None = None) -> Proposal:
@@ -298,7 +300,8 @@ def test_mixed_rules_in_one_batch_are_as_alone(draft: Draft) -> None:
 def make(draft: Draft | None, vocab_size: int = VOCAB, **config: object):
     if draft is not None:
         config = {"method": "draft_model", "model": str(draft.path), **config}
-    context = ProposerContext(vocab_size=vocab_size, device="cpu", dtype="float32")
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab_size))
+    context = ProposerContext(target=target, device="cpu", dtype="float32")
     return make_proposer(parse_speculative(config or None), context)
 
 
@@ -307,7 +310,7 @@ def test_composition(draft: Draft) -> None:
     assert isinstance(make(None, method="ngram"), NgramProposer)
     proposer = make(draft)
     assert isinstance(proposer, DraftModelProposer)
-    assert [tuple(spec) for spec in proposer.kv_layers] == [(2, 8)] * 2
+    assert [tuple(spec) for spec in proposer.needs.kv_layers] == [(2, 8)] * 2
 
 
 def test_another_vocabulary_is_refused(draft: Draft) -> None:
@@ -324,6 +327,6 @@ def test_a_missing_draft_model_is_refused(tmp_path: Path) -> None:
 def test_no_proposer_proposes_nothing(draft: Draft) -> None:
     sequence = Engine(draft).sequence(5)
     proposer = NoProposer()
-    proposer.bind([])
-    assert proposer.kv_layers == []
-    assert proposer.propose([sequence.row(3)])[0].drafts.token_ids == []
+    proposer.bind([], no_adapters)
+    assert proposer.needs == ProposerNeeds()
+    assert proposer.propose([sequence.row(3)], TargetOutput())[0].drafts.token_ids == []

@@ -8,7 +8,7 @@ import pytest
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.ngram import NgramProposer, lookup
-from outrider.spec_decode.proposer import DraftRow
+from outrider.spec_decode.proposer import DraftRow, TargetOutput
 
 
 def reference(tokens: list[int], min_n: int, max_n: int) -> int:
@@ -28,7 +28,7 @@ def row(request: Request, tokens: list[int], max_drafts: int = 3, sampled: bool 
 
 
 def drafts(proposer: NgramProposer, request: Request, tokens: list[int], max_drafts: int = 3) -> list[int]:
-    return proposer.propose([row(request, tokens, max_drafts)])[0].drafts.token_ids
+    return proposer.propose([row(request, tokens, max_drafts)], TargetOutput())[0].drafts.token_ids
 
 
 @pytest.mark.parametrize("vocab", [2, 4, 30])
@@ -58,7 +58,7 @@ def test_lookup(tokens: list[int], min_n: int, max_n: int, expected: int) -> Non
 def test_drafts_are_what_followed() -> None:
     proposer, request = NgramProposer(1, 3), make_request()
     assert drafts(proposer, request, [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
-    assert proposer.propose([row(request, [1, 2, 3, 4, 5, 6, 1, 2, 3])])[0].drafts.probs is None
+    assert proposer.propose([row(request, [1, 2, 3, 4, 5, 6, 1, 2, 3])], TargetOutput())[0].drafts.probs is None
 
 
 def test_a_loop_goes_on() -> None:
@@ -80,7 +80,7 @@ def test_a_growing_sequence_is_looked_up_whole() -> None:
 def test_no_drafts_when_none_are_asked_for_and_a_row_catches_up() -> None:
     proposer, request = NgramProposer(1, 3), make_request()
     assert drafts(proposer, request, [1, 2, 1], max_drafts=0) == []
-    assert proposer.propose([row(request, [1, 2, 1], 3, sampled=False)])[0].drafts.token_ids == []
+    assert proposer.propose([row(request, [1, 2, 1], 3, sampled=False)], TargetOutput())[0].drafts.token_ids == []
     assert drafts(proposer, request, [1, 2, 1, 3, 1, 2], max_drafts=1) == [1]
 
 
@@ -88,7 +88,7 @@ def test_requests_do_not_see_each_other() -> None:
     proposer, first, second = NgramProposer(1, 3), make_request("a"), make_request("b")
     assert drafts(proposer, first, [1, 2, 3, 4, 1, 2]) == [3, 4, 1]
     assert drafts(proposer, second, [8, 9, 1, 2]) == []
-    both = proposer.propose([row(second, [8, 9, 1, 2, 8, 9]), row(first, [1, 2, 3, 4, 1, 2, 3])])
+    both = proposer.propose([row(second, [8, 9, 1, 2, 8, 9]), row(first, [1, 2, 3, 4, 1, 2, 3])], TargetOutput())
     assert [p.drafts.token_ids for p in both] == [[1, 2, 8], [4, 1, 2]]
 
 
@@ -104,10 +104,10 @@ def test_finished_requests_are_forgotten() -> None:
         drafts(proposer, request, [1, 1])
     for request in requests[:4]:
         request.status = Status.FINISHED
-    proposer.propose([])
+    proposer.propose([], TargetOutput())
     assert list(proposer._histories) == ["4"]
 
 
 def test_everything_counts_as_computed() -> None:
-    proposal = NgramProposer(1, 3).propose([row(make_request(), [1, 1, 1])])[0]
+    proposal = NgramProposer(1, 3).propose([row(make_request(), [1, 1, 1])], TargetOutput())[0]
     assert proposal.num_draft_computed == 3

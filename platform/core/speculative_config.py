@@ -1,0 +1,151 @@
+"""Speculative decoding as users configure it: the fields of a `speculative_config`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from .errors import InvalidRequestError
+
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa")
+"""Those that load weights from `model`."""
+REJECTION_METHODS = ("standard", "invariant", "synthetic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding."""
+
+    method: str
+    num_speculative_tokens: int
+    """Drafts a step; with `adaptive`, at most."""
+    model: str | None = None
+    adaptive: bool = False
+    """Whether the number of drafts is chosen by predicted goodput, for each request and step, and may be 0."""
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 1
+    suffix_decoding_max_tree_depth: int = 24
+    """Longest context that is matched, in tokens."""
+    suffix_decoding_max_cached_requests: int = 10000
+    """Past outputs remembered, over all tenants and adapters; 0: each request sees itself alone."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """At most this many drafts for each token of context that matched."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """A draft whose estimated probability is less is not proposed."""
+    rejection_sample_method: str = "standard"
+    """"standard": drafter-invariant for greedy and seeded requests, rejection sampling for the rest;
+    "invariant": drafter-invariant for all; "synthetic": drafts are accepted at `synthetic_acceptance_rates` whatever
+    they are, for benchmarks: the text is meaningless."""
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    """Share of the drafts at each position that is accepted: of all, not only of those whose predecessors were."""
+
+
+# method -> the fields of a `speculative_config` that mean nothing to it.
+_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
+_SUFFIX = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name.startswith("suffix_decoding_"))
+_NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
+    "ngram": ("model", *_SUFFIX),
+    "suffix": ("model", *_LOOKUP),
+    **dict.fromkeys(MODEL_METHODS, (*_LOOKUP, *_SUFFIX)),
+}
+_INTEGERS = (
+    ("num_speculative_tokens", 1, 32),
+    ("prompt_lookup_max", 1, 64),
+    ("prompt_lookup_min", 1, 64),
+    ("suffix_decoding_max_tree_depth", 2, 256),
+    ("suffix_decoding_max_cached_requests", 0, 1_000_000),
+)
+_NUMBERS = (
+    ("suffix_decoding_max_spec_factor", 0.0, 32.0),
+    ("suffix_decoding_min_token_prob", 0.0, 1.0),
+)
+_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
+
+
+def _wrong(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"speculative_config: {message}", param="speculative_config")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | None:
+    """Check a `speculative_config` as users write it; None or method "off" is no speculation. A field that is None
+    counts as not given.
+
+    Raises:
+        InvalidRequestError: something is wrong with it; the message names the field and the limit.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise _wrong(f"it must be an object with a method, got {config!r}")
+    given = {name: value for name, value in config.items() if value is not None}
+    known = set(SpeculativeConfig.__dataclass_fields__)
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise _wrong(f"unknown field {unknown!r}; known are {', '.join(sorted(known))}")
+    method = given.get("method", "draft_model" if "model" in given else None)
+    if method in ("off", "none"):
+        return None
+    if method not in METHODS:
+        raise _wrong(f"method must be one of {', '.join(METHODS)}; got {method!r}")
+    unfit = next((name for name in _NOT_FOR_METHOD[method] if name in given), None)
+    if unfit is not None:
+        raise _wrong(f"{unfit} means nothing to method {method}")
+    if method in MODEL_METHODS and (not isinstance(given.get("model"), str) or not given["model"]):
+        raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
+    _check_values(given)
+    rates = _check_rates(given)
+    drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
+    values = {"num_speculative_tokens": drafts, **given, "method": method, "synthetic_acceptance_rates": rates}
+    result = SpeculativeConfig(**values)
+    if result.prompt_lookup_min > result.prompt_lookup_max:
+        raise _wrong(
+            f"prompt_lookup_min {result.prompt_lookup_min} exceeds prompt_lookup_max {result.prompt_lookup_max}"
+        )
+    if rates is not None and len(rates) != result.num_speculative_tokens:
+        raise _wrong(
+            f"synthetic_acceptance_rates has {len(rates)} rates for num_speculative_tokens "
+            f"{result.num_speculative_tokens}"
+        )
+    return result
+
+
+def _check_values(given: Mapping[str, Any]) -> None:
+    for name, low, high in _INTEGERS:
+        value = given.get(name, low)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise _wrong(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+    for name, least, most in _NUMBERS:
+        value = given.get(name, least)
+        if not _is_number(value) or not least <= value <= most:
+            raise _wrong(f"{name} must be a number in [{least}, {most}], got {value!r}")
+    if not isinstance(given.get("adaptive", False), bool):
+        raise _wrong(f"adaptive must be true or false, got {given['adaptive']!r}")
+    rule = given.get("rejection_sample_method", "standard")
+    if rule not in REJECTION_METHODS:
+        raise _wrong(f"rejection_sample_method must be one of {', '.join(REJECTION_METHODS)}; got {rule!r}")
+
+
+def _check_rates(given: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """The synthetic acceptance rates: given exactly when the method is synthetic."""
+    rates, synthetic = given.get("synthetic_acceptance_rates"), given.get("rejection_sample_method") == "synthetic"
+    if rates is None:
+        if synthetic:
+            raise _wrong("rejection_sample_method synthetic needs synthetic_acceptance_rates")
+        return None
+    if not synthetic:
+        raise _wrong("synthetic_acceptance_rates needs rejection_sample_method synthetic")
+    if (
+        not isinstance(rates, (list, tuple))
+        or not 1 <= len(rates) <= 32
+        or not all(_is_number(rate) and 0.0 <= rate <= 1.0 for rate in rates)
+        or any(later > earlier for earlier, later in pairwise(rates))
+    ):
+        raise _wrong(f"synthetic_acceptance_rates must be 1 to 32 numbers in [0, 1] that never rise, got {rates!r}")
+    return tuple(float(rate) for rate in rates)

@@ -1,0 +1,112 @@
+"""The one place where drafters are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..platform.core.speculative_config import SpeculativeConfig
+from .proposer import NoProposer, Proposer
+
+if TYPE_CHECKING:
+    from ..models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerContext:
+    """What drafters are built from, beside their own configuration."""
+
+    target: Decoder
+    """Drafts are its token ids; heads read its hidden states, and may share its embeddings and its head."""
+    device: str
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    load_format: str = "auto"
+    """"auto" or "dummy"."""
+    seed: int = 0
+    """Of dummy weights."""
+    progress: bool = False
+    """Whether to show a progress bar while weights load."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens that a drafter with layers computes in one pass."""
+    max_model_len: int = 2048
+
+
+def _ngram(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+    from .ngram import NgramProposer
+
+    return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+
+
+def _suffix(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+    from .suffix import SuffixProposer
+
+    return SuffixProposer(config)
+
+
+def _draft_model(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+    from .draft_model import load_draft_model
+
+    return load_draft_model(config, context)
+
+
+def _eagle(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+    from .eagle import load_eagle
+
+    return load_eagle(config, context)
+
+
+def _medusa(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+    from .medusa import load_medusa
+
+    return load_medusa(config, context)
+
+
+# method of `speculative_config` -> factory; what it needs is imported on use.
+_FACTORIES: dict[str, Callable[[SpeculativeConfig, ProposerContext], Proposer]] = {
+    "ngram": _ngram,
+    "suffix": _suffix,
+    "draft_model": _draft_model,
+    "eagle": _eagle,
+    "eagle3": _eagle,
+    "medusa": _medusa,
+}
+
+
+def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) -> Proposer:
+    """The drafter that `config` asks for; None is no speculation.
+
+    Raises:
+        InvalidRequestError: the drafter does not fit the target; `param` is "speculative_config".
+        NotFoundError: its model does not exist.
+    """
+    if config is None:
+        return NoProposer()
+    proposer = _FACTORIES[config.method](config, context)
+    if config.adaptive:
+        from .adaptive import make_adaptive
+
+        return make_adaptive(proposer, config)
+    return proposer
+
+
+def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str) -> int:
+    """Bytes a token in the layers that the drafter will own, from its config.json alone, before anything is loaded.
+
+    Args:
+        dtype: in which it will be served.
+
+    Raises:
+        NotFoundError, UnsupportedModelError: as for any model.
+    """
+    if config is None or config.model is None or config.method == "medusa":
+        return 0
+    from ..models.loader import read_facts, resolve_model_path
+
+    path = resolve_model_path(config.model)
+    if config.method == "draft_model":
+        return read_facts(path, dtype).kv_bytes_per_token
+    from .eagle import eagle_kv_bytes_per_token
+
+    return eagle_kv_bytes_per_token(path, dtype)
