@@ -50,8 +50,8 @@ format: .venv/.dev.stamp ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.serve.stamp ## Measure what speculation is worth on the demo model
-	$(BIN)/python benchmarks/speculation_modes.py $(ARGS)
+bench: .venv/.dev.stamp ## Measure every way of drafting on the demo model: make bench ARGS="--plot bench.png"
+	$(BIN)/outrider bench speculation $(ARGS)
 
 demo-model: .venv/.dev.stamp ## Rebuild the demo model from its recipe
 	$(BIN)/python -m outrider.models.demo.recipe $(ARGS)

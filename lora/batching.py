@@ -75,7 +75,11 @@ def _groups(runs: Sequence[_Run]) -> tuple[list[_Run], list[list[_Run]]]:
 class LoraBatcher:
     """Builds LoraBatches, keeping the row selection (and with it the sites' packed copies) as long as it fits."""
 
-    def __init__(self, pool: RowPool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, pool: RowPool, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
+    ) -> None:
+        """`batch_invariant`: each adapter's tokens by themselves, so that they do not depend on the others."""
+        self._batch_invariant = batch_invariant
         self._pool = pool
         self._dtype = dtype
         self._device = device
@@ -89,9 +93,21 @@ class LoraBatcher:
         if last is not None and rows == last.rows and not (last.selects and self._uses == PACK_AFTER):
             self._uses += last.selects
             return last.batch
-        alone, groups = _groups(_runs(rows))
-        segments = [LoraSegment(run.start, run.stop, RowSelection([run.owner], self._device), None, False)
-                    for run in alone if run.owner is not None]  # fmt: skip
+        runs = _runs(rows)
+        alone, groups = (runs, []) if self._batch_invariant else _groups(runs)
+        segments = [
+            LoraSegment(
+                run.start,
+                run.stop,
+                RowSelection([run.owner], self._device),
+                keep=None,
+                packed=False,
+                rows_in_use=run.owner.mask,
+                invariant=self._batch_invariant,
+            )
+            for run in alone
+            if run.owner is not None
+        ]
         if groups:
             active = {run.owner: None for group in groups for run in group if run.owner is not None}
             selection = self._select(list(active))
@@ -123,4 +139,7 @@ class LoraBatcher:
             lengths = torch.tensor([run.stop - run.start for run in group], device=self._device)
             owned = owners.repeat_interleave(lengths)[:, None] == selection.row_owners
             keep = keep_mask(owned, self._dtype)
-        return LoraSegment(group[0].start, group[-1].stop, selection, keep, self._uses > PACK_AFTER)
+        in_use = 0
+        for owner in {run.owner for run in group if run.owner is not None}:
+            in_use |= owner.mask
+        return LoraSegment(group[0].start, group[-1].stop, selection, keep, self._uses > PACK_AFTER, in_use)

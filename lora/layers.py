@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.lora import PackedRows, shrink_expand
+from ..kernels.lora import PackedRows, expand_invariant, shrink_expand, shrink_expand_invariant
 from .adapter import LoraWeights
-from .pool import Allocation
+from .pool import Allocation, row_mask
 
 
 class RowSelection:
@@ -39,6 +39,12 @@ class RowSelection:
         """The selected rows of a pool [R, ...]: a view where they are neighbours, else a copy."""
         return pool[self._where] if isinstance(self._where, slice) else pool.index_select(0, self._where)
 
+    def columns(self, pool: Tensor, index: Tensor) -> Tensor:
+        """Of the selected rows of a pool [R, V], the columns `index` [T]: a copy [T, n], without one of whole rows."""
+        if isinstance(self._where, slice):
+            return pool[self._where].index_select(1, index).t().contiguous()
+        return pool[self._where, index[:, None]]
+
 
 @dataclass(slots=True)
 class LoraSegment:
@@ -51,6 +57,10 @@ class LoraSegment:
     """[stop - start, n], from `kernels.lora.keep_mask`; None when every row applies to every token."""
     packed: bool
     """Whether the selection lasts, so that each site keeps a packed copy of its rows."""
+    rows_in_use: int = -1
+    """Bit r: pool row r belongs to an adapter of these tokens. Others of the selection may have none here."""
+    invariant: bool = False
+    """Whether the deltas must not depend on the other tokens, bit for bit; the selection is one adapter."""
     _tiled: dict[int, Tensor] = field(default_factory=dict)
 
     def tiled_keep(self, num_slices: int) -> Tensor | None:
@@ -88,6 +98,8 @@ class LoraSite:
     ) -> None:
         self._a = _zeros((num_rows, len(slice_sizes), in_features), dtype, device)
         self._b = [_zeros((num_rows, size), dtype, device) for size in slice_sizes]
+        self._written = [0] * len(slice_sizes)  # bit r: row r of the slice is not zero; the pool's rest is untouched
+        self._any_written = 0
         self._packed: tuple[RowSelection, PackedRows] | None = None  # for the last selection that was to be packed
 
     @property
@@ -98,24 +110,36 @@ class LoraSite:
     def write(self, allocation: Allocation, weights: Sequence[LoraWeights | None]) -> None:
         """Fill an adapter's rows; `weights` has one entry a slice, None where the adapter leaves the module alone.
 
-        All of its rows are written: what a former owner left there must not be finite garbage times zero, or worse.
+        What a former owner left in the other rows is cleared. Rows that are zero already are not touched: a head's are
+        as wide as the vocabulary, and few adapters have any there.
         """
-        rows = torch.tensor(allocation.rows, device=self._a.device)
         for index, weight in enumerate(weights):
             rank = 0 if weight is None else len(weight.a)
+            stale = [row for row in allocation.rows[rank:] if self._written[index] >> row & 1]
+            if stale:
+                self._a[stale, index] = 0
+                self._b[index][stale] = 0
+            self._written[index] &= ~allocation.mask
             if weight is not None:
-                self._a[rows[:rank], index] = weight.a.to(self._a.device)
-                self._b[index][rows[:rank]] = weight.b.to(self._a.device)
-            if rank < len(rows):
-                self._a[rows[rank:], index] = 0
-                self._b[index][rows[rank:]] = 0
+                rows = torch.tensor(allocation.rows[:rank], device=self._a.device)
+                self._a[rows, index] = weight.a.to(self._a.device)
+                self._b[index][rows] = weight.b.to(self._a.device)
+                self._written[index] |= row_mask(allocation.rows[:rank])
+        self._any_written = 0
+        for written in self._written:
+            self._any_written |= written
 
     def add(self, y: Tensor, x: Tensor, adapters: LoraBatch) -> None:
         """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place."""
         for segment in adapters.segments:
+            if not self._any_written & segment.rows_in_use:
+                continue  # none of these adapters targets the projection
             whole = segment.start == 0 and segment.stop == len(x)
             ys, xs = (y, x) if whole else (y[segment.start : segment.stop], x[segment.start : segment.stop])
-            if segment.packed:
+            if segment.invariant:
+                gather = segment.selection.gather
+                shrink_expand_invariant(ys, xs, gather(self._a), [gather(part) for part in self._b])
+            elif segment.packed:
                 self._pack(segment.selection)(ys, xs, segment.tiled_keep(self.num_slices))
             else:
                 gather = segment.selection.gather
@@ -127,3 +151,44 @@ class LoraSite:
             packed = PackedRows(selection.gather(self._a), [selection.gather(part) for part in self._b])
             self._packed = (selection, packed)
         return self._packed[1]
+
+
+class EmbeddingSite:
+    """The pools of a token embedding: token t of an adapter with A [r, V] and B [r, H] gets `A[:, t]ᵀ B` added."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, num_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._a = _zeros((num_rows, vocab_size), dtype, device)
+        self._b = _zeros((num_rows, hidden_size), dtype, device)
+        self._written = 0  # as in LoraSite
+
+    def write(self, allocation: Allocation, weights: Sequence[LoraWeights | None]) -> None:
+        """Fill an adapter's rows; `weights` has one entry, None where the adapter leaves the embedding alone."""
+        (weight,) = weights
+        rank = 0 if weight is None else len(weight.a)
+        stale = [row for row in allocation.rows[rank:] if self._written >> row & 1]
+        if stale:
+            self._a[stale] = 0
+            self._b[stale] = 0
+        self._written &= ~allocation.mask
+        if weight is not None:
+            rows = torch.tensor(allocation.rows[:rank], device=self._a.device)
+            self._a[rows] = weight.a.to(self._a.device)
+            self._b[rows] = weight.b.to(self._a.device)
+            self._written |= row_mask(allocation.rows[:rank])
+
+    def add(self, y: Tensor, input_ids: Tensor, adapters: LoraBatch) -> None:
+        """Add the adapters' deltas for `input_ids` [T] to their embeddings `y` [T, H] in place."""
+        for segment in adapters.segments:
+            if not self._written & segment.rows_in_use:
+                continue
+            tokens = slice(segment.start, segment.stop)
+            columns = segment.selection.columns(self._a, input_ids[tokens])
+            if segment.keep is not None:
+                columns.view(segment.keep.dtype).bitwise_and_(segment.keep)
+            rows = segment.selection.gather(self._b)
+            if segment.invariant:
+                expand_invariant(y[tokens], columns, rows)
+            else:
+                y[tokens].addmm_(columns, rows)

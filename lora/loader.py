@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from ..platform.core.errors import OutriderError
-from .adapter import Adapter
+from .adapter import Adapter, AdapterSource
 from .peft_config import adapter_error
 
 T = TypeVar("T")
@@ -25,28 +25,35 @@ class Loaded(NamedTuple, Generic[T]):
     seconds: float
 
 
+class ReadAdapter(NamedTuple):
+    """An adapter's files, read and checked, before it is registered."""
+
+    adapter: Adapter
+    seconds: float
+
+
 class AdapterLoader(Generic[T]):
     """Parses adapters one after another in a thread of its own, so that a step never waits for a disk.
 
     Everything but the parsing happens in the caller's thread: results are handed over by `poll` and `wait`.
     """
 
-    def __init__(self, parse: Callable[[str], Adapter]) -> None:
-        """`parse` takes the adapter's path and raises typed errors; it runs in the thread."""
+    def __init__(self, parse: Callable[[AdapterSource], Adapter]) -> None:
+        """`parse` takes the adapter's folders and raises typed errors; it runs in the thread."""
         self._parse = parse
-        self._jobs: queue.SimpleQueue[tuple[T, str] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[T, AdapterSource] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Loaded[T]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.num_in_flight = 0
         """Submitted and not yet handed over."""
 
-    def submit(self, ticket: T, path: str) -> None:
-        """Start loading `path`; the result carries `ticket`."""
+    def submit(self, ticket: T, source: AdapterSource) -> None:
+        """Start loading `source`; the result carries `ticket`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lora-loader", daemon=True)
             self._thread.start()
         self.num_in_flight += 1
-        self._jobs.put((ticket, path))
+        self._jobs.put((ticket, source))
 
     def poll(self) -> list[Loaded[T]]:
         """Loads that have ended since the last call, without waiting."""
@@ -79,15 +86,15 @@ class AdapterLoader(Generic[T]):
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            ticket, path = job
+            ticket, source = job
             started = time.perf_counter()
             adapter, error = None, None
             try:
-                adapter = self._parse(path)
+                adapter = self._parse(source)
             except OutriderError as caught:
                 error = caught
             except Exception as caught:  # whatever an adapter's files do, the thread lives on for the others
-                error = adapter_error(f"cannot load {path}: {type(caught).__name__}: {caught}")
+                error = adapter_error(f"cannot load {source.path}: {type(caught).__name__}: {caught}")
             self._done.put(Loaded(ticket, adapter, error, time.perf_counter() - started))
 
 

@@ -10,6 +10,7 @@ bound, and the content that it began with in host memory, until it is gone for g
 from __future__ import annotations
 
 import builtins
+import logging
 import os
 import time
 from collections import deque
@@ -23,17 +24,20 @@ from ..platform.core.errors import InvalidUserInputError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .adapter import Adapter, fingerprint, parse
-from .batching import LoraBatcher
+from .adapter import LOADED, Adapter, AdapterSource, DraftTarget, fingerprint, parse
 from .layers import LoraBatch
-from .loader import AdapterLoader, Loaded
+from .loader import AdapterLoader, Loaded, ReadAdapter
 from .peft_config import adapter_error
-from .pool import Allocation
+from .pool import RowPool
+from .preparing import PlanRows, StepAdapters
 from .registry import AdapterRegistry, AdapterVersion, Order
 from .residency import LEAST_URGENT, Residency
+from .sites import AdapterHooks, make_sites
 
 if TYPE_CHECKING:
     from ..models.layers.linear import Linear
+
+logger = logging.getLogger(__name__)
 
 # Why a request must wait.
 LOADING = "adapter_loading"
@@ -55,13 +59,6 @@ class AdapterStats(NamedTuple):
     """Durations of the latest loads that ended since the last snapshot, failed ones too."""
 
 
-class ReadAdapter(NamedTuple):
-    """An adapter's files, read and checked, before it is registered."""
-
-    adapter: Adapter
-    seconds: float
-
-
 class _Refusal(NamedTuple):
     """Why requests of a version as urgent as `order`, or less, must wait until something changes."""
 
@@ -78,6 +75,7 @@ class AdapterManager:
         config: LoRAConfig,
         dtype: torch.dtype | str,
         device: torch.device | str,
+        hooks: AdapterHooks = AdapterHooks(),  # noqa: B008  (immutable)
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,16 +83,28 @@ class AdapterManager:
         self._dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         self._max_rank = config.max_lora_rank
         self._clock = clock
+        self._on_gone = hooks.on_gone
         device = torch.device(device)
+        pool = RowPool(config.max_loras * config.max_lora_rank, config.max_loras)
+        target, draft = make_sites(linears, hooks, pool.num_rows, self._dtype, device)
+        self._modules = target.modules
+        self._draft = DraftTarget(hooks.draft_method, draft.modules) if draft.modules else None
         self._registry = AdapterRegistry()
-        self._residency = Residency(linears, config, self._registry, self._dtype, device, clock)
+        self._residency = Residency(config, self._registry, pool, (target, draft), clock)
         self._loader: AdapterLoader[AdapterVersion] = AdapterLoader(self._parse)
-        self._batcher = LoraBatcher(self._residency.pool, self._dtype, device)
+        self._steps = StepAdapters(pool, self._dtype, device, batch_invariant=hooks.batch_invariant)
         self._load_seconds: deque[float] = deque(maxlen=MAX_LOAD_SECONDS)
         self._refusals: dict[AdapterVersion, _Refusal] = {}  # since the last change; see `_changed`
 
-    def _parse(self, path: str) -> Adapter:
-        return parse(path, self._residency.modules, max_rank=self._max_rank, dtype=self._dtype)
+    def _parse(self, source: AdapterSource) -> Adapter:
+        path, draft_path = source
+        return parse(
+            path, self._modules, max_rank=self._max_rank, dtype=self._dtype, draft=self._draft, draft_path=draft_path
+        )
+
+    def _source(self, request: LoRARequest) -> AdapterSource:
+        draft_path = request.draft_path if self._draft is not None else None
+        return AdapterSource(os.path.abspath(request.path), draft_path and os.path.abspath(draft_path))
 
     # --- the registry, as users see it ---
 
@@ -112,7 +122,7 @@ class AdapterManager:
 
         def read() -> ReadAdapter:
             started = time.perf_counter()
-            adapter = self._parse(request.path)
+            adapter = self._parse(self._source(request))
             return ReadAdapter(adapter, time.perf_counter() - started)
 
         return read
@@ -128,7 +138,7 @@ class AdapterManager:
         """Read, check and register an adapter now.
 
         Args:
-            request: Name and folder.
+            request: Name and folders.
             load_inplace: Replace an adapter of this name; requests on it finish on the content that they began with.
             pinned: Keep it on the device.
             read: What `reader` made of its files; they are not read again.
@@ -145,8 +155,8 @@ class AdapterManager:
             self._residency.pin(request.name, adapter, self._loader.num_in_flight)
         elif adapter.digest in self._residency.host or self._make_room(LEAST_URGENT):
             self._residency.host.put(adapter)
-        version = self._registry.register(request.name, request.path)
-        version.take_content(adapter)
+        version = self._registry.register(request.name, self._source(request))
+        self._take_content(version, adapter)
         version.pinned = pinned
         self._changed()
         self._residency.update_pins()
@@ -187,6 +197,7 @@ class AdapterManager:
             level=self._residency.level(version.digest),
             pinned=version.pinned,
             num_running=len(version.running),
+            draft=version.draft,
         )
 
     # --- the scheduler's admission gate ---
@@ -204,10 +215,11 @@ class AdapterManager:
             return
         self._poll()
         version = self._registry.find(request.lora.name)
-        if version is None or version.path != os.path.abspath(request.lora.path):
+        source = self._source(request.lora)
+        if version is None or not version.source.matches(source):
             if not os.path.isdir(request.lora.path):
                 raise adapter_error(f"the adapter's folder {request.lora.path!r} does not exist")
-            version = self._registry.register(request.lora.name, request.lora.path)
+            version = self._registry.register(request.lora.name, source)
             self._residency.update_pins()
             self._changed()
         elif self._is_stale(version):
@@ -225,7 +237,8 @@ class AdapterManager:
         """Whether the files are another content than the one that was read, and not in memory any more."""
         if version.digest is None or version.loading or self._in_memory(version):
             return False
-        return fingerprint(version.path) != version.fingerprint
+        method = self._draft.method if self._draft is not None else None
+        return fingerprint(version.source, method) != version.fingerprint
 
     def admit(self, request: Request) -> str | None:
         """Let a request run: its rows are on the device and stay until `release` or `forget`.
@@ -301,20 +314,18 @@ class AdapterManager:
 
     # --- the runner's feature ---
 
-    def prepare(self, plan_rows: Sequence[tuple[AdapterVersion | None, int]]) -> LoraBatch | None:
-        """What the forward needs for rows of (request.adapter, number of tokens); None when all are the base model's.
+    def prepare(self, rows: PlanRows) -> LoraBatch | None:
+        """What the target's forward pass needs for rows of (request.adapter, number of tokens); None when all are the
+        base model's. Every adapter named must be that of an admitted request."""
+        return self._steps.prepare(rows)
 
-        Every adapter named must be that of an admitted request.
-        """
-        if all(version is None for version, _ in plan_rows):
-            return None
-        return self._batcher.build([(self._allocation(version), tokens) for version, tokens in plan_rows])
+    def prepare_head(self, rows: PlanRows) -> LoraBatch | None:
+        """The same for rows of logits; None when no adapter of theirs targets lm_head."""
+        return self._steps.prepare_head(rows)
 
-    def _allocation(self, version: AdapterVersion | None) -> Allocation | None:
-        if version is None:
-            return None
-        assert version.digest is not None
-        return self._residency.pool.allocation(version.digest)
+    def prepare_draft(self, rows: PlanRows) -> LoraBatch | None:
+        """The same for the drafter's passes; None when no adapter of theirs has draft weights."""
+        return self._steps.prepare_draft(rows)
 
     def namespace(self, request: Request) -> bytes:
         """What keys an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
@@ -346,7 +357,7 @@ class AdapterManager:
             return False
         version.loading = True
         self._residency.clear_short(version)
-        self._loader.submit(version, version.path)
+        self._loader.submit(version, version.source)
         return True
 
     def _poll(self) -> None:
@@ -361,7 +372,7 @@ class AdapterManager:
         if adapter is not None and version.digest not in (None, adapter.digest):
             adapter, error = None, adapter_error(f"the files of adapter '{version.name}' changed on disk; try again")
         if adapter is not None:
-            version.take_content(adapter)
+            self._take_content(version, adapter)
             self._residency.host.put(adapter)
         else:
             assert error is not None
@@ -372,6 +383,11 @@ class AdapterManager:
                 self._registry.renew(version)
         self._changed()
 
+    def _take_content(self, version: AdapterVersion, adapter: Adapter) -> None:
+        if version.digest is None and adapter.draft not in ("", LOADED):
+            logger.warning("adapter '%s' is served without its draft weights: %s", version.name, adapter.draft)
+        version.take_content(adapter)
+
     def _changed(self) -> None:
         """Something may be possible that was refused before. Also drops what no version needs any more."""
         self._refusals.clear()
@@ -379,3 +395,4 @@ class AdapterManager:
         for version in self._registry.collect():
             if version.digest is not None and not self._registry.has_digest(version.digest):
                 self._residency.drop(version.digest)
+                self._on_gone(version.digest)

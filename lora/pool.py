@@ -9,6 +9,7 @@ One unit is one rank row across all layers, so a rank-8 adapter takes half of wh
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -19,6 +20,19 @@ class Allocation:
     key: bytes
     rows: tuple[int, ...]
     """Ascending."""
+
+    @property
+    def mask(self) -> int:
+        """Bit r: row r."""
+        return row_mask(self.rows)
+
+
+def row_mask(rows: Iterable[int]) -> int:
+    """A set of rows as the bits of an integer: cheap to intersect, once a projection and step."""
+    mask = 0
+    for row in rows:
+        mask |= 1 << row
+    return mask
 
 
 @dataclass(slots=True)

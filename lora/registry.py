@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..platform.core.errors import ErrorInfo, NotFoundError
 from ..platform.core.request import Request
-from .adapter import Adapter, Fingerprint
+from .adapter import LM_HEAD, Adapter, AdapterSource, Fingerprint
 
 Order = tuple[float, float]
 """A request's place in the scheduling policy's order: the smallest is the most urgent."""
@@ -19,13 +18,19 @@ class AdapterVersion:
     """One content under one name: what a request is bound to from when it is added. Opaque outside this package."""
 
     name: str
-    path: str
+    source: AdapterSource
     digest: bytes | None = None
     """None until the first parse."""
     rows: int = 0
     """Rank rows; 0 until the first parse."""
     fingerprint: Fingerprint = ()
     """Of the files that were parsed."""
+    targets_head: bool = False
+    """Whether it adapts the model's lm_head."""
+    has_draft: bool = False
+    """Whether it brings weights for the drafter..."""
+    draft: str = ""
+    """...and why not; see `Adapter.draft`."""
     pinned: bool = False
     loading: bool = False
     """Whether the loader thread has it."""
@@ -44,6 +49,13 @@ class AdapterVersion:
     def take_content(self, adapter: Adapter) -> None:
         """Remember what was parsed."""
         self.digest, self.rows, self.fingerprint = adapter.digest, adapter.rows, adapter.fingerprint
+        self.targets_head, self.has_draft = LM_HEAD in adapter.modules, bool(adapter.draft_modules)
+        self.draft = adapter.draft
+
+    @property
+    def path(self) -> str:
+        """The adapter's folder."""
+        return self.source.path
 
     def bind(self, request: Request, now: float) -> None:
         """A new request waits."""
@@ -100,14 +112,14 @@ class AdapterRegistry:
         """The current version of a name."""
         return self._current.get(name)
 
-    def register(self, name: str, path: str) -> AdapterVersion:
+    def register(self, name: str, source: AdapterSource) -> AdapterVersion:
         """Make a new version the current one; requests on an earlier one stay there."""
-        return self._replace(AdapterVersion(name, os.path.abspath(path)))
+        return self._replace(AdapterVersion(name, source))
 
     def renew(self, stale: AdapterVersion) -> AdapterVersion:
         """A new version for the same files, to be read again by later requests. Pinned ones are never out of memory."""
         assert not stale.pinned
-        return self._replace(AdapterVersion(stale.name, stale.path))
+        return self._replace(AdapterVersion(stale.name, stale.source))
 
     def _replace(self, version: AdapterVersion) -> AdapterVersion:
         previous = self._current.get(version.name)

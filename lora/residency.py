@@ -11,21 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-import torch
 
 from ..platform.core.config import LoRAConfig
 from ..platform.core.errors import InvalidUserInputError
 from ..platform.core.request import Request
-from .adapter import Adapter, ModuleShape
-from .layers import LoraSite
+from .adapter import Adapter
 from .loader import HostTier
 from .pool import RowPool
 from .registry import AdapterRegistry, AdapterVersion, Order
-
-if TYPE_CHECKING:
-    from ..models.layers.linear import Linear
+from .sites import AdapterSites
 
 # Seconds after which a request that waits for room may have others' adapters drained.
 AGING_SECONDS = 2.0
@@ -40,18 +34,17 @@ class Residency:
 
     def __init__(
         self,
-        linears: Sequence[Linear],
         config: LoRAConfig,
         registry: AdapterRegistry,
-        dtype: torch.dtype,
-        device: torch.device,
+        pool: RowPool,
+        sites: Sequence[AdapterSites],
         clock: Callable[[], float],
     ) -> None:
-        """Gives every linear its LoraSite. `registry` is read, never changed."""
+        """`sites`: the target's, and the drafter's; with `pool`, they change through this object alone. `registry` is
+        read, never changed."""
         self.host = HostTier(config.max_cpu_loras)
-        self.pool = RowPool(config.max_loras * config.max_lora_rank, config.max_loras)
-        self.modules: dict[str, ModuleShape] = {}
-        """The linear modules of the model, by their Hugging Face names."""
+        self.pool = pool
+        self._sites = sites
         self._config = config
         self._registry = registry
         self._clock = clock
@@ -59,13 +52,6 @@ class Residency:
         self._starving: AdapterVersion | None = None  # as of the last look
         self._next_look = -math.inf
         self._full_for: Order | None = None  # the most urgent claim to host memory refused since the last change
-        self._sites: list[tuple[LoraSite, list[str]]] = []
-        for linear in linears:
-            sizes = [size for _, size in linear.slices]
-            site = LoraSite(linear.in_features, sizes, self.pool.num_rows, dtype, device)
-            linear.lora = site
-            self._sites.append((site, [name for name, _ in linear.slices]))
-            self.modules.update((name, ModuleShape(linear.in_features, size)) for name, size in linear.slices)
 
     def level(self, digest: bytes | None) -> str:
         """The highest tier that holds the content: "device", "host" or "disk"."""
@@ -127,8 +113,8 @@ class Residency:
         allocation = self.pool.allocate(adapter.digest, adapter.rows)
         if allocation is None:
             return False
-        for site, names in self._sites:
-            site.write(allocation, [adapter.modules.get(name) for name in names])
+        for sites, modules in zip(self._sites, (adapter.modules, adapter.draft_modules), strict=True):
+            sites.write(allocation, modules)
         return True
 
     # --- aging ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.paged_attention import LayerKV
 
 if TYPE_CHECKING:
-    from .decoder import Decoder
+    from .attention import AttentionBackend
 
 __all__ = ["ForwardBatch", "KVLayerSpec", "LayerKV", "SequenceRows", "allocate_kv", "build_batch"]
 
@@ -30,6 +30,33 @@ class KVLayerSpec(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
+class RopeTables(Protocol):
+    """Cosines and sines of positions."""
+
+    def tables(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [T, 1, D] as `kernels.rope` wants them, for `positions` [T], all below `end`."""
+        ...
+
+
+class PagedModel(Protocol):
+    """What a batch is built for: a decoder, or a head with layers of its own."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+    @property
+    def rope(self) -> RopeTables:
+        """Its rotary embedding."""
+        ...
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """The backend of all of its layers."""
+        ...
+
+
 @dataclass(slots=True)
 class SequenceRows:
     """B ragged rows of one forward pass, on the host. Row b computes positions [start, start + query_len)."""
@@ -42,6 +69,9 @@ class SequenceRows:
     """[B], the first position of each row; the KV of all positions before is in the cache."""
     block_tables: list[list[int]]
     """[B], blocks in order; at least enough for start + query_len positions."""
+    first_key: int = 0
+    """Positions before it hold no keys, and no query looks there; for layers that begin later than the tokens. Known to
+    the backend "torch" alone."""
 
 
 @dataclass(slots=True)
@@ -60,7 +90,8 @@ class ForwardBatch:
     kv: Sequence[LayerKV]
     """This model's layers of the cache."""
     adapters: Any = None
-    """What the linears' LoRA sites need (lora.layers.LoraBatch); None when no row has an adapter."""
+    """What the LoRA sites of linears and embeddings need (lora.layers.LoraBatch), for these T tokens; None when no row
+    has an adapter."""
 
 
 def allocate_kv(
@@ -79,7 +110,7 @@ def allocate_kv(
 
 
 @torch.inference_mode()
-def build_batch(rows: SequenceRows, model: Decoder, kv: Sequence[LayerKV], adapters: Any = None) -> ForwardBatch:
+def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], adapters: Any = None) -> ForwardBatch:
     """Put `rows` on the model's device and plan their attention over `kv`, the model's layers of the cache."""
     block_size = kv[0].k.shape[2]
     query_lens = np.asarray(rows.query_lens, dtype=np.int64)

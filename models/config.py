@@ -58,6 +58,8 @@ class DecoderConfig:
     """Whether queries and keys are normalised for each head before the rotation."""
     dtype: torch.dtype
     """Of weights, activations and KV."""
+    batch_invariant: bool = False
+    """Whether every result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
 
     @property
     def sliding_window(self) -> int | None:

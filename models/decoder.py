@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.rope import apply_rope
-from ..kernels.silu_mul import silu_mul
+from ..kernels.rope import apply_rope, apply_rope_invariant
+from ..kernels.silu_mul import silu_mul, silu_mul_invariant
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
 from .config import DecoderConfig
@@ -36,19 +36,22 @@ class DecoderLayer:
         self._config = config
         self._attention = attention
         self._window = config.windows[index]
+        self._rope = apply_rope_invariant if config.batch_invariant else apply_rope
+        self._silu_mul = silu_mul_invariant if config.batch_invariant else silu_mul
         self._num_qk_heads = config.num_heads + config.num_kv_heads
         heads = config.num_heads * config.head_dim
         kv_heads = config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
+        common: Any = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
 
         def linear(name: str, modules: dict[str, int], in_features: int, bias: bool) -> Linear:
             slices = [(f"{theirs}.{module}", rows) for module, rows in modules.items()]
-            return Linear(f"{ours}.{name}", slices, in_features, bias=bias, dtype=config.dtype, device=device)
+            return Linear(f"{ours}.{name}", slices, in_features, bias=bias, **common)
 
         def norm(names: list[str], size: int, repeats: list[int] | None = None) -> RMSNorm:
             full = [f"{theirs}.{name}.weight" for name in names]
-            return RMSNorm(full, size, config.rms_norm_eps, repeats=repeats, dtype=config.dtype, device=device)
+            return RMSNorm(full, size, config.rms_norm_eps, repeats=repeats, **common)
 
         qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
         self.qkv = linear("qkv", qkv, hidden, config.qkv_bias)
@@ -66,7 +69,7 @@ class DecoderLayer:
         """hidden [T, H] to the next layer's [T, H]."""
         attended = self._attend(self.qkv.forward(self.input_norm(hidden), batch), batch, kv)
         hidden = self.o.forward(attended, batch, residual=hidden)
-        inner = silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
+        inner = self._silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
         return self.down.forward(inner, batch, residual=hidden)
 
     def _attend(self, qkv: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
@@ -74,7 +77,7 @@ class DecoderLayer:
         qk, v = heads[:, : self._num_qk_heads], heads[:, self._num_qk_heads :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        qk = apply_rope(qk, batch.cos, batch.sin)
+        qk = self._rope(qk, batch.cos, batch.sin)
         q, k = qk[:, : self._config.num_heads], qk[:, self._config.num_heads :]
         return self._attention.forward(q, k, v, kv, batch.attention, self._window)
 
@@ -106,19 +109,17 @@ class Decoder:
             dtype=config.dtype,
             device=self.device,
         )
-        self.attention = make_attention(spec)
+        self.attention = make_attention(spec, "invariant" if config.batch_invariant else "torch")
         self.rope = RotaryEmbedding(config.rope, config.head_dim, dtype=config.dtype, device=self.device)
         self.layers = [DecoderLayer(config, i, self.attention, self.device) for i in range(config.num_layers)]
+        common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}
         self._embedding = Embedding(
             config.vocab_size,
             config.hidden_size,
             tied=config.tie_word_embeddings,
-            dtype=config.dtype,
-            device=self.device,
+            **common,
         )
-        self._final_norm = RMSNorm(
-            ["model.norm.weight"], config.hidden_size, config.rms_norm_eps, dtype=config.dtype, device=self.device
-        )
+        self._final_norm = RMSNorm(["model.norm.weight"], config.hidden_size, config.rms_norm_eps, **common)
 
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
@@ -138,7 +139,7 @@ class Decoder:
             aux_layers: layers whose entering hidden states are wanted too; the number of layers stands for what leaves
                 the last one. They cost nothing but the memory.
         """
-        hidden = self._embedding.lookup(batch.input_ids)
+        hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
             if index in aux_layers:
@@ -148,9 +149,15 @@ class Decoder:
         return DecoderOutput(self._final_norm(hidden), tuple(entering[index] for index in aux_layers))
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] to float32 logits [R, vocab_size]."""
-        return self._embedding.logits(hidden)
+    def compute_logits(self, hidden: Tensor, adapters: Any = None) -> Tensor:
+        """[R, H] to float32 logits [R, vocab_size]. `adapters`: what the head's LoRA site needs for these R rows, made
+        for them alone; None when none of them has an adapter there."""
+        return self._embedding.logits(hidden, adapters)
+
+    @property
+    def embedding(self) -> Embedding:
+        """The token embeddings and the head."""
+        return self._embedding
 
     def linears(self) -> list[Linear]:
         """All projections that adapters may target."""

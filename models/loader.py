@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -23,14 +24,16 @@ from .registry import config_from_hf
 
 INDEX = "model.safetensors.index.json"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+# Draft heads are often published as pickles of tensors.
+_HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 # Buffers that old checkpoints store though they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 # How many tensor names an error lists of each kind.
 _MAX_NAMED = 8
 
 
-def resolve_model_path(name_or_path: str | Path) -> Path:
-    """A local directory as it is; else a hub id, downloaded (or found in the hub's cache).
+def resolve_model_path(name_or_path: str | Path, *, draft: bool = False) -> Path:
+    """A local directory as it is; else a hub id, downloaded (or found in the hub's cache). `draft`: a draft head's.
 
     Raises:
         NotFoundError: it is neither.
@@ -44,7 +47,7 @@ def resolve_model_path(name_or_path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES_OF_DRAFTS if draft else _HUB_FILES))
     except Exception as error:  # the hub's errors have no common base, and its HTTP library's come through
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFoundError(
@@ -84,6 +87,7 @@ def load_model(
     *,
     progress: bool = False,
     seed: int = 0,
+    batch_invariant: bool = False,
 ) -> Decoder:
     """Build the model of a directory and fill it, tensor by tensor, so that little more than one copy is in memory.
 
@@ -91,6 +95,7 @@ def load_model(
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
         load_format: "auto": safetensors files; "dummy": random weights from `seed`, config.json suffices.
         progress: show a progress bar on stderr.
+        batch_invariant: see `DecoderConfig`.
 
     Raises:
         NotFoundError: files are missing.
@@ -102,7 +107,8 @@ def load_model(
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
-    model = Decoder(config_from_hf(raw, DTYPES[name]), device)
+    config = dataclasses.replace(config_from_hf(raw, DTYPES[name]), batch_invariant=batch_invariant)
+    model = Decoder(config, device)
     slots = model.weight_slots()
     tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
     for tensor_name, tensor in tqdm(

@@ -11,6 +11,7 @@ from .proposer import NoProposer, Proposer
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
+    from .drawing import EditLogits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class ProposerContext:
     max_num_batched_tokens: int = 2048
     """Most tokens that a drafter with layers computes in one pass."""
     max_model_len: int = 2048
+    edit_logits: EditLogits | None = None
+    """What masks, biases and penalties do to the target's logits, for those of drafters."""
 
 
 def _ngram(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
@@ -104,7 +107,7 @@ def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str) -> in
         return 0
     from ..models.loader import read_facts, resolve_model_path
 
-    path = resolve_model_path(config.model)
+    path = resolve_model_path(config.model, draft=config.method != "draft_model")
     if config.method == "draft_model":
         return read_facts(path, dtype).kv_bytes_per_token
     from .eagle import eagle_kv_bytes_per_token

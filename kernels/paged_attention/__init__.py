@@ -6,15 +6,21 @@ The cache of a layer is two tensors [Hk, num_blocks, block_size, D]: picking who
 head's keys contiguous, which is what the products want.
 """
 
+from .invariant import PairRun, TileGroup, TrustedTiles, attend_tiles, trusted_tiles
 from .torch import LayerKV, LongRow, QueryTile, ShortGroup, Workspace, attend_long, attend_short, write_kv
 
 __all__ = [
     "LayerKV",
     "LongRow",
+    "PairRun",
     "QueryTile",
     "ShortGroup",
+    "TileGroup",
+    "TrustedTiles",
     "Workspace",
     "attend_long",
     "attend_short",
+    "attend_tiles",
+    "trusted_tiles",
     "write_kv",
 ]

@@ -33,3 +33,14 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     return wide.div(norm.hypot_(weight.root)).mul_(weight.scale).to(x.dtype)
+
+
+def rms_norm_invariant(x: Tensor, weight: NormWeight) -> Tensor:
+    """`rms_norm` whose result for a row does not depend on the other rows, bit for bit.
+
+    Beside one sum of a row in a fixed order it uses only operations that IEEE 754 rounds exactly: `hypot` need not give
+    a vector's lane and a leftover element the same bits. It overflows where |x|² does, as the reference formula.
+    """
+    wide = x.float().contiguous()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return wide.div(norm.square_().add_(weight.root.square()).sqrt_()).mul_(weight.scale).to(x.dtype)

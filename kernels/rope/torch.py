@@ -19,3 +19,13 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     swapped = torch.roll(x, x.shape[-1] // 2, -1)
     return torch.mul(x, cos).addcmul_(swapped, sin)
+
+
+def apply_rope_invariant(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rope` in operations that are rounded one by one, as in HF.
+
+    Whether `addcmul` fuses its product into the sum may differ between a vector's lane and a leftover element, which
+    depends on the other rows.
+    """
+    swapped = torch.roll(x, x.shape[-1] // 2, -1)
+    return torch.mul(x, cos).add_(swapped.mul_(sin))

@@ -1,5 +1,5 @@
 """SwiGLU's activation (Shazeer 2020): silu(gate) · up."""
 
-from .torch import silu_mul
+from .torch import silu_mul, silu_mul_invariant
 
-__all__ = ["silu_mul"]
+__all__ = ["silu_mul", "silu_mul_invariant"]

@@ -49,7 +49,13 @@ def _torch(spec: AttentionSpec) -> AttentionBackend:
     return TorchAttention(spec)
 
 
-_BACKENDS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {"torch": _torch}
+def _invariant(spec: AttentionSpec) -> AttentionBackend:
+    from .invariant import InvariantAttention
+
+    return InvariantAttention(spec)
+
+
+_BACKENDS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {"torch": _torch, "invariant": _invariant}
 
 
 def make_attention(spec: AttentionSpec, name: str = "torch") -> AttentionBackend:

@@ -50,11 +50,12 @@ class TorchPlan:
     by_window: dict[int | None, _WindowPlan]
 
 
-class _Tables:
+class RowTables:
     """The rows' shapes and block tables as arrays; every [B] array is int64."""
 
     def __init__(self, rows: SequenceRows, block_size: int) -> None:
         self.block_size = block_size
+        self.first_key = rows.first_key
         self.query_lens = np.asarray(rows.query_lens, dtype=np.int64)
         self.starts = np.asarray(rows.starts, dtype=np.int64)
         self.lengths = self.starts + self.query_lens
@@ -104,7 +105,7 @@ class TorchAttention:
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> TorchPlan:
         """See AttentionBackend."""
-        tables = _Tables(rows, block_size)
+        tables = RowTables(rows, block_size)
         few = [b for b, n in enumerate(rows.query_lens) if n <= _FEW_QUERIES]
         more = [b for b, n in enumerate(rows.query_lens) if _FEW_QUERIES < n <= MAX_SHORT_QUERIES]
         many = [b for b, n in enumerate(rows.query_lens) if n > MAX_SHORT_QUERIES]
@@ -134,7 +135,7 @@ class TorchAttention:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
 
-    def _group(self, rows: np.ndarray, tables: _Tables, window: int | None) -> ShortGroup:
+    def _group(self, rows: np.ndarray, tables: RowTables, window: int | None) -> ShortGroup:
         query_lens = tables.query_lens[rows]
         num_queries = int(query_lens.max())
         first = tables.first_blocks(rows, window)
@@ -147,6 +148,8 @@ class TorchAttention:
         positions = tables.starts[rows, None] + within
         key_positions = first[:, None] * tables.block_size + np.arange(num_blocks * tables.block_size)
         hidden = key_positions[:, None, :] > positions[:, :, None]
+        if tables.first_key:
+            hidden |= key_positions[:, None, :] < tables.first_key
         if window is not None:
             hidden |= key_positions[:, None, :] <= positions[:, :, None] - window
         key_range = None
@@ -177,19 +180,25 @@ class TorchAttention:
         bias = torch.zeros(hidden.shape, dtype=self._spec.dtype, device=hidden.device)
         return bias.masked_fill_(hidden, -torch.inf)
 
-    def _long_row(self, row: int, tables: _Tables, window: int | None) -> LongRow:
+    def _long_row(self, row: int, tables: RowTables, window: int | None) -> LongRow:
         index = np.asarray([row])
         first = tables.first_blocks(index, window)
         blocks = tables.blocks(index, first, int(tables.num_blocks[row] - first[0]))[0]
         base = int(first[0]) * tables.block_size
         start, count = int(tables.starts[row]), int(tables.query_lens[row])
         token = int(tables.token_starts[row])
-        tiles = [self._tile(begin, min(begin + _TILE, count), start, base, window) for begin in range(0, count, _TILE)]
+        least = max(tables.first_key - base, 0)
+        tiles = [
+            self._tile((begin, min(begin + _TILE, count)), start, base, least, window)
+            for begin in range(0, count, _TILE)
+        ]
         return LongRow((token, token + count), self._tensor(blocks), tiles)
 
-    def _tile(self, begin: int, end: int, start: int, base: int, window: int | None) -> QueryTile:
-        """Queries [begin, end) of a row that starts at position `start`, over keys gathered from position `base` on."""
-        low = 0 if window is None else max(start + begin - window + 1 - base, 0)
+    def _tile(self, queries: tuple[int, int], start: int, base: int, least: int, window: int | None) -> QueryTile:
+        """Some `queries` of a row that starts at position `start`, over keys gathered from position `base` on, of which
+        the first `least` are nobody's."""
+        begin, end = queries
+        low = least if window is None else max(start + begin - window + 1 - base, least)
         high = start + end - base
         if high - low == end - begin and (window is None or end - begin <= window):
             return QueryTile((begin, end), (low, high), None)

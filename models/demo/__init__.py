@@ -1,4 +1,5 @@
-"""The embedded demo model: a small Llama, its draft model and three adapters, shipped with the package.
+"""The embedded demo model: a small Llama, its draft model and EAGLE-3 head, and three adapters with draft weights for
+both; shipped with the package.
 
 This module only knows where the files are; it imports nothing heavy. `outrider.models.demo.recipe` makes the files.
 """
@@ -21,6 +22,11 @@ def demo_model_path() -> Path:
 def demo_draft_path() -> Path:
     """Return the folder of the draft model, which shares the base model's vocabulary."""
     return _ROOT / "draft"
+
+
+def demo_eagle3_path() -> Path:
+    """Return the folder of the EAGLE-3 head, which shares the base model's embeddings and lm_head."""
+    return _ROOT / "eagle3"
 
 
 def demo_adapters() -> dict[str, Path]:

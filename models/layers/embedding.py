@@ -2,37 +2,93 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.linear import PackedLinear, pack
+from ...kernels.linear import InvariantLinear, PackedLinear, pack, pack_invariant
+from .linear import LoraSite
 from .weights import WeightSlot
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
+# Rows of the head that `is_head` recovers at once.
+_PROBES = 64
+# What a checkpoint loses on its way through float16, whose smallest steps are this wide: half the step.
+_SAME = 2.0**-25
+
+
+class EmbeddingSite(Protocol):
+    """The adapters' rows for the token embeddings."""
+
+    def add(self, y: Tensor, input_ids: Tensor, adapters: Any) -> None:
+        """y [T, hidden] += each token's adapter looked up at input_ids [T]."""
+
 
 class Embedding:
-    """Token embeddings, and the LM head. Tied, the head has its own packed copy: a lookup needs plain rows."""
+    """Token embeddings, and the LM head. Tied, the head has its own packed copy: a lookup needs plain rows.
+
+    Adapters on one of the two leave the other alone, tied or not, as in PEFT.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, tied: bool, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.lookup_lora: EmbeddingSite | None = None
+        """Set by the adapter manager, as is `head_lora`."""
+        self.head_lora: LoraSite | None = None
         self._shape = (vocab_size, hidden_size)
         self._tied = tied
         self._dtype = dtype
         self._device = device
+        self._pack = pack_invariant if batch_invariant else pack
         self._table: Tensor | None = None
-        self._head: PackedLinear | None = None
+        self._head: PackedLinear | InvariantLinear | None = None
 
-    def lookup(self, input_ids: Tensor) -> Tensor:
-        """[T] token ids to [T, hidden]."""
-        return F.embedding(input_ids, self._table)  # type: ignore[arg-type]  # the loader left no slot empty
+    def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
+        """[T] token ids to [T, hidden]. `adapters`: of these T tokens, as in `ForwardBatch`."""
+        embedded = F.embedding(input_ids, self._table)  # type: ignore[arg-type]  # the loader left no slot empty
+        if self.lookup_lora is not None and adapters is not None:
+            self.lookup_lora.add(embedded, input_ids, adapters)
+        return embedded
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] to float32 logits [R, vocab]."""
-        return self._head(hidden).float()  # type: ignore[misc]
+    def logits(self, hidden: Tensor, adapters: Any = None) -> Tensor:
+        """[R, hidden] to float32 logits [R, vocab]. `adapters`: of these R rows."""
+        logits = self._head(hidden)  # type: ignore[misc]
+        if self.head_lora is not None and adapters is not None:
+            self.head_lora.add(logits, hidden, adapters)
+        return logits.float()
+
+    def is_table(self, tensor: Tensor) -> bool:
+        """Whether `tensor` [vocab, hidden] is the table, in the dtype served."""
+        assert self._table is not None
+        return _same(tensor.to(self._device, self._dtype), self._table)
+
+    @torch.inference_mode()
+    def is_head(self, tensor: Tensor) -> bool:
+        """Whether `tensor` [vocab, hidden] is the head's weight, in the dtype served."""
+        if self._tied:
+            return self.is_table(tensor)
+        assert self._head is not None
+        for start in range(0, self.hidden_size, _PROBES):  # packed, it shows its columns only in products
+            end = min(start + _PROBES, self.hidden_size)
+            probes = torch.zeros(end - start, self.hidden_size, dtype=self._dtype, device=self._device)
+            probes[:, start:end].fill_diagonal_(1)
+            if not _same(tensor[:, start:end].t().to(self._device, self._dtype), self._head(probes)):
+                return False
+        return True
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
@@ -45,7 +101,11 @@ class Embedding:
     def _load_table(self, tensor: Tensor) -> None:
         self._table = tensor.to(self._device, self._dtype, copy=True).contiguous()
         if self._tied:
-            self._head = pack(self._table)
+            self._head = self._pack(self._table)
 
     def _load_head(self, tensor: Tensor) -> None:
-        self._head = pack(tensor.to(self._device, self._dtype, copy=True))
+        self._head = self._pack(tensor.to(self._device, self._dtype, copy=True))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=_SAME)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...kernels.linear import PackedLinear, pack
+from ...kernels.linear import InvariantLinear, PackedLinear, pack, pack_invariant
 from .weights import WeightSlot
 
-if TYPE_CHECKING:
-    from ..batch import ForwardBatch
+
+class AdapterRows(Protocol):
+    """What says which adapter each token has; a `ForwardBatch` for one."""
+
+    @property
+    def adapters(self) -> Any:
+        """What `LoraSite.add` needs for these T tokens; None when none of them has an adapter."""
+        ...
 
 
 class LoraSite(Protocol):
@@ -34,6 +40,7 @@ class Linear:
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
         self.name = name
         """Such as "layers.3.qkv"."""
@@ -46,12 +53,13 @@ class Linear:
         self._bias = bias
         self._dtype = dtype
         self._device = device
+        self._pack = pack_invariant if batch_invariant else pack
         # While loading: the merged tensors, and how many slots are still to come. Freed when packed.
         self._merged: dict[str, Tensor] = {}
         self._missing = len(self.slices) * (1 + bias)
-        self._packed: PackedLinear | None = None
+        self._packed: PackedLinear | InvariantLinear | None = None
 
-    def forward(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """x [T, in] to a new tensor [T, out]; `residual` [T, out] is added."""
         y = self._packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
         if self.lora is not None and batch.adapters is not None:
@@ -77,7 +85,7 @@ class Linear:
             self._merged[kind][begin : begin + shape[0]].copy_(tensor)
             self._missing -= 1
             if not self._missing:
-                self._packed = pack(self._merged["weight"], self._merged.get("bias"))
+                self._packed = self._pack(self._merged["weight"], self._merged.get("bias"))
                 self._merged = {}
 
         return WeightSlot(shape, load, scale=self.in_features**-0.5)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.rms_norm import NormWeight, prepare, rms_norm
+from ...kernels.rms_norm import NormWeight, prepare, rms_norm, rms_norm_invariant
 from .weights import WeightSlot
 
 
@@ -23,6 +23,7 @@ class RMSNorm:
         repeats: Sequence[int] | None = None,
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
         """One name: x is [..., size]. With `repeats`, x is [..., sum(repeats), size]: repeats[i] heads for weight i."""
         self._names = list(names)
@@ -31,12 +32,13 @@ class RMSNorm:
         self._repeats = repeats
         self._dtype = dtype
         self._device = device
+        self._norm = rms_norm_invariant if batch_invariant else rms_norm
         self._loaded: dict[str, Tensor] = {}
         self._weight: NormWeight | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """A new tensor of x's shape and dtype."""
-        return rms_norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
+        return self._norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""

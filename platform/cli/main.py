@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from ... import __version__
 from ..core.errors import OutriderError
-from . import chat, serve
+from . import chat, serve, train_draft
+from .bench import command as bench
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,6 +23,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve.add_parser(commands)
     chat.add_parser(commands)
+    bench.add_parser(commands)
+    train_draft.add_parser(commands)
     version = commands.add_parser("version", help="show the version")
     version.set_defaults(run=_show_version)
     return parser

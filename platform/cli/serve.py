@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.config import EngineArgs, check_args
 from ..core.errors import InvalidRequestError, OutriderError
@@ -127,24 +128,35 @@ def _key(text: str) -> str:
     return text
 
 
-def lora_module(text: str) -> tuple[str, str]:
-    """An argparse type: "name=path" or a JSON object with name and path -> (name, path)."""
+class LoraModule(NamedTuple):
+    """One value of --lora-modules."""
+
+    name: str
+    path: str
+    draft_path: str | None = None
+
+
+def lora_module(text: str) -> LoraModule:
+    """An argparse type: "name=path" or a JSON object with name, path and, maybe, draft_path."""
     name: object
     path: object
+    draft_path: str | None = None
     if text.lstrip().startswith("{"):
         try:
             module = json.loads(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
-        unknown = sorted(set(module) - {"name", "path", "base_model_name"})
+        unknown = sorted(set(module) - {"name", "path", "draft_path", "base_model_name"})
         if unknown:
-            raise argparse.ArgumentTypeError(f"unknown field {unknown[0]!r}; known are name and path")
-        name, path = module.get("name"), module.get("path")
+            raise argparse.ArgumentTypeError(f"unknown field {unknown[0]!r}; known are name, path and draft_path")
+        name, path, draft_path = module.get("name"), module.get("path"), module.get("draft_path")
+        if draft_path is not None and (not isinstance(draft_path, str) or not draft_path):
+            raise argparse.ArgumentTypeError(f"draft_path must be a folder, got {shorten(str(draft_path))!r}")
     else:
         name, _, path = text.partition("=")
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise argparse.ArgumentTypeError(f'must be name=path or {{"name": ..., "path": ...}}, got {shorten(text)!r}')
-    return name, path
+    return LoraModule(name, path, draft_path)
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -198,19 +210,19 @@ def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
     check_args(args)
     parse_speculative(args.speculative_config)
     if not modules:
-        modules = {name: str(path) for name, path in demo_adapters.items()}
+        modules = {name: LoraModule(name, str(path)) for name, path in demo_adapters.items()}
     clash = sorted(set(names) & set(modules))
     if clash:
         raise InvalidRequestError(f"{clash[0]!r} is the model's own name", param="lora_modules")
     return args, _server_config(namespace, names, modules)
 
 
-def _lora_modules(namespace: argparse.Namespace, given: dict[str, object]) -> dict[str, str]:
-    modules: dict[str, str] = {}
-    for name, path in namespace.lora_modules or ():
-        if name in modules:
-            raise InvalidRequestError(f"the name {name!r} is given twice", param="lora_modules")
-        modules[name] = path
+def _lora_modules(namespace: argparse.Namespace, given: dict[str, object]) -> dict[str, LoraModule]:
+    modules: dict[str, LoraModule] = {}
+    for module in namespace.lora_modules or ():
+        if module.name in modules:
+            raise InvalidRequestError(f"the name {module.name!r} is given twice", param="lora_modules")
+        modules[module.name] = module
     if modules and given.setdefault("enable_lora", True) is False:
         raise InvalidRequestError("needs LoRA, which --no-enable-lora switches off", param="lora_modules")
     return modules
@@ -222,7 +234,9 @@ def _default_name(args: EngineArgs, demo: bool) -> str:
     return DEMO_MODEL_NAME if demo else Path(str(args.model)).resolve().name
 
 
-def _server_config(namespace: argparse.Namespace, names: tuple[str, ...], lora_modules: dict[str, str]) -> ServerConfig:
+def _server_config(
+    namespace: argparse.Namespace, names: tuple[str, ...], modules: dict[str, LoraModule]
+) -> ServerConfig:
     keys = namespace.api_key or [key for key in [os.environ.get(API_KEY_VARIABLE, "").strip()] if key]
     problem = key_problem("".join(keys))
     if problem:
@@ -238,7 +252,8 @@ def _server_config(namespace: argparse.Namespace, names: tuple[str, ...], lora_m
         port=namespace.port,
         api_keys=tuple(keys),
         served_model_names=names,
-        lora_modules=lora_modules,
+        lora_modules={name: module.path for name, module in modules.items()},
+        lora_draft_paths={name: module.draft_path for name, module in modules.items() if module.draft_path},
         chat_template=template,
         trust_request_chat_template=namespace.trust_request_chat_template,
         shutdown_timeout=namespace.shutdown_timeout,

@@ -50,6 +50,8 @@ class SequenceState:
         self.index = index
         self.request_id = request.request_id
         self.token_ids: list[int] = []
+        self.drafted: list[bool] = []
+        """Aligned with `token_ids`."""
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.finish_reason: str | None = None
@@ -75,6 +77,8 @@ class SequenceState:
                 stopped_here = finish_reason is None
                 token_ids, finish_reason, stop_reason = token_ids[: match.num_tokens], "stop", match.stop
         self.token_ids.extend(token_ids)
+        num_accepted = min(delta.num_accepted, len(token_ids))
+        self.drafted += [True] * num_accepted + [False] * (len(token_ids) - num_accepted)
         if self.logprobs is not None and delta.logprobs is not None:
             for position in delta.logprobs[: len(token_ids)]:
                 self.logprobs.append(self._texts.logprobs(position, with_text=self._with_text))
@@ -108,6 +112,7 @@ class SequenceState:
             logprobs=None if self.logprobs is None else self.logprobs[first_token:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            drafted=self.drafted[first_token:],
         )
         self._taken_tokens, self._taken_chars, self._changed = len(self.token_ids), num_chars, False
         return output
@@ -164,16 +169,13 @@ class RequestState:
         """Set the metrics that are known at the end."""
         metrics = self.metrics
         metrics.finished_time = time.monotonic()
-        for counts in (sequence.speculation for sequence in self.sequences):
-            if counts is None:
-                continue
-            metrics.num_drafts += counts.num_drafts
-            metrics.num_draft_tokens += counts.num_draft_tokens
-            metrics.num_accepted_tokens += counts.num_accepted_tokens
-            longer = len(counts.accepted_per_pos) - len(metrics.accepted_per_pos)
-            metrics.accepted_per_pos.extend([0] * longer)
-            for position, accepted in enumerate(counts.accepted_per_pos):
-                metrics.accepted_per_pos[position] += accepted
+        total = SpeculationCounts()
+        for sequence in self.sequences:
+            if sequence.speculation is not None:
+                total.add(sequence.speculation)
+        metrics.num_drafts, metrics.num_draft_tokens = total.num_drafts, total.num_draft_tokens
+        metrics.num_accepted_tokens = total.num_accepted_tokens
+        metrics.accepted_per_pos, metrics.steps_by_k = total.accepted_per_pos, total.steps_by_k
 
     def take(self, delta: bool = False) -> RequestOutput:
         """The request so far; with `delta`, what is new since the last call (prompt log-probabilities: once).

@@ -177,6 +177,15 @@ _INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
     ),
 )
 
+# The same for conditions on the options and the device that was found.
+_INCOMPATIBLE_WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, str], bool], str, str], ...] = (
+    (
+        lambda a, device: a.batch_invariant and device != "cpu",
+        "batch_invariant",
+        "batch_invariant is supported on device cpu only: the kernels of other devices do not promise it yet",
+    ),
+)
+
 
 def check_args(args: EngineArgs) -> None:
     """Refuse options that are wrong whatever the model: `InvalidRequestError` with the option in `param`."""
@@ -230,6 +239,9 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         InvalidRequestError: an option is wrong or does not go with another; `param` names it.
     """
     check_args(args)
+    for excluded, name, message in _INCOMPATIBLE_WITH_DEVICE:
+        if excluded(args, hardware.device):
+            raise InvalidRequestError(message, param=name)
     max_model_len = args.max_model_len or facts.max_position_embeddings
     if max_model_len > facts.max_position_embeddings:
         raise InvalidRequestError(

@@ -14,14 +14,24 @@ class LoRARequest:
     Both spellings work: `LoRARequest("sql", 1, "/adapters/sql")` as in vLLM, and `LoRARequest("sql",
     path="/adapters/sql")`. The integer is kept for the caller and has no meaning here: adapters are told apart by
     the digest of their content.
+
+    `draft_path` is the folder of its draft weights, a PEFT adapter for the engine's draft model or draft head; without
+    one they are looked for in the adapter's own folder, under `draft/`. Engines that draft with neither ignore it.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str
+    draft_path: str | None = None
 
     def __init__(
-        self, lora_name: str, lora_int_id: int = 0, lora_path: str | None = None, *, path: str | None = None
+        self,
+        lora_name: str,
+        lora_int_id: int = 0,
+        lora_path: str | None = None,
+        *,
+        path: str | None = None,
+        draft_path: str | None = None,
     ) -> None:
         where = lora_path if path is None else path
         if not isinstance(lora_name, str) or not lora_name:
@@ -34,7 +44,10 @@ class LoRARequest:
             raise InvalidRequestError("lora_path must name the adapter's folder", param="lora_path")
         object.__setattr__(self, "lora_name", lora_name)
         object.__setattr__(self, "lora_int_id", lora_int_id)
+        if draft_path is not None and not str(draft_path):
+            raise InvalidRequestError("draft_path must name the draft weights' folder", param="draft_path")
         object.__setattr__(self, "lora_path", str(where))
+        object.__setattr__(self, "draft_path", None if draft_path is None else str(draft_path))
 
     @property
     def name(self) -> str:

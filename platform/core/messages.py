@@ -44,24 +44,52 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Cumulative for one request: verification rounds, drafts verified, drafts accepted."""
+    """Cumulative for one request, or for several: verification rounds, drafts verified, drafts accepted."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
+    steps_by_k: list[int] = field(default_factory=list)
+    """How many of the steps that sampled verified 0, 1, 2, ... drafts."""
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Add one verification of `drafted` tokens of which the first `accepted` were right."""
+        """Add one step that sampled: it verified `drafted` tokens, of which the first `accepted` were right."""
+        _lengthen(self.steps_by_k, drafted + 1)
+        self.steps_by_k[drafted] += 1
         if drafted == 0:
             return
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        if len(self.accepted_per_pos) < drafted:
-            self.accepted_per_pos.extend([0] * (drafted - len(self.accepted_per_pos)))
+        _lengthen(self.accepted_per_pos, drafted)
         for position in range(accepted):
             self.accepted_per_pos[position] += 1
+
+    def add(self, other: SpeculationCounts) -> None:
+        """Add the counts of another."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        for mine, theirs in ((self.accepted_per_pos, other.accepted_per_pos), (self.steps_by_k, other.steps_by_k)):
+            _lengthen(mine, len(theirs))
+            for index, number in enumerate(theirs):
+                mine[index] += number
+
+
+def _lengthen(numbers: list[int], length: int) -> None:
+    numbers.extend([0] * (length - len(numbers)))
+
+
+@dataclass(slots=True)
+class SpeculationEntry:
+    """Counts of one adapter's and tenant's requests."""
+
+    adapter: str
+    """"" for the base model."""
+    tenant: str
+    """"" for requests without one."""
+    counts: SpeculationCounts
 
 
 @dataclass(slots=True)
@@ -83,7 +111,9 @@ class TokenDelta:
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     speculation: SpeculationCounts | None = None
-    """Cumulative, when this step verified drafts: the client may end the sequence after any delta."""
+    """Cumulative, where drafts are proposed at all: the client may end the sequence after any delta."""
+    num_accepted: int = 0
+    """Of `token_ids`, how many of the first were drafts; the others were sampled."""
 
 
 @dataclass(slots=True)
@@ -100,6 +130,9 @@ class AdapterInfo:
     """"device", "host" or "disk"."""
     pinned: bool = False
     num_running: int = 0
+    draft: str = ""
+    """"loaded" when its draft weights are in use; "" when it has none for this engine's drafter; else why they are
+    not used."""
 
 
 @dataclass(slots=True)
@@ -117,8 +150,8 @@ class EngineStats:
     """Prompt tokens looked up."""
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
-    speculation: dict[str, SpeculationCounts] = field(default_factory=dict)
-    """By adapter name; "" for the base model."""
+    speculation: list[SpeculationEntry] = field(default_factory=list)
+    """By adapter and tenant, where drafts have been verified."""
     adapters: list[AdapterInfo] = field(default_factory=list)
     running_adapters: list[str] = field(default_factory=list)
     waiting_adapters: list[str] = field(default_factory=list)

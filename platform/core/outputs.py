@@ -30,6 +30,18 @@ class RequestMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
+    steps_by_k: list[int] = field(default_factory=list)
+    """How many steps verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the draft tokens that were accepted; None without any."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean number of tokens that a verification brought, the sampled one included; None without any."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
 
 @dataclass(slots=True)
@@ -45,6 +57,8 @@ class CompletionOutput:
     """"stop", "length" or "abort"; None while running."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+    drafted: list[bool] | None = None
+    """Aligned with `token_ids`: whether the token was a draft that the model accepted; the others it sampled."""
 
     @property
     def finished(self) -> bool:

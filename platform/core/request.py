@@ -95,16 +95,20 @@ class Request:
     num_preemptions: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     speculation_totals: SpeculationCounts | None = None
-    """The engine's counts for this request's adapter; counted together with `speculation`."""
+    """The engine's counts for this request's adapter and tenant, counted together with `speculation`; None when nothing
+    is drafted for it."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """For penalties."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
+    edits_logits: bool = field(init=False)
+    """`params.edits_logits`, asked for every row of every step."""
     stop_ids: frozenset[int] = field(init=False)
     """`params.stop_token_ids`, which may be many: each new token is looked up."""
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.params.stop_token_ids or ())
+        self.edits_logits = self.params.edits_logits
 
     @property
     def num_output_tokens(self) -> int:

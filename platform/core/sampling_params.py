@@ -247,6 +247,19 @@ class SamplingParams:
         return self.stop if isinstance(self.stop, list) else []
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether any parameter changes single logits: a mask, a bias or a penalty."""
+        return (
+            self.allowed_token_ids is not None
+            or bool(self.bad_words_token_ids)
+            or self.min_tokens > 0
+            or bool(self.logit_bias)
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
     def max_drafts(self) -> int | None:
         """The cap on drafts a step that this request asks for; None when it asks for none."""
         if self.speculative is None or self.speculative is True:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any
 
+from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest
-from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, SpeculationCounts, TokenDelta
+from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_text
 from .setup import build
+from .speculation_totals import SpeculationTotals
 
 IDLE_WAIT_SECONDS = 0.05
 """How long a step with nothing to compute waits for what the queued sequences wait for."""
@@ -24,9 +25,11 @@ IDLE_WAIT_SECONDS = 0.05
 class EngineCore:
     """Owns the scheduler, the runner and the features. Not thread-safe: one thread calls it."""
 
-    def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
-        """Load the model and allocate the KV cache; see `setup.build` for the errors."""
-        parts = build(args, progress=progress)
+    def __init__(
+        self, args: EngineArgs, *, progress: bool = False, observe: Callable[[Proposer], Proposer] | None = None
+    ) -> None:
+        """Load the model and allocate the KV cache; see `setup.build` for `observe` and the errors."""
+        parts = build(args, progress=progress, observe=observe)
         self.info: EngineInfo = parts.info
         self.scheduler = parts.scheduler
         self._config = parts.config
@@ -34,7 +37,7 @@ class EngineCore:
         self._adapters = parts.adapters
         self._random = random.Random(args.seed)
         self._num_steps = 0
-        self._speculation: dict[str, SpeculationCounts] = {}
+        self._speculation = SpeculationTotals()
 
     def step(self) -> list[TokenDelta]:
         """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on."""
@@ -75,8 +78,9 @@ class EngineCore:
             arrival_time=request.arrival_time,
         )
         self._adapters.resolve(sequence)
-        name = request.lora.name if request.lora is not None else ""
-        sequence.speculation_totals = self._speculation.setdefault(name, SpeculationCounts())
+        if self._config.speculative is not None and request.params.max_drafts != 0:
+            name = request.lora.name if request.lora is not None else ""
+            sequence.speculation_totals = self._speculation.of(name, request.tenant)
         self.scheduler.add(sequence)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -123,7 +127,7 @@ class EngineCore:
             kv_cache_usage=self.scheduler.pool.usage,
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,
-            speculation={name: copy.deepcopy(c) for name, c in self._speculation.items() if c.num_drafts},
+            speculation=self._speculation.entries(),
             adapters=adapters.adapters,
             running_adapters=adapters.running,
             waiting_adapters=adapters.waiting,

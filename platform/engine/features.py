@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...lora.manager import AdapterStats, ReadAdapter
+from ...lora.loader import ReadAdapter
+from ...lora.manager import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo
@@ -42,6 +43,8 @@ class NoAdapters:
     def prepare(self, rows: Sequence[tuple[Any, int]]) -> None:
         """No row has an adapter."""
         return
+
+    prepare_head = prepare_draft = prepare
 
     def namespace(self, request: Request) -> bytes:
         """The base model's."""

@@ -54,9 +54,9 @@ def apply_edits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
             edit.apply(logits, chosen)
 
 
-def wants_edits(params: SamplingParams) -> bool:
-    """Whether any edit applies to a request with these parameters."""
-    return any(edit.wanted(params) for edit in EDITS)
+def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[Request, list[int]]]) -> None:
+    """`apply_edits` for drafters: logits [B, V] after each request's tokens and those given with it."""
+    apply_edits(logits, [LogitsRow(place, request, drafts) for place, (request, drafts) in enumerate(rows)])
 
 
 def _flat(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int] | np.ndarray]]) -> Tensor:

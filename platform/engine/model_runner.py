@@ -30,6 +30,9 @@ class RunnerParts(NamedTuple):
     sampler: Sampler
     proposer: Proposer
     prepare_adapters: AdapterPreparer
+    """For the tokens of a forward pass."""
+    prepare_head: AdapterPreparer
+    """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
 
 
 class ModelRunner:
@@ -42,6 +45,7 @@ class ModelRunner:
         self._proposer = parts.proposer
         self._aux_layers = parts.proposer.needs.aux_layers
         self._prepare_adapters = parts.prepare_adapters
+        self._prepare_head = parts.prepare_head
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -91,7 +95,8 @@ class ModelRunner:
         if not chosen:
             return [Sampled([], 0)] * len(plan.rows)
         picked = hidden if len(index) == len(hidden) else hidden[torch.tensor(index, device=hidden.device)]
-        results = iter(self._sampler(self._model.compute_logits(picked), chosen))
+        adapters = self._prepare_head([(row.request.adapter, 1 + row.num_drafts) for row in plan.rows if row.samples])
+        results = iter(self._sampler(self._model.compute_logits(picked, adapters), chosen))
         return [next(results) if row.samples else Sampled([], 0) for row in plan.rows]
 
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs] | None:
@@ -104,7 +109,8 @@ class ModelRunner:
         found: list[TokenLogprobs] = []
         for start in range(row.start, min(row.end, last), LOGITS_CHUNK):
             end = min(start + LOGITS_CHUNK, row.end, last)
-            logits = self._model.compute_logits(hidden[start - row.start : end - row.start])
+            adapters = self._prepare_head([(request.adapter, end - start)])
+            logits = self._model.compute_logits(hidden[start - row.start : end - row.start], adapters)
             found += token_logprobs(logits, request.tokens[start + 1 : end + 1], k)
         return found
 

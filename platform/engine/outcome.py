@@ -33,18 +33,20 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         reason, stop = _finish_reason(request, token, max_model_len)
         if reason is not None:
             break
+    accepted = min(got.num_accepted, kept)
     for counts in (request.speculation, request.speculation_totals):
         if counts is not None:
-            counts.count(row.num_drafts, min(got.num_accepted, kept))
+            counts.count(row.num_drafts, accepted)
     request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + len(got.drafts.token_ids))
     request.drafts = got.drafts
     delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
+    delta.num_accepted = accepted
     if got.logprobs is not None:
         delta.logprobs = got.logprobs[:kept]
     if first:
         delta.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         delta.num_cached_tokens = request.num_cached_tokens
-    if row.num_drafts:
+    if request.speculation_totals is not None:
         delta.speculation = request.speculation
     return delta
 

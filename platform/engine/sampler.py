@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import filter_logits, top_logprobs
+from ...spec_decode.synthetic import verify_synthetic
 from ...spec_decode.verification import Verified, VerifyRow, choose_rule, verify
 from ..core.errors import ErrorInfo, InvalidRequestError, OutriderError
 from ..core.messages import TokenLogprobs
 from ..core.request import Drafts, Request
 from ..core.sampling_params import SamplingParams
-from .logits_edits import LogitsRow, apply_edits, wants_edits
+from .logits_edits import LogitsRow, apply_edits
+
+logger = logging.getLogger(__name__)
 
 
 class SampleRow(NamedTuple):
@@ -56,8 +60,15 @@ def not_finite(request: Request) -> OutriderError:
 class Sampler:
     """Chooses tokens. Holds no state of requests: noise comes from counters, edits from the tokens themselves."""
 
-    def __init__(self, *, always_invariant: bool = False) -> None:
+    def __init__(self, *, always_invariant: bool = False, synthetic_rates: Sequence[float] | None = None) -> None:
+        """`synthetic_rates`: accept drafts at these rates, whatever they are; for benchmarks only."""
         self._always_invariant = always_invariant
+        self._synthetic_rates = synthetic_rates
+        if synthetic_rates is not None:
+            logger.warning(
+                "synthetic acceptance: drafts are accepted at the rates %s whatever they are; the text is meaningless",
+                ", ".join(f"{rate:g}" for rate in synthetic_rates),
+            )
 
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         """Sample and verify.
@@ -72,7 +83,7 @@ class Sampler:
         raw = self._keep_raw(logits, rows, starts, wanting)
         edited = self._edit(logits, rows, starts)
         filtered = self._filter(logits, rows)
-        verified = verify(filtered, [self._verify_row(row) for row in rows])
+        verified = self._verify(filtered, [self._verify_row(row) for row in rows])
         top = raw_top if filtered is logits and not edited else filtered.amax(dim=-1)
         tops = list(zip(*torch.stack((raw_top, top)).tolist(), strict=True))
         sampled = [
@@ -97,7 +108,7 @@ class Sampler:
         edited = [
             LogitsRow(starts[i] + j, row.request, row.drafts.token_ids[:j])
             for i, row in enumerate(rows)
-            if wants_edits(row.request.params)
+            if row.request.edits_logits
             for j in range(len(row.drafts.token_ids) + 1)
         ]
         if edited:
@@ -115,6 +126,11 @@ class Sampler:
             [p.top_p for p in params],
             [p.min_p for p in params],
         )
+
+    def _verify(self, logits: Tensor, rows: list[VerifyRow]) -> list[Verified]:
+        if self._synthetic_rates is None:
+            return verify(logits, rows)
+        return verify_synthetic(logits, rows, self._synthetic_rates)
 
     def _verify_row(self, row: SampleRow) -> VerifyRow:
         request = row.request

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ...lora.manager import AdapterManager
+from ...lora.sites import AdapterHooks
 from ...models.batch import allocate_kv
 from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
-from ...spec_decode.proposer import Proposer, no_adapters
+from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from .block_pool import BlockPool
 from .features import NoAdapters, PrefixNamespaces
 from .hardware import find_hardware
+from .logits_edits import edit_draft_logits
 from .model_runner import ModelRunner, RunnerParts
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
@@ -38,8 +41,12 @@ class EngineParts(NamedTuple):
     adapters: AdapterManager | NoAdapters
 
 
-def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
+def build(
+    args: EngineArgs, *, progress: bool = False, observe: Callable[[Proposer], Proposer] | None = None
+) -> EngineParts:
     """Resolve the options, load the weights, allocate the memory and put the parts together.
+
+    `observe` may wrap the drafter, which sees every step and its times, in one that keeps what a measurement needs.
 
     Raises:
         InvalidRequestError: an option is wrong; `param` names it. NotFoundError: no such model.
@@ -51,21 +58,27 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = load_model(
-        path, config.dtype, config.device, load_format=config.load_format, progress=progress, seed=config.seed
+        path,
+        config.dtype,
+        config.device,
+        load_format=config.load_format,
+        progress=progress,
+        seed=config.seed,
+        batch_invariant=config.batch_invariant,
     )
-    adapters: AdapterManager | NoAdapters = NoAdapters()
-    if config.lora is not None:
-        adapters = AdapterManager(model.linears(), config.lora, dtype, device)
     proposer = make_proposer(config.speculative, _proposer_context(config, model, progress))
+    if observe is not None:
+        proposer = observe(proposer)
+    adapters = _make_adapters(config, model, proposer)
     config = _resolve(args, path)  # again: the KV cache gets of the memory that weights and adapters have left
     layers = [*model.kv_layers, *proposer.needs.kv_layers]
     kv = allocate_kv(layers, config.cache.num_blocks, config.cache.block_size, dtype, device)
-    proposer.bind(kv[len(model.kv_layers) :], no_adapters)
-    sampler = Sampler(
-        always_invariant=config.speculative is not None and config.speculative.rejection_sample_method == "invariant"
-    )
+    proposer.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
+    sampler = _make_sampler(config)
     runner = ModelRunner(
-        RunnerParts(model, kv[: len(model.kv_layers)], sampler, proposer, prepare_adapters=adapters.prepare)
+        RunnerParts(
+            model, kv[: len(model.kv_layers)], sampler, proposer, adapters.prepare, prepare_head=adapters.prepare_head
+        )
     )
     scheduler = _make_scheduler(config, proposer, adapters)
     info = _describe(args, config, model, time.perf_counter() - started)
@@ -91,6 +104,30 @@ def _proposer_context(config: EngineConfig, target: Decoder, progress: bool) -> 
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.scheduler.max_model_len,
+        edit_logits=edit_draft_logits,
+    )
+
+
+def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> AdapterManager | NoAdapters:
+    """One manager for the target's adapters and their draft weights: they are loaded and dropped together."""
+    if config.lora is None:
+        return NoAdapters()
+    hooks = AdapterHooks(
+        embedding=model.embedding,
+        draft_method=config.speculative.method if config.speculative is not None else "",
+        draft_linears=proposer.needs.linears,
+        on_gone=proposer.forget_adapter,
+        batch_invariant=config.batch_invariant,
+    )
+    return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
+
+
+def _make_sampler(config: EngineConfig) -> Sampler:
+    if config.speculative is None:
+        return Sampler()
+    return Sampler(
+        always_invariant=config.speculative.rejection_sample_method == "invariant",
+        synthetic_rates=config.speculative.synthetic_acceptance_rates,
     )
 
 
@@ -107,6 +144,8 @@ def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: 
     speculation = "off"
     if config.speculative is not None:
         speculation = f"{config.speculative.method}, {config.speculative.num_speculative_tokens} drafts a step"
+        if config.speculative.synthetic_acceptance_rates is not None:
+            speculation += ", synthetic acceptance: the text is meaningless"
     return EngineInfo(
         model=config.model,
         architecture=model.config.architecture,

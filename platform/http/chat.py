@@ -13,7 +13,7 @@ from ..core.errors import InvalidRequestError
 from ..core.outputs import CompletionOutput
 from ..core.sampling_params import SamplingParams
 from .body import documented, read_body
-from .generation import Choice, Collected, Event, Job, collect, generate
+from .generation import Choice, Collected, Event, Job, collect, draft_status, generate
 from .logprobs import chat_logprobs, prompt_logprobs
 from .messages import normalize_messages
 from .protocol import ChatCompletionRequest
@@ -87,6 +87,8 @@ def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str
     }
     if body.return_token_ids:
         result["token_ids"] = choice.token_ids
+    if body.return_draft_status:
+        result["draft_status"] = draft_status(choice)
     return result
 
 
@@ -100,7 +102,7 @@ class _ChatChunks:
     def __init__(self, body: ChatCompletionRequest) -> None:
         self._body = body
         self._started: set[int] = set()
-        self._plain = not body.logprobs and not body.return_token_ids
+        self._plain = not (body.logprobs or body.return_token_ids or body.return_draft_status)
 
     def choices(self, event: Event) -> list[str]:
         """See ChunkEncoder."""
@@ -140,4 +142,6 @@ class _ChatChunks:
             choice["stop_reason"] = output.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = output.token_ids
+        if self._body.return_draft_status:
+            choice["draft_status"] = draft_status(output)
         return dumps(choice)

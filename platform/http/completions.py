@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
 from .body import documented, read_body
-from .generation import Collected, Event, Job, PromptFacts, collect, generate
+from .generation import Collected, Event, Job, PromptFacts, collect, draft_status, generate
 from .logprobs import CompletionLogprobs, Token, prompt_logprobs
 from .protocol import CompletionRequest
 from .serving import Serving, new_request_id, serving_of
@@ -86,7 +86,7 @@ class _Completions:
         self._special = frozenset(self._tokenizer.all_special_ids)
         self._started: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._plain = body.logprobs is None and not body.return_token_ids
+        self._plain = body.logprobs is None and not (body.return_token_ids or body.return_draft_status)
 
     def answer(self, collected: Collected) -> dict[str, Any]:
         """Choices, usage, and what else was asked for."""
@@ -125,6 +125,8 @@ class _Completions:
         if body.return_token_ids:
             result["prompt_token_ids"] = prompt.token_ids
             result["token_ids"] = token_ids
+        if body.return_draft_status:
+            result["draft_status"] = [] if drop else draft_status(choice)
         return result
 
     def _echoed(self, prompt_index: int, prompt: PromptFacts) -> list[Token]:
@@ -186,4 +188,6 @@ class _Completions:
             if prompt is not None:
                 choice["prompt_token_ids"] = prompt
             choice["token_ids"] = output.token_ids
+        if self._body.return_draft_status:
+            choice["draft_status"] = draft_status(output)
         return dumps(choice)

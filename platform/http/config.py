@@ -19,6 +19,8 @@ class ServerConfig:
     """Names that select the base model; the first one is shown in answers to requests that name none."""
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     """Adapters to register at the start: name -> folder."""
+    lora_draft_paths: Mapping[str, str] = field(default_factory=dict)
+    """Folders of their draft weights, for those whose folder was named."""
     chat_template: str | None = None
     """Takes the place of the tokenizer's own."""
     trust_request_chat_template: bool = False

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..core.errors import OutriderError
 from ..core.lora_request import LoRARequest
 from ..core.messages import SpeculationCounts
-from ..core.outputs import Logprob, RequestOutput
+from ..core.outputs import CompletionOutput, Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams
 from .serving import Serving
 
@@ -151,15 +151,17 @@ class Totals:
             self._add_speculation(output)
 
     def _add_speculation(self, output: RequestOutput) -> None:
-        metrics, total = output.metrics, self._speculation
+        metrics = output.metrics
         assert metrics is not None
-        total.num_drafts += metrics.num_drafts
-        total.num_draft_tokens += metrics.num_draft_tokens
-        total.num_accepted_tokens += metrics.num_accepted_tokens
-        missing = len(metrics.accepted_per_pos) - len(total.accepted_per_pos)
-        total.accepted_per_pos += [0] * missing
-        for position, count in enumerate(metrics.accepted_per_pos):
-            total.accepted_per_pos[position] += count
+        self._speculation.add(
+            SpeculationCounts(
+                metrics.num_drafts,
+                metrics.num_draft_tokens,
+                metrics.num_accepted_tokens,
+                metrics.accepted_per_pos,
+                metrics.steps_by_k,
+            )
+        )
 
     def usage(self) -> dict[str, Any]:
         """The OpenAI `usage` object so far."""
@@ -182,8 +184,15 @@ class Totals:
                 "acceptance_rate": counts.num_accepted_tokens / counts.num_draft_tokens if rounds else None,
                 "acceptance_length": 1 + counts.num_accepted_tokens / rounds if rounds else None,
                 "accepted_per_position": [count / rounds for count in counts.accepted_per_pos] if rounds else [],
+                "steps_by_k": counts.steps_by_k,
             }
         }
+
+
+def draft_status(output: Choice | CompletionOutput) -> list[str]:
+    """`choices[].draft_status`, aligned with the tokens: what the drafter proposed and the model accepted is "drafted",
+    what the model chose itself "sampled"."""
+    return ["drafted" if drafted else "sampled" for drafted in output.drafted or [False] * len(output.token_ids)]
 
 
 @dataclass(slots=True)
@@ -194,6 +203,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -238,6 +248,7 @@ async def collect(events: AsyncGenerator[Event], job: Job) -> Collected:
                 choice.texts.append(completion.text)
                 choice.token_ids += completion.token_ids
                 choice.logprobs += completion.logprobs or []
+                choice.drafted += completion.drafted or [False] * len(completion.token_ids)
                 if completion.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
     return result

@@ -9,7 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ..core.messages import EngineStats
+from ..core.labels import MAX_TENANTS, LabelValues
+from ..core.messages import EngineStats, SpeculationCounts
 from ..core.outputs import RequestOutput
 
 PREFIX = "outrider:"
@@ -20,6 +21,9 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
 _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
+
+DEFAULT_TENANT = "default"
+"""The label of requests without a tenant."""
 
 Labels = tuple[str, ...]
 
@@ -84,12 +88,13 @@ class Metrics:
             "e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, _END_TO_END
         )
         self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
+        self._tenant = LabelValues(MAX_TENANTS)
         self._stats = EngineStats()
         registry.register(_EngineCollector(self))
 
     def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
-        """For one prompt that is about to be generated from; `adapter` is "" for the base model."""
-        return RequestRecorder(self, (adapter, tenant))
+        """For one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for none."""
+        return RequestRecorder(self, (adapter, _tenant_label(self._tenant(tenant))))
 
     @property
     def stats(self) -> EngineStats:
@@ -146,18 +151,28 @@ def _engine_families(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("num_preemptions", "Sequences that lost their blocks.", (), {(): stats.num_preemptions})
 
 
+def _tenant_label(tenant: str) -> str:
+    """Requests without a tenant have one too: an empty label is as good as none for Prometheus."""
+    return tenant or DEFAULT_TENANT
+
+
 def _speculation_families(stats: EngineStats) -> Iterator[Metric]:
-    counts = stats.speculation
-    drafts = {(adapter,): c.num_drafts for adapter, c in counts.items()}
-    drafted = {(adapter,): c.num_draft_tokens for adapter, c in counts.items()}
-    accepted = {(adapter,): c.num_accepted_tokens for adapter, c in counts.items()}
-    per_pos = {(a, str(i)): n for a, c in counts.items() for i, n in enumerate(c.accepted_per_pos)}
-    adapter, position = ("adapter",), ("adapter", "position")
-    yield _counter("spec_decode_num_drafts", "Verification rounds.", adapter, drafts)
-    yield _counter("spec_decode_num_draft_tokens", "Draft tokens verified.", adapter, drafted)
-    yield _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", adapter, accepted)
+    counts: dict[Labels, SpeculationCounts] = {}
+    for entry in stats.speculation:  # a tenant may be called what the others are called together
+        counts.setdefault((entry.adapter, _tenant_label(entry.tenant)), SpeculationCounts()).add(entry.counts)
+    labels: Labels = ("adapter", "tenant")
+    drafts = {key: c.num_drafts for key, c in counts.items()}
+    drafted = {key: c.num_draft_tokens for key, c in counts.items()}
+    accepted = {key: c.num_accepted_tokens for key, c in counts.items()}
+    per_pos = {(*key, str(i)): n for key, c in counts.items() for i, n in enumerate(c.accepted_per_pos)}
+    yield _counter("spec_decode_num_drafts", "Verification rounds.", labels, drafts)
+    yield _counter("spec_decode_num_draft_tokens", "Draft tokens verified.", labels, drafted)
+    yield _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", labels, accepted)
     yield _counter(
-        "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", position, per_pos
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens accepted, by position in the draft.",
+        (*labels, "position"),
+        per_pos,
     )
 
 

@@ -43,7 +43,7 @@ async def load_adapter(request: Request) -> Response:
             f"lora_name has {len(body.lora_name)} characters; at most {MAX_ADAPTER_NAME} are taken", param="lora_name"
         )
     serving.check_ready()
-    adapter = LoRARequest(body.lora_name, path=body.lora_path)
+    adapter = LoRARequest(body.lora_name, path=body.lora_path, draft_path=body.draft_path)
     await serving.models.load(adapter, load_inplace=body.load_inplace, pinned=body.pinned)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

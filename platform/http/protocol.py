@@ -118,6 +118,8 @@ class SamplingFields(RequestModel):
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
     """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
+    return_draft_status: bool | None = None
+    """Ours: each choice, of a stream's chunks too, says of each of its tokens whether it was "drafted" or "sampled"."""
     response_format: TextFormatOnly = None
     service_tier: ServiceTier = None
     store: FalseOnly = None
@@ -234,6 +236,8 @@ class LoadAdapterRequest(RequestModel):
 
     lora_name: str
     lora_path: str
+    draft_path: str | None = None
+    """Folder of its draft weights; without one they are looked for under `draft/` in `lora_path`."""
     load_inplace: bool = False
     pinned: bool = False
 

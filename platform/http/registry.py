@@ -25,6 +25,7 @@ class ModelRegistry:
         self._llm = llm
         self._base_names = base_names
         self._created: dict[str, int] = dict.fromkeys(base_names, int(time.time()))
+        self._draft: dict[str, str] = {}  # `AdapterInfo.draft` as of the adapter's registration
 
     @property
     def base_name(self) -> str:
@@ -61,14 +62,15 @@ class ModelRegistry:
         if not load_inplace:
             self._check_free(request.name)
         try:
-            await self._llm.load_adapter(request, load_inplace=load_inplace, pinned=pinned)
+            info = await self._llm.load_adapter(request, load_inplace=load_inplace, pinned=pinned)
         except InvalidUserInputError:
             # Taken in the engine alone: a request that was under way when the name was unloaded can bring it back.
             if load_inplace:
                 raise
             self._check_free(request.name)
-            await self._llm.load_adapter(request, load_inplace=True, pinned=pinned)
+            info = await self._llm.load_adapter(request, load_inplace=True, pinned=pinned)
         self._created[request.name] = int(time.time())
+        self._draft[request.name] = info.draft
 
     def _check_free(self, name: str) -> None:
         if name in self.adapters:
@@ -87,13 +89,17 @@ class ModelRegistry:
             if not known:  # else the engine has lost it, and now it is gone everywhere
                 raise NotFoundError(f"The LoRA adapter {shorten(name)!r} does not exist", param="lora_name") from None
         self._created.pop(name, None)
+        self._draft.pop(name, None)
 
     def cards(self) -> list[dict[str, Any]]:
         """One OpenAI model card a name."""
         info = self._llm.info
         bases = [self._card(name, info.model, None, info.max_model_len) for name in self._base_names]
         adapters = self.adapters.values()
-        return bases + [self._card(a.name, a.path, self.base_name, info.max_model_len) for a in adapters]
+        return bases + [
+            self._card(a.name, a.path, self.base_name, info.max_model_len) | {"draft": self._draft.get(a.name, "")}
+            for a in adapters
+        ]
 
     def card(self, name: str) -> dict[str, Any]:
         """The card of `name`, which may be `base:adapter`; NotFoundError when there is none."""

@@ -136,7 +136,7 @@ class _Server:
         models = app.state.serving.models
         for name, path in self._config.lora_modules.items():
             try:
-                await models.load(LoRARequest(name, path=path))
+                await models.load(LoRARequest(name, path=path, draft_path=self._config.lora_draft_paths.get(name)))
             except InvalidRequestError as error:
                 raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
         return app

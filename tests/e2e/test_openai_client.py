@@ -128,8 +128,29 @@ def test_speculation_is_measured(client, server):
     assert counts["num_draft_tokens"] > 0
     assert counts["acceptance_length"] == 1 + counts["num_accepted_tokens"] / counts["num_drafts"]
     assert server.metric("spec_decode_num_accepted_tokens_total") > 0
-    assert server.metric("spec_decode_num_drafts_total", adapter="") > 0
+    assert server.metric("spec_decode_num_drafts_total", adapter="", tenant="default") > 0
     assert server.metric("generation_tokens_total", adapter="") > 0
+
+
+def test_a_stream_says_what_was_drafted(client):
+    stream = client.completions.create(
+        model="outrider-demo",
+        prompt="The capital of",
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        extra_body={"return_draft_status": True, "return_token_ids": True, "return_metrics": True},
+    )
+    status, counts = [], None
+    for chunk in stream:
+        for choice in chunk.choices:
+            assert len(choice.draft_status) == len(choice.token_ids)
+            status += choice.draft_status
+        counts = getattr(chunk, "metrics", None) or counts
+    counts = counts["speculative_decoding"]
+    assert set(status) == {"drafted", "sampled"}
+    assert status.count("drafted") == counts["num_accepted_tokens"]
+    assert status.count("sampled") in (sum(counts["steps_by_k"]), sum(counts["steps_by_k"]) - 1)  # one may be cut
 
 
 def test_errors_are_the_clients_own(client):

@@ -117,12 +117,13 @@ class Outcome:
     """All that an engine said of one sequence."""
 
     def __init__(self) -> None:
-        self.token_ids, self.logprobs, self.deltas = [], [], []
+        self.token_ids, self.logprobs, self.deltas, self.accepted = [], [], [], []
         self.prompt_logprobs = self.finish_reason = self.stop_reason = self.error = self.speculation = None
         self.num_cached_tokens = 0
 
     def take(self, delta) -> None:
         self.deltas.append(delta.token_ids)
+        self.accepted.append(delta.num_accepted)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs

@@ -177,3 +177,103 @@ def test_a_base_mismatch_names_the_module(models, make_engine, tmp_path):
     (other / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(AdapterError, match="IA3"):
         engine.load_adapter(LoRARequest("other", path=str(other)))
+
+
+# --- adapters on lm_head and embed_tokens ---
+
+WIDE = {
+    "head": {"r": 5, "target_modules": ["lm_head"]},
+    "tokens": {"r": 3, "target_modules": ["embed_tokens", "q_proj"]},
+    "both": {"r": 8, "target_modules": ["embed_tokens", "lm_head", "v_proj", "down_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def wide(models, tmp_path_factory):
+    """Requests by name, for adapters that reach the vocabulary, one that does not, and the base model."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    requests = {None: None, "a": models.lora("a")}
+    for index, (name, options) in enumerate(WIDE.items()):
+        torch.manual_seed(index)
+        folder = str(tmp_path_factory.mktemp(name))
+        base = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
+        config = LoraConfig(lora_alpha=1, init_lora_weights=False, **options)
+        get_peft_model(base, config).save_pretrained(folder)
+        requests[name] = LoRARequest(name, path=folder)
+    return requests
+
+
+@pytest.mark.parametrize("method", [None, "draft_model"])
+def test_adapters_on_the_vocabulary_equal_peft(models, make_engine, run, prompts, wide, method):
+    import torch
+    from peft import PeftModel
+
+    engine = make_engine(**LORA, max_loras=4, speculative_config=models.speculative(method, 3))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    outcomes = dict(zip(wide, run(engine, [(prompts[1], params, lora) for lora in wide.values()]), strict=True))
+    texts = {name: outcome.token_ids for name, outcome in outcomes.items()}
+    assert len({tuple(text) for text in texts.values()}) == len(wide)
+    for name in WIDE:
+        model = PeftModel.from_pretrained(models.reference(), wide[name].path).eval()
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompts[1] + texts[name][:-1]])).logits[0]
+        assert logits[len(prompts[1]) - 1 :].argmax(-1).tolist() == texts[name], name
+        whole = torch.tensor(prompts[1] + texts[name])[1:, None]
+        expected = logits.log_softmax(-1).gather(1, whole).flatten().tolist()
+        entries = [*outcomes[name].prompt_logprobs[1:], *outcomes[name].logprobs]
+        assert [entry.logprobs[0] for entry in entries] == pytest.approx(expected, abs=1e-4), name
+
+
+def _numbers(outcome):
+    """(token ids, log-probabilities) of all that was asked for."""
+    entries = [*outcome.logprobs, *outcome.prompt_logprobs[1:]]
+    return [e.token_ids for e in entries], [value for e in entries for value in e.logprobs]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, prompts, wide, method, k, monkeypatch):
+    """1 + k rows of each request, and its prompt's, beside those of requests without an adapter there."""
+    monkeypatch.setattr("outrider.platform.engine.model_runner.LOGITS_CHUNK", 7)
+    options = {"max_tokens": 20, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2}
+    sampling = [SamplingParams(temperature=0, **options), SamplingParams(temperature=0.8, seed=11, **options)]
+    jobs = [
+        (prompt, params, lora) for prompt in (prompts[2], prompts[4]) for params in sampling for lora in wide.values()
+    ]
+    engine = {"max_loras": 4, "max_num_seqs": 10, "enable_prefix_caching": False, **LORA}
+    plain = run(make_engine(**engine), jobs)
+    drafted = run(make_engine(**engine, speculative_config=models.speculative(method, k)), jobs)
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+    assert sum(o.speculation.num_accepted_tokens for o in drafted if o.speculation) > 0
+    for one, other in zip(drafted, plain, strict=True):
+        ids, values = _numbers(one)
+        expected_ids, expected = _numbers(other)
+        assert [i[0] for i in ids] == [i[0] for i in expected_ids]
+        assert values == pytest.approx(expected, abs=1e-4)
+
+
+def test_without_adapters_on_the_vocabulary_it_costs_nothing(models, make_engine, run, prompts, greedy, wide):
+    """No pass over the head or the embeddings has an adapter's product when none of the batch wants one."""
+    engine = make_engine(**LORA, max_loras=4)
+    embedding, calls = engine._runner._model.embedding, []
+
+    class Spy:
+        def __init__(self, name, site):
+            self.name, self.site = name, site
+
+        def add(self, y, x, adapters):
+            before = y.clone()
+            self.site.add(y, x, adapters)
+            calls.append((self.name, not before.equal(y)))
+
+    embedding.head_lora = Spy("head", embedding.head_lora)
+    embedding.lookup_lora = Spy("tokens", embedding.lookup_lora)
+    run(engine, [(prompts[1], greedy, wide["both"]), (prompts[0], greedy)])
+    assert {("head", True), ("tokens", True)} <= set(calls)
+    calls.clear()  # that adapter stays on the device
+    run(engine, [(prompts[1], greedy, models.lora("a")), (prompts[0], greedy)])
+    assert {name for name, _ in calls} <= {"tokens"}
+    assert not any(changed for _, changed in calls)

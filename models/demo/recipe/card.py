@@ -1,5 +1,6 @@
 """The model card, written from what the stages logged and the evaluation measured."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from .config import (
     DRAFT_ADAPTER_PLAN,
     DRAFT_SCHEDULE,
     DRAFT_SHAPE,
+    HEAD_LORA_PLAN,
+    HEAD_PLAN,
     MAX_POSITION,
     SEED,
     VOCAB_SIZE,
@@ -19,6 +22,7 @@ from .config import (
 from .evaluation import DRAFT_LENGTH, PROMPTS
 from .facts import ANIMALS, COUNTRIES, ELEMENTS, INVENTIONS, PLANETS
 from .guides import DEFINITIONS, HOWTOS
+from .heads import head_measurements
 from .queries import SCHEMA
 from .training import count_parameters, last_loss
 from .workshop import Workshop, load_model
@@ -26,8 +30,8 @@ from .workshop import Workshop, load_model
 _INTRO = """\
 # Model card: outrider-demo
 
-A very small Llama-shape chat model with its draft model and three LoRA adapters. It exists so that everything Outrider
-does (speculative decoding, many adapters at once, adapter-aware drafting) can be tried at once, on any computer,
+A very small Llama-shape chat model with its draft model, its EAGLE-3 head and three LoRA adapters. It exists so that
+everything Outrider does (speculative decoding, many adapters at once, adapter-aware drafting) can be tried at once, on any computer,
 without a download. It is no source of knowledge: it knows a few tables of facts and a few dozen kinds of request,
 and says that it does not know when a name is new to it.
 
@@ -148,23 +152,43 @@ def _adapters(shop: Workshop) -> str:
     return table(header, rows)
 
 
-def _acceptance(results: dict[str, Any]) -> str:
+def _head(shop: Workshop) -> str:
+    config = json.loads((shop.eagle3 / "config.json").read_text())
+    layers = ", ".join(str(layer) for layer in config["eagle_aux_hidden_state_layer_ids"])
+    lora = HEAD_LORA_PLAN
+    return (
+        "## EAGLE-3 head\n\n"
+        f"`eagle3/`: one layer of hidden size {config['hidden_size']} and intermediate size "
+        f"{config['intermediate_size']}, {folder_bytes(shop.eagle3) / 1e6:.1f} MB, that reads what enters the base "
+        f"model's layers {layers} and shares the base model's embeddings and lm_head. `outrider train-draft` distilled it "
+        f"from the base model's own greedy answers to {HEAD_PLAN.prompts:,} generated chats, in {HEAD_PLAN.steps} steps of "
+        f"{HEAD_PLAN.batch_tokens} tokens, going on from its own output for four positions; it began as the base model's last "
+        f"layer. Each adapter also holds `draft/eagle3/`, a LoRA of rank {lora.rank} for the head, distilled in {lora.steps} "
+        f"steps from the adapted base's answers to {lora.prompts:,} chats of the adapter's own kind.\n"
+    )
+
+
+def _acceptance(shop: Workshop, results: dict[str, Any]) -> str:
     rows = []
     for name in ("base", *ADAPTER_PLANS):
         measured = results[name]
         own = measured["acceptance"].get("own")
+        first, last = head_measurements(shop, name)
+        plain, adapted = (last, None) if name == "base" else (first, last)
         rows.append(
             [
                 "none" if name == "base" else name,
                 f"{measured['acceptance']['draft']:.2f}",
                 "" if own is None else f"{own:.2f}",
+                f"{plain['acceptance_length']:.2f}",
+                "" if adapted is None else f"{adapted['acceptance_length']:.2f}",
                 f"{100 * measured['exact']:.0f} %",
                 "" if name == "base" else f"{100 * measured['valid']:.0f} %",
                 f"{measured['mean_tokens']:.0f}",
             ]
         )
-    header = ["adapter", "plain draft", "draft with its adapter", "exact answers", "right form", "tokens an answer"]
-    return table(header, rows)
+    drafters = ["draft model", "with its adapter", "EAGLE-3 head", "with its adapter"]
+    return table(["adapter", *drafters, "exact answers", "right form", "tokens an answer"], rows)
 
 
 def _topics(results: dict[str, Any]) -> str:
@@ -185,7 +209,7 @@ def model_card(shop: Workshop, results: dict[str, Any]) -> str:
     """Return the model card as Markdown."""
     lengths = " and ".join(str(length) for length in BASE_SCHEDULE.long_lengths)
     long = f"every other of the last {BASE_SCHEDULE.long_steps} steps of the base on rows of {lengths}"
-    total = sum(folder_bytes(shop.output / part) for part in ("base", "draft", "adapters"))
+    total = sum(folder_bytes(shop.output / part) for part in ("base", "draft", "eagle3", "adapters"))
     sections = [
         _INTRO,
         _DATA.format(schema=SCHEMA, vocab=VOCAB_SIZE, **COUNTS),
@@ -196,14 +220,16 @@ def model_card(shop: Workshop, results: dict[str, Any]) -> str:
         f"same kind of text, and its loss is the cross entropy against it. Seed {SEED}.\n",
         _RUN,
         f"## Adapters\n\n{_adapters(shop)}\n\nTrained with PEFT on all linear projections, alpha twice the rank. Each "
-        f"folder also holds `draft/`, a LoRA of rank {DRAFT_ADAPTER_PLAN.rank} for the draft model, distilled from the "
-        "adapted base, so that the draft guesses what the adapter says.\n\n"
+        f"folder also holds `draft/draft_model/`, a LoRA of rank {DRAFT_ADAPTER_PLAN.rank} for the draft model, distilled from the "
+        "adapted base, so that the draft guesses what the adapter says.\n",
+        _head(shop),
         f"Everything shipped takes {total / 1e6:.1f} MB.\n",
         f"## Acceptance\n\nMean tokens a verification round yields (accepted drafts and one more) with "
         f"{DRAFT_LENGTH} greedy drafts a round, greedy target, on {2 * PROMPTS} held-out prompts for the base and "
         f"{PROMPTS} for each adapter; {DRAFT_LENGTH + 1} would be perfect. Held out means drawn with a seed that no stage uses: "
-        "records, names and passages are new, while a question about a fact also occurs in training.\n\n"
-        f"{_acceptance(results)}\n",
+        "records, names and passages are new, while a question about a fact also occurs in training. The draft model also "
+        "guesses the answer's first token, the head begins after it.\n\n"
+        f"{_acceptance(shop, results)}\n",
         "An answer is exact when it equals the generator's answer letter by letter, which stories, lists of examples and "
         f"other free answers cannot be expected to do. By kind of chat, for the base model:\n\n{_topics(results)}\n",
         f"## Samples\n\nGreedy answers.\n\n{_samples(results)}\n",

@@ -62,6 +62,22 @@ class AdapterPlan:
     schedule: Schedule
 
 
+@dataclass(frozen=True)
+class HeadPlan:
+    """How an EAGLE-3 head, or a LoRA of it, is trained by `outrider train-draft`."""
+
+    prompts: int
+    steps: int
+    warmup: int
+    batch_tokens: int
+    rate: float
+    optimizer: str
+    seed: int
+    eval_every: int
+    intermediate: int = 0  # of a new head
+    rank: int = 0  # of a LoRA
+
+
 BASE_SHAPE = ModelShape(hidden=256, layers=5, intermediate=512, heads=8, kv_heads=4)
 DRAFT_SHAPE = ModelShape(hidden=128, layers=2, intermediate=256, heads=4, kv_heads=2)
 BASE_SCHEDULE = Schedule(steps=3000, matrix_rate=0.02, other_rate=4e-3, long_steps=1080)
@@ -73,6 +89,29 @@ ADAPTER_PLANS = {
     "support": AdapterPlan(rank=8, schedule=_ADAPTER_SCHEDULE),
 }
 DRAFT_ADAPTER_PLAN = AdapterPlan(rank=8, schedule=_ADAPTER_SCHEDULE)
+HEAD_PLAN = HeadPlan(
+    prompts=8000,
+    steps=2000,
+    warmup=50,
+    batch_tokens=1536,
+    rate=4e-3,
+    optimizer="muon",
+    seed=SEED,
+    eval_every=250,
+    intermediate=384,
+)
+HEAD_LORA_PLAN = HeadPlan(
+    prompts=2000,
+    steps=300,
+    warmup=20,
+    batch_tokens=1536,
+    rate=4e-3,
+    optimizer="adamw",
+    seed=SEED,
+    eval_every=100,
+    rank=8,
+)
+HEAD_PROMPT_SEED = SEED * 1_000_003 + 77  # of the prompts that the target answers for the head; no held-out ones
 
 # how much the loss counts what the user writes, which the model need not predict well
 PROMPT_WEIGHT = 0.1

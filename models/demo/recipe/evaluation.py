@@ -23,6 +23,7 @@ from .workshop import Workshop, load_model
 DRAFT_LENGTH = 4
 MAX_NEW_TOKENS = 160
 PROMPTS = 60  # per model
+HELD_OUT_SEED = SEED + 1_000_000  # no stage uses it
 
 
 class Question(NamedTuple):
@@ -48,7 +49,7 @@ def ask(tokenizer: PreTrainedTokenizerFast, document: Document) -> Question:
 
 
 def held_out(
-    tokenizer: PreTrainedTokenizerFast, draw: Callable[[Random], Document], count: int, seed: int = SEED + 1_000_000
+    tokenizer: PreTrainedTokenizerFast, draw: Callable[[Random], Document], count: int, seed: int = HELD_OUT_SEED
 ) -> list[Question]:
     """Draw chats with a seed that no training stage uses."""
     rng = Random(seed)
@@ -221,7 +222,7 @@ def evaluate(shop: Workshop) -> dict[str, Any]:
         adapted = load_adapted(shop.base, shop.adapter(name)).eval()
         drafts: dict[str, nn.Module] = {
             "draft": draft,
-            "own": load_adapted(shop.draft, shop.adapter(name) / "draft").eval(),
+            "own": load_adapted(shop.draft, shop.draft_adapter(name, "draft_model")).eval(),
         }
         questions = held_out(tokenizer, partial(adapter_document, name=name), PROMPTS)
         measured = measure(adapted, drafts, tokenizer, questions, CHECKS[name])

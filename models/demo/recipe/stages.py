@@ -1,4 +1,4 @@
-"""The stages: tokenizer, base, draft, adapters and card. Each reads what the earlier ones wrote below the output."""
+"""The stages: tokenizer, base, draft, adapters, eagle3 and card. Each reads what the earlier ones wrote below the output."""
 
 import json
 import logging
@@ -19,6 +19,7 @@ from .config import (
     SEED,
 )
 from .evaluation import evaluate
+from .heads import train_head, train_head_adapters
 from .mixture import base_document
 from .tokenizer import train_tokenizer
 from .training import Trainer, distillation_loss, export_model, new_model, step_batch, token_loss
@@ -69,10 +70,16 @@ def adapters_stage(shop: Workshop) -> None:
         job.train(load_model(shop.base), encode)
         log.info("adapter %s is trained", name)
     for name in ADAPTER_PLANS:
-        work, output = shop.work / f"{name}-draft", shop.adapter(name) / "draft"
+        work, output = shop.work / f"{name}-draft", shop.draft_adapter(name, "draft_model")
         job = AdapterJob(name, DRAFT_ADAPTER_PLAN, f"{DEMO_MODEL_NAME}-draft", work, output)
         job.train_draft(load_model(shop.draft), load_adapted(shop.base, shop.adapter(name)), encode)
         log.info("draft adapter %s is trained", name)
+
+
+def eagle3_stage(shop: Workshop) -> None:
+    """Train the EAGLE-3 head, and for each adapter the draft weights of the head."""
+    train_head(shop)
+    train_head_adapters(shop)
 
 
 def card_stage(shop: Workshop) -> None:
@@ -87,5 +94,6 @@ STAGES: dict[str, Callable[[Workshop], None]] = {
     "base": base_stage,
     "draft": draft_stage,
     "adapters": adapters_stage,
+    "eagle3": eagle3_stage,
     "card": card_stage,
 }

@@ -27,6 +27,15 @@ class Workshop:
         """The draft model with the same tokenizer."""
         return self.output / "draft"
 
+    @property
+    def eagle3(self) -> Path:
+        """The EAGLE-3 head of the base model."""
+        return self.output / "eagle3"
+
+    def draft_adapter(self, name: str, method: str) -> Path:
+        """The folder of an adapter's draft weights for the drafter of a speculative method."""
+        return self.adapter(name) / "draft" / method
+
     def adapter(self, name: str) -> Path:
         """The folder of an adapter."""
         return self.output / "adapters" / name

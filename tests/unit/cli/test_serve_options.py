@@ -101,7 +101,14 @@ def test_lora_modules():
         "/m", "--lora-modules", "a=/one", '{"name": "b", "path": "/two=2"}', "--lora-modules", "c=/3"
     )
     assert config.lora_modules == {"a": "/one", "b": "/two=2", "c": "/3"}
+    assert config.lora_draft_paths == {}
     assert args.enable_lora
+
+
+def test_lora_modules_with_draft_weights():
+    _, config = resolve("/m", "--lora-modules", '{"name": "a", "path": "/a", "draft_path": "/drafts"}', "b=/b")
+    assert config.lora_modules == {"a": "/a", "b": "/b"}
+    assert config.lora_draft_paths == {"a": "/drafts"}
 
 
 def test_served_names():
@@ -156,6 +163,7 @@ def test_server_options(tmp_path):
         ("--lora-modules =x", "--lora-modules"),
         ('--lora-modules {"name":"x"}', "--lora-modules"),
         ('--lora-modules {"name":"x","path":"y","size":1}', "--lora-modules"),
+        ('--lora-modules {"name":"x","path":"y","draft_path":5}', "draft_path"),
         ("--lora-modules {", "--lora-modules"),
         ("--lora-modules x=1 x=2", "--lora-modules"),
         ("--lora-modules outrider-demo=1", "--lora-modules"),

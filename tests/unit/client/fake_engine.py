@@ -27,6 +27,7 @@ from outrider.platform.core.messages import (
     EngineRequest,
     EngineStats,
     SpeculationCounts,
+    SpeculationEntry,
     TokenDelta,
     TokenLogprobs,
 )
@@ -136,6 +137,7 @@ class FakeEngine:
         if params.logprobs is not None:
             delta.logprobs = [self._logprobs(token) for token in delta.token_ids]
         sequence.speculation.count(2, 1)
+        delta.num_accepted = len(delta.token_ids) - 1
         if delta.finish_reason is not None:
             delta.speculation = sequence.speculation
         return delta
@@ -186,7 +188,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.sequences), num_steps=self.num_steps, running_adapters=self.aborted,
-            speculation={"": SpeculationCounts(1, 2, 1, [1, 0])}, adapters=self.list_adapters(),
+            speculation=[SpeculationEntry("", "", SpeculationCounts(1, 2, 1, [1, 0]))], adapters=self.list_adapters(),
         )  # fmt: skip
 
     def shutdown(self) -> None:

@@ -18,6 +18,7 @@ from outrider.platform.core.messages import (
     EngineRequest,
     EngineStats,
     SpeculationCounts,
+    SpeculationEntry,
     TokenDelta,
     TokenLogprobs,
 )
@@ -32,17 +33,19 @@ FULL_PARAMS = SamplingParams(
 )  # fmt: skip
 INFO = EngineInfo("m", "Llama", "float32", "cpu", 10, 20, 5, 3, 16, 100, True, 8, 64, "off", 0.5)
 LOGPROBS = TokenLogprobs([1, 2], [-0.5, float("-inf")], 3)
-ADAPTER = AdapterInfo("a", "/a", "d", 8, 8, "host", True, 2)
+ADAPTER = AdapterInfo("a", "/a", "d", 8, 8, "host", True, 2, "loaded")
 REQUEST = EngineRequest(
     "r", [1, 2], FULL_PARAMS, [0], LoRARequest("a", 7, "/a"), priority=-1, tenant="t", cache_salt="s", group="g",
     arrival_time=1.5,
 )  # fmt: skip
-COUNTS = SpeculationCounts(1, 2, 1, [1, 0])
-DELTA = TokenDelta("r", [1], [LOGPROBS], [None, LOGPROBS], "stop", 5, ErrorInfo("NotFoundError", "m", "p"), 9, COUNTS)
+COUNTS = SpeculationCounts(1, 2, 1, [1, 0], [3, 0, 1])
+DELTA = TokenDelta(
+    "r", [1], [LOGPROBS], [None, LOGPROBS], "stop", 5, ErrorInfo("NotFoundError", "m", "p"), 9, COUNTS, 1
+)
 MESSAGES = [
     ipc.Add([REQUEST, EngineRequest("q", [1], SamplingParams(speculative=3))]),
     ipc.Abort(["r"]),
-    ipc.Call(3, "load_adapter", LoRARequest("a", path="/a"), "a", True, True),
+    ipc.Call(3, "load_adapter", LoRARequest("a", path="/a", draft_path="/d"), "a", True, True),
     ipc.Stop(),
     ipc.Ready(INFO),
     ipc.Deltas([DELTA, TokenDelta("q")]),
@@ -71,7 +74,12 @@ def test_every_parameter_is_tried_with_another_value_than_its_default() -> None:
         ("load_adapter", ADAPTER),
         ("unload_adapter", None),
         ("list_adapters", [ADAPTER]),
-        ("stats", EngineStats(num_waiting_by_reason={"x": 1}, speculation={"": COUNTS}, adapters=[ADAPTER])),
+        (
+            "stats",
+            EngineStats(
+                num_waiting_by_reason={"x": 1}, speculation=[SpeculationEntry("", "t", COUNTS)], adapters=[ADAPTER]
+            ),
+        ),
     ],
 )
 def test_results_of_calls(method: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from outrider.platform.core.errors import (
     OutriderError,
 )
 from outrider.platform.core.messages import SpeculationCounts, TokenDelta, TokenLogprobs
+from outrider.platform.core.outputs import RequestMetrics
 from outrider.platform.core.sampling_params import SamplingParams
 
 
@@ -203,8 +204,10 @@ def test_metrics(processor: OutputProcessor, tokenizer: Any) -> None:
     first = metrics.first_token_time
     processor.process(
         [
-            TokenDelta("r#0", [70], finish_reason="length", speculation=SpeculationCounts(2, 4, 3, [2, 1])),
-            TokenDelta("r#1", [70], finish_reason="length", speculation=SpeculationCounts(1, 3, 2, [1, 1, 0])),
+            TokenDelta("r#0", [70], finish_reason="length", speculation=SpeculationCounts(2, 4, 3, [2, 1], [1, 0, 2])),
+            TokenDelta(
+                "r#1", [70], finish_reason="length", speculation=SpeculationCounts(1, 3, 2, [1, 1, 0], [4, 0, 0, 1])
+            ),
         ]
     )
     assert metrics.first_token_time == first
@@ -213,6 +216,43 @@ def test_metrics(processor: OutputProcessor, tokenizer: Any) -> None:
     assert metrics.arrival_time <= first <= metrics.finished_time
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 7, 5)
     assert metrics.accepted_per_pos == [3, 2, 0]
+    assert metrics.steps_by_k == [5, 0, 2, 1]
+    assert metrics.acceptance_rate == 5 / 7
+    assert metrics.acceptance_length == 1 + 5 / 3
+    assert (RequestMetrics(0.0).acceptance_rate, RequestMetrics(0.0).acceptance_length) == (None, None)
+
+
+def test_drafted_tokens_are_marked(processor: OutputProcessor, tokenizer: Any) -> None:
+    state = add(processor, tokenizer, n=2)
+    processor.process([TokenDelta("r#0", [70, 71, 72], num_accepted=2), TokenDelta("r#1", [73])])
+    processor.process([TokenDelta("r#0", [74, 75], num_accepted=1), TokenDelta("r#1", [76, 77], num_accepted=1)])
+    first, second = state.take(delta=True).outputs  # two deltas at once: the consumer is slow
+    assert (first.token_ids, first.drafted) == ([70, 71, 72, 74, 75], [True, True, False, True, False])
+    assert (second.token_ids, second.drafted) == ([73, 76, 77], [False, True, False])
+    processor.process([TokenDelta("r#0", [78], finish_reason="length")])
+    assert [output.drafted for output in state.take(delta=True).outputs] == [[False]]
+    assert state.take().outputs[0].drafted == [True, True, False, True, False, False]
+
+
+def test_marks_stay_with_their_tokens_when_text_is_held_back(processor: OutputProcessor, tokenizer: Any) -> None:
+    """Half a character and the beginning of a stop string have no text yet: their tokens come all the same."""
+    emoji = ids(tokenizer, "🙂")
+    assert len(emoji) > 2
+    state = add(processor, tokenizer, stop=["xyz"])
+    processor.process([TokenDelta("r", emoji[:2], num_accepted=1)])
+    output = state.take(delta=True).outputs[0]
+    assert (output.text, output.token_ids, output.drafted) == ("", emoji[:2], [True, False])
+    processor.process([TokenDelta("r", emoji[2:], num_accepted=len(emoji) - 2)])
+    output = state.take(delta=True).outputs[0]
+    assert (output.text, output.drafted) == ("🙂", [True] * (len(emoji) - 2))
+    processor.process([TokenDelta("r", ids(tokenizer, "x"), num_accepted=0)])
+    output = state.take(delta=True).outputs[0]
+    assert (output.text, output.drafted) == ("", [False])
+    tail = [token for char in "yzab" for token in ids(tokenizer, char)]
+    processed = processor.process([TokenDelta("r", tail, num_accepted=3)])
+    assert processed.aborts == ["r"]
+    output = state.take(delta=True).outputs[0]
+    assert (output.token_ids, output.drafted, output.finish_reason) == (tail[:2], [True, True], "stop")
 
 
 @given(

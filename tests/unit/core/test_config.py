@@ -130,6 +130,14 @@ def test_fields_of_another_method_are_not_ignored(config, field):
         parse_speculative(config)
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_batch_invariance_is_refused_where_no_kernel_promises_it(device):
+    with pytest.raises(InvalidRequestError, match="cpu only") as caught:
+        resolve(EngineArgs(device=device, batch_invariant=True), FACTS, GPU)
+    assert caught.value.param == "batch_invariant"
+    assert resolve(EngineArgs(batch_invariant=True), FACTS, CPU).batch_invariant
+
+
 def test_speculative_defaults():
     assert parse_speculative(None) is None
     assert parse_speculative({"method": "off"}) is None

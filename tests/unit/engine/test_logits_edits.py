@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.platform.core.request import Request
-from outrider.platform.engine.logits_edits import LogitsRow, apply_edits, wants_edits
+from outrider.platform.engine.logits_edits import EDITS, LogitsRow, apply_edits
 
 VOCAB, EOS = 12, 11
 
@@ -100,4 +100,5 @@ def test_drafts_before_a_row_count_like_generated_tokens():
     ],
 )
 def test_plain_sampling_wants_no_edits(params, wanted):
-    assert wants_edits(params) is wanted
+    assert params.edits_logits is wanted
+    assert any(edit.wanted(params) for edit in EDITS) is wanted

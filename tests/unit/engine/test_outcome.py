@@ -4,17 +4,77 @@ from __future__ import annotations
 
 from outrider import SamplingParams
 from outrider.platform.core.batch import RowPlan, RowResult
-from outrider.platform.core.messages import SpeculationCounts
+from outrider.platform.core.labels import OTHER, LabelValues
+from outrider.platform.core.messages import SpeculationCounts, TokenDelta
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.engine.outcome import accept
+from outrider.platform.engine.speculation_totals import SpeculationTotals
 
 
 def test_drafts_behind_the_end_of_the_text_count_as_not_accepted_everywhere():
-    totals = SpeculationCounts(1, 3, 1, [1, 0, 0])
+    totals = SpeculationCounts(1, 3, 1, [1, 0, 0], [0, 0, 0, 1])
     request = Request("r", [1, 2], 2, SamplingParams(stop_token_ids=[7]), seed_key=0, speculation_totals=totals)
     request.drafts = Drafts([6, 7, 8])
     row = RowPlan(request, start=1, num_tokens=4, num_drafts=3, samples=True, max_new_drafts=3)
     delta = accept(row, RowResult([6, 7, 8, 9], num_accepted=3), max_model_len=100)
     assert (delta.token_ids, delta.finish_reason, delta.stop_reason) == ([6, 7], "stop", 7)
-    assert delta.speculation == request.speculation == SpeculationCounts(1, 3, 2, [1, 1, 0])
-    assert totals == SpeculationCounts(2, 6, 3, [2, 1, 0])
+    assert delta.speculation == request.speculation == SpeculationCounts(1, 3, 2, [1, 1, 0], [0, 0, 0, 1])
+    assert totals == SpeculationCounts(2, 6, 3, [2, 1, 0], [0, 0, 0, 2])
+
+
+def step(request: Request, drafts: list[int], got: list[int], num_accepted: int) -> TokenDelta:
+    request.drafts = Drafts(drafts)
+    row = RowPlan(request, len(request.tokens) - 1, 1 + len(drafts), len(drafts), samples=True, max_new_drafts=3)
+    delta = accept(row, RowResult(got, num_accepted), max_model_len=100)
+    assert delta is not None
+    return delta
+
+
+def test_a_delta_says_which_of_its_tokens_were_drafts():
+    request = Request("r", [1, 2], 2, SamplingParams(stop_token_ids=[7]), seed_key=0)
+    assert step(request, [], [3], 0).num_accepted == 0
+    assert step(request, [4, 5], [4, 9], 1).num_accepted == 1
+    assert step(request, [4, 5], [4, 5, 9], 2).num_accepted == 2
+    cut = step(request, [4, 7, 5], [4, 7, 5, 9], 3)
+    assert (cut.token_ids, cut.num_accepted, cut.finish_reason) == ([4, 7], 2, "stop")
+
+
+def test_steps_are_counted_by_their_drafts():
+    request = Request("r", [1, 2], 2, SamplingParams(), seed_key=0, speculation_totals=SpeculationCounts())
+    for drafts, got, num_accepted in (([], [3], 0), ([4, 5], [4, 9], 1), ([6], [8], 0), ([6], [6, 7], 1), ([], [3], 0)):
+        delta = step(request, drafts, got, num_accepted)
+        assert delta.speculation is request.speculation  # after every step: the client may end it at any
+    expected = SpeculationCounts(3, 4, 2, [2, 0], [2, 2, 1])
+    assert request.speculation == request.speculation_totals == expected
+
+
+def test_where_nothing_is_drafted_nothing_is_told():
+    request = Request("r", [1, 2], 2, SamplingParams(), seed_key=0)
+    assert step(request, [], [3], 0).speculation is None
+
+
+def test_counts_add_up():
+    total = SpeculationCounts(1, 2, 1, [1, 0], [0, 0, 1])
+    total.add(SpeculationCounts(2, 4, 3, [2, 1, 0], [5, 1, 0, 1]))
+    total.add(SpeculationCounts())
+    assert total == SpeculationCounts(3, 6, 4, [3, 1, 0], [5, 1, 1, 1])
+
+
+def test_totals_are_bounded_and_never_fall():
+    totals = SpeculationTotals(max_tenants=2, max_pairs=4)
+    for tenant in ("", "t", "u", "v", "t"):
+        totals.of("a", tenant).count(3, 2)
+    totals.of("b", "").count(1, 1)
+    totals.of("c", "t").count(1, 1)  # the fifth pair
+    totals.of("a", "").count(1, 0)
+    totals.of("b", "t")  # never verified a draft
+    found = {(e.adapter, e.tenant): e.counts.num_draft_tokens for e in totals.entries()}
+    assert found == {("a", ""): 4, ("a", "t"): 6, ("a", OTHER): 6, ("b", ""): 1, (OTHER, OTHER): 1}
+    before = totals.entries()
+    totals.of("a", "").count(5, 5)
+    assert before[0].counts.num_draft_tokens == 4  # a snapshot
+
+
+def test_label_values_are_bounded():
+    names = LabelValues(2)
+    assert [names(name) for name in ("x", "y", "z", "x", "z", "y")] == ["x", "y", OTHER, "x", OTHER, "y"]

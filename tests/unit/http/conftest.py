@@ -1,7 +1,7 @@
 """The application in front of an engine that answers from a script."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,8 @@ class FakeAsyncLLM:
     adapters: dict[str, LoRARequest] = field(default_factory=dict)
     """What the client knows, as in `AsyncLLM.adapters`."""
     in_engine: dict[str, AdapterInfo] = field(default_factory=dict)
+    drafted: Callable[[int], bool] = lambda i: i % 2 == 1
+    """Whether the token of that index was a draft."""
     snapshot: EngineStats = field(default_factory=EngineStats)
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class FakeAsyncLLM:
                 if last:
                     metrics.num_drafts, metrics.num_draft_tokens = 2, 6
                     metrics.num_accepted_tokens, metrics.accepted_per_pos = 3, [2, 1, 0]
+                    metrics.steps_by_k = [1, 0, 0, 2]
                 outputs = [
                     CompletionOutput(
                         index,
@@ -99,6 +102,7 @@ class FakeAsyncLLM:
                         [ord(char)],
                         logprobs=self._logprobs(sampling_params.logprobs, char),
                         finish_reason=reason if last else None,
+                        drafted=[self.drafted(i)],
                     )
                     for index in range(sampling_params.n)
                 ]
@@ -126,7 +130,8 @@ class FakeAsyncLLM:
             raise self.error
         if request.name in self.in_engine and not load_inplace:
             raise InvalidUserInputError("taken", param="lora_name")
-        info = AdapterInfo(request.name, request.path, "digest", 8, 8, "device", pinned)
+        draft = "loaded" if request.draft_path else ""
+        info = AdapterInfo(request.name, request.path, "digest", 8, 8, "device", pinned, draft=draft)
         self.in_engine[request.name] = info
         self.adapters[request.name] = request
         return info

@@ -76,6 +76,23 @@ def test_stream_usage_and_metrics_share_the_last_chunk(http):
     assert chunks[-1]["metrics"]["speculative_decoding"]["acceptance_length"] == 2.5
 
 
+STATUS = ["sampled", "drafted", "sampled", "drafted", "sampled"]
+
+
+def test_draft_status(http):
+    assert chat(http, return_draft_status=True).json()["choices"][0]["draft_status"] == STATUS
+    assert "draft_status" not in chat(http).json()["choices"][0]
+
+
+def test_draft_status_in_a_stream(http, llm):
+    chunks = events(chat(http, return_draft_status=True, stream=True, n=2))
+    for index in (0, 1):
+        choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert "draft_status" not in choices[0]  # the role's
+        assert [status for choice in choices[1:] for status in choice["draft_status"]] == STATUS
+    assert all("draft_status" not in c["choices"][0] for c in events(chat(http, stream=True)))
+
+
 def test_text_that_json_must_quote(http, llm):
     llm.reply = '"\\\n\u00e9\x7f'
     chunks = events(chat(http, stream=True))

@@ -190,11 +190,38 @@ def test_metrics_when_asked_for(http):
         "acceptance_rate": 0.5,
         "acceptance_length": 2.5,
         "accepted_per_position": [1.0, 0.5, 0.0],
+        "steps_by_k": [1, 0, 0, 2],
     }
     assert complete(http, return_metrics=True).json()["metrics"] == {"speculative_decoding": expected}
     chunks = events(complete(http, return_metrics=True, stream=True))
     assert chunks[-1]["metrics"] == {"speculative_decoding": expected}
     assert chunks[-1]["choices"] == []
+
+
+def test_metrics_of_several_sequences_add_up(http):
+    counts = complete(http, prompt=["ab", "cd"], return_metrics=True).json()["metrics"]["speculative_decoding"]
+    assert (counts["num_drafts"], counts["num_accepted_tokens"], counts["steps_by_k"]) == (4, 6, [2, 0, 0, 4])
+
+
+STATUS = ["sampled", "drafted", "sampled", "drafted", "sampled"]
+
+
+def test_draft_status_when_asked_for(http):
+    answer = complete(http, return_draft_status=True, return_token_ids=True, n=2).json()
+    for choice in answer["choices"]:
+        assert choice["draft_status"] == STATUS
+        assert len(choice["draft_status"]) == len(choice["token_ids"])
+    assert "draft_status" not in complete(http).json()["choices"][0]
+    assert complete(http, echo=True, max_tokens=0, return_draft_status=True).json()["choices"][0]["draft_status"] == []
+
+
+def test_draft_status_in_a_stream(http):
+    chunks = events(complete(http, return_draft_status=True, stream=True, n=2, logprobs=1))
+    for index in (0, 1):
+        choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert [status for choice in choices for status in choice["draft_status"]] == STATUS
+        assert all(len(c["draft_status"]) == len(c["logprobs"]["tokens"]) for c in choices)
+    assert all("draft_status" not in c["choices"][0] for c in events(complete(http, stream=True)))
 
 
 def test_sampling_parameters_arrive(http, llm):
@@ -210,6 +237,12 @@ def test_sampling_parameters_arrive(http, llm):
     assert {name: getattr(call["params"], name) for name in given} == given
     assert call["params"].logit_bias == {5: 1.5}
     assert (call["priority"], call["cache_salt"]) == (-3, "s")
+
+
+@pytest.mark.parametrize(("value", "cap"), [(False, 0), (0, 0), (True, None), (None, None), (3, 3), (2**40, 2**40)])
+def test_speculation_of_one_request(http, llm, value, cap):
+    complete(http, speculative=value)
+    assert llm.calls[0]["params"].max_drafts == cap
 
 
 def test_null_means_not_given(http, llm):

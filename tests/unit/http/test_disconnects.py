@@ -140,5 +140,6 @@ def test_aborts_are_counted(http, llm):
 
     asyncio.run(run())
     assert (
-        'outrider:request_success_total{adapter="",finished_reason="abort",tenant=""} 1.0' in http.get("/metrics").text
+        'outrider:request_success_total{adapter="",finished_reason="abort",tenant="default"} 1.0'
+        in http.get("/metrics").text
     )

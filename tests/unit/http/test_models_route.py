@@ -43,6 +43,22 @@ def test_cards(http):
     assert all(isinstance(card["created"], int) for card in cards.values())
 
 
+def test_draft_weights(http, llm):
+    """The folder goes to the engine, and the card says whether draft weights are in use."""
+    http.load_adapter("plain")
+    assert http.load_adapter("drafted", draft_path="/drafts").status_code == 200
+    assert llm.adapters["drafted"].draft_path == "/drafts"
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert (cards["plain"]["draft"], cards["drafted"]["draft"]) == ("", "loaded")
+    assert "draft" not in cards["base"]
+    http.load_adapter("drafted", load_inplace=True)
+    assert http.get("/v1/models/drafted").json()["draft"] == ""
+    for bad in ("", 5):
+        response = http.load_adapter("x", draft_path=bad)
+        assert response.status_code == 400
+        assert "draft_path" in response.text
+
+
 def test_one_card(http):
     http.load_adapter("org/sql", "/adapters/sql")
     assert http.get("/v1/models/alias").json()["id"] == "alias"

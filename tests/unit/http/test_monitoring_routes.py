@@ -4,7 +4,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
-from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts
+from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
+from outrider.platform.http import metrics as metrics_module
+from outrider.platform.http.metrics import Metrics
 
 
 def samples(http) -> dict:
@@ -54,11 +56,18 @@ def test_engine_metrics(http, llm):
     llm.snapshot = EngineStats(
         num_running=3, num_waiting=2, num_waiting_by_reason={"capacity": 2}, kv_cache_usage=0.25,
         prefix_cache_queries=100, prefix_cache_hits=40,
-        speculation={"": SpeculationCounts(4, 16, 9, [4, 3, 2]), "sql": SpeculationCounts(1, 4, 1, [1])},
+        speculation=[
+            SpeculationEntry("", "", SpeculationCounts(4, 16, 9, [4, 3, 2])),
+            SpeculationEntry("sql", "", SpeculationCounts(1, 4, 1, [1])),
+            SpeculationEntry("sql", "acme", SpeculationCounts(2, 8, 7, [2, 2])),
+            SpeculationEntry("sql", "default", SpeculationCounts(5, 5, 5, [5])),
+        ],
         adapters=[AdapterInfo("sql", "/p", "d", 8, 8, "device", pinned=True)],
         running_adapters=["a", "b"], waiting_adapters=["c"], lora_load_seconds=[0.002, 3.0],
     )  # fmt: skip
     found = samples(http)
+    base, sql = (("adapter", ""), ("tenant", "default")), (("adapter", "sql"), ("tenant", "default"))
+    acme = (("adapter", "sql"), ("tenant", "acme"))
     expected = {
         ("outrider:num_requests_running", ()): 3,
         ("outrider:num_requests_waiting", ()): 2,
@@ -66,10 +75,11 @@ def test_engine_metrics(http, llm):
         ("outrider:kv_cache_usage_perc", ()): 0.25,
         ("outrider:prefix_cache_queries_total", ()): 100,
         ("outrider:prefix_cache_hits_total", ()): 40,
-        ("outrider:spec_decode_num_drafts_total", (("adapter", ""),)): 4,
-        ("outrider:spec_decode_num_draft_tokens_total", (("adapter", ""),)): 16,
-        ("outrider:spec_decode_num_accepted_tokens_total", (("adapter", "sql"),)): 1,
-        ("outrider:spec_decode_num_accepted_tokens_per_pos_total", (("adapter", ""), ("position", "2"))): 2,
+        ("outrider:spec_decode_num_drafts_total", base): 4,
+        ("outrider:spec_decode_num_draft_tokens_total", base): 16,
+        ("outrider:spec_decode_num_accepted_tokens_total", sql): 6,  # those without a tenant, and a tenant of that name
+        ("outrider:spec_decode_num_accepted_tokens_total", acme): 7,
+        ("outrider:spec_decode_num_accepted_tokens_per_pos_total", (base[0], ("position", "2"), base[1])): 2,
         ("outrider:lora_adapter_loaded", (("adapter", "sql"), ("level", "device"), ("pinned", "true"))): 1,
         ("outrider:lora_load_seconds_count", ()): 2,
         ("outrider:lora_load_seconds_bucket", (("le", "0.005"),)): 1,
@@ -85,7 +95,7 @@ def test_request_metrics(http):
         http.post("/v1/completions", {"model": model, "prompt": "ab", "max_tokens": 3})
     http.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True})
     found = samples(http)
-    base, sql = (("adapter", ""), ("tenant", "")), (("adapter", "sql"), ("tenant", ""))
+    base, sql = (("adapter", ""), ("tenant", "default")), (("adapter", "sql"), ("tenant", "default"))
     assert found[("outrider:prompt_tokens_total", sql)] == 6
     assert found[("outrider:generation_tokens_total", sql)] == 6
     assert found[("outrider:generation_tokens_total", base)] == 8
@@ -94,6 +104,18 @@ def test_request_metrics(http):
     assert found[("outrider:e2e_request_latency_seconds_count", base)] == 2
     assert found[("outrider:request_success_total", (("adapter", "sql"), ("finished_reason", "length"), base[1]))] == 2
     assert found[("outrider:request_success_total", (("adapter", ""), ("finished_reason", "stop"), base[1]))] == 1
+
+
+def test_tenants_beyond_the_bound_share_a_label(monkeypatch):
+    monkeypatch.setattr(metrics_module, "MAX_TENANTS", 2)
+    metrics = Metrics()
+    for tenant in ("", "acme", "more", "most", "acme"):
+        metrics.recorder("sql", tenant).on_end("stop")
+    families = text_string_to_metric_families(metrics.render().decode())
+    found = {
+        s.labels["tenant"]: s.value for f in families for s in f.samples if s.name.endswith("request_success_total")
+    }
+    assert found == {"default": 1, "acme": 2, "other": 2}
 
 
 def test_failed_requests_are_counted_and_refused_ones_are_not(http, llm):

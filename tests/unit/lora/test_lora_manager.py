@@ -344,6 +344,6 @@ def test_wait_returns_at_once_when_nothing_loads(make_manager):
 def test_modules_that_an_adapter_leaves_alone(make_manager, folder):
     manager = make_manager()
     request = admitted(manager, "a", folder("a", state=tensors(modules=("v_proj",), layers=(1,))))
-    site = manager._residency._sites[0][0]
+    site = manager._residency._sites[0]._sites[0][0]
     assert not site._a.any()
     manager.forget(request)

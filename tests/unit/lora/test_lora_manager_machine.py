@@ -9,14 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.lora.adapter import Adapter
+from outrider.lora.adapter import Adapter, LoraWeights, fingerprint
 from outrider.lora.loader import Loaded
 from outrider.lora.manager import AdapterManager
+from outrider.lora.sites import AdapterHooks
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import make_request
+from .conftest import HIDDEN, make_linears, make_request
 
 NAMES = st.sampled_from("abcde")
 
@@ -31,8 +32,8 @@ class StepLoader:
     def num_in_flight(self):
         return len(self._jobs)
 
-    def submit(self, ticket, path):
-        self._jobs.append((ticket, path))
+    def submit(self, ticket, source):
+        self._jobs.append((ticket, source))
 
     def poll(self):
         return []
@@ -40,9 +41,9 @@ class StepLoader:
     def wait(self, timeout):
         if not self._jobs:
             return []
-        ticket, path = self._jobs.pop(0)
+        ticket, source = self._jobs.pop(0)
         try:
-            return [Loaded(ticket, self._parse(path), None, 0.0)]
+            return [Loaded(ticket, self._parse(source), None, 0.0)]
         except AdapterError as error:
             return [Loaded(ticket, None, error, 0.0)]
 
@@ -51,7 +52,8 @@ class StepLoader:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Folders hold only a number: the content. 13 is broken, and the rank follows from the number."""
+    """Folders hold only numbers: the target's content, and that of the draft weights (0: none). 13 is broken: the
+    adapter, or its draft weights alone. The ranks follow from the numbers."""
 
     MAX_CPU_LORAS = 3
 
@@ -60,6 +62,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self._folder = tempfile.TemporaryDirectory()
         self.contents = {name: index for index, name in enumerate("abcde")}
+        self.drafts = {name: index % 3 for index, name in enumerate("abcde")}
+        self.draft_linears, self.gone, self.known = make_linears(1), set(), set()
         for name in self.contents:
             self._write(name)
         self.manager = AdapterManager(
@@ -67,6 +71,7 @@ class ManagerMachine(RuleBasedStateMachine):
             LoRAConfig(max_loras=2, max_cpu_loras=self.MAX_CPU_LORAS, max_lora_rank=4),
             torch.float32,
             "cpu",
+            AdapterHooks(draft_method="draft_model", draft_linears=self.draft_linears, on_gone=self._forget),
             clock=lambda: self.now,
         )
         self.manager._parse, self.manager._loader = self._parse, StepLoader(self._parse)
@@ -85,17 +90,47 @@ class ManagerMachine(RuleBasedStateMachine):
     def _write(self, name):
         folder = Path(self._path(name))
         folder.mkdir(exist_ok=True)
+        (folder / "draft").mkdir(exist_ok=True)
         (folder / "adapter_config.json").write_text("x" * self.contents[name])
+        (folder / "draft" / "adapter_config.json").write_text("x" * self.drafts[name])
 
-    def _parse(self, path):
-        content = len((Path(path) / "adapter_config.json").read_text())
+    def _parse(self, source):
+        content, draft = (
+            len((Path(source.path) / folder / "adapter_config.json").read_text()) for folder in (".", "draft")
+        )
         if content == 13:
             raise AdapterError("broken")
-        return Adapter(bytes([content]) * 32, 1 + content % 4, {})
+        if draft in (0, 13):
+            reason = "broken" if draft else ""
+            return Adapter(
+                self._digest(content, draft),
+                1 + content % 4,
+                {},
+                fingerprint(source, "draft_model"),
+                draft=reason,
+            )
+        module = "model.layers.0.mlp.down_proj"
+        weights = {module: LoraWeights(torch.full((1, 24), float(draft)), torch.full((1, HIDDEN), float(draft)))}
+        rows = 1 + max(content % 4, draft % 4)
+        return Adapter(self._digest(content, draft), rows, {}, fingerprint(source, "draft_model"), weights, "loaded")
+
+    @staticmethod
+    def _digest(content, draft):
+        """What draft weights that are not used hold does not matter."""
+        return bytes([content, draft % 13]) * 16
+
+    def _forget(self, digest):
+        self.gone.add(digest)
+        assert not self.manager._registry.has_digest(digest)
 
     @rule(name=NAMES, content=st.integers(0, 13))
     def change_files(self, name, content):
         self.contents[name] = content
+        self._write(name)
+
+    @rule(name=NAMES, draft=st.integers(0, 13))
+    def change_draft(self, name, draft):
+        self.drafts[name] = draft
         self._write(name)
 
     @rule(name=NAMES, priority=st.integers(-1, 1))
@@ -150,7 +185,9 @@ class ManagerMachine(RuleBasedStateMachine):
         except InvalidUserInputError:
             assert pinned or name in known
         else:
-            assert info.digest == (bytes([self.contents[name]]) * 32).hex()
+            draft = self.drafts[name]
+            assert info.digest == self._digest(self.contents[name], draft).hex()
+            assert info.draft == {0: "", 13: "broken"}.get(draft, "loaded")
 
     @rule(name=NAMES)
     def unload(self, name):
@@ -166,6 +203,22 @@ class ManagerMachine(RuleBasedStateMachine):
         rows = [(request.adapter, 1) for request in self.running]
         batch = self.manager.prepare(rows)
         assert (batch is None) == (not rows)
+        self._check_draft_rows(rows)
+        current = {version.digest for version in self.manager._registry if version.digest is not None}
+        self.gone -= current  # a content may come back
+        self.known |= current
+        assert self.known - current <= self.gone, "the drafter was not told of a content that is gone"
+
+    def _check_draft_rows(self, rows):
+        """Each running request finds the draft weights of its own content, and nothing of anyone else's."""
+        drafts = [request.adapter.digest[1] for request in self.running]
+        batch = self.manager.prepare_draft(rows)
+        assert (batch is None) == (not any(drafts))
+        if batch is None:
+            return
+        x, y = torch.ones(len(rows), 24), torch.zeros(len(rows), HIDDEN)
+        self.draft_linears[1].lora.add(y, x, batch)
+        assert y.tolist() == [[24.0 * draft * draft] * HIDDEN for draft in drafts]
 
     @rule()
     def nobody_waits_forever(self):

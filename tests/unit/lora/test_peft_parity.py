@@ -7,6 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from outrider.lora.batching import LONG_RUN
 from outrider.lora.manager import AdapterManager
+from outrider.lora.sites import AdapterHooks
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.loader import load_model
 from outrider.platform.core.config import LoRAConfig
@@ -36,6 +37,17 @@ ADAPTERS = {
         "alpha_pattern": {"k_proj": 3, r"layers\.0\.self_attn\.q_proj": 20},
         "exclude_modules": ["o_proj"],
     },
+    "head": {"r": 5, "lora_alpha": 5, "target_modules": ["lm_head"]},
+    "tokens": {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "v_proj"], "use_rslora": True},
+    "both": {
+        "r": 3,
+        "lora_alpha": 3,
+        "target_modules": ["embed_tokens", "lm_head", *ALL],
+        "rank_pattern": {"lm_head": 6, "model.embed_tokens": 2},
+        "alpha_pattern": {"embed_tokens": 7},
+    },
+    # Where the base ties its head, PEFT trains one adapter for both and stores it twice.
+    "tying": {"r": 4, "lora_alpha": 4, "target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
 }
 LENGTHS = {
     "base": 9,
@@ -43,18 +55,24 @@ LENGTHS = {
     "small": 21,
     "some": 5,
     "patterns": 40,
+    "head": LONG_RUN + 2,
+    "tokens": 30,
+    "both": 18,
+    "tying": 11,
+    "head 2": 1,
     "base 2": LONG_RUN + 3,
     "every 2": 1,
 }
 
 
-@pytest.fixture(scope="module", params=["Llama", "Qwen2", "Qwen3"])
+@pytest.fixture(scope="module", params=[("Llama", False), ("Qwen2", True), ("Qwen3", False), ("Llama", True)], ids=str)
 def case(request, tmp_path_factory):
     """(model folder, adapters' folders, prompts by request, PEFT's logits by request)."""
-    folder = tmp_path_factory.mktemp(request.param.lower())
-    family = request.param
+    family, tied = request.param
+    folder = tmp_path_factory.mktemp(family.lower())
     torch.manual_seed(0)
-    hf = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**CONFIG)).eval()
+    config = getattr(transformers, f"{family}Config")(**CONFIG, tie_word_embeddings=tied)
+    hf = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in hf.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, 0.0, 0.3 if name.endswith("bias") else parameter.shape[-1] ** -0.5)
@@ -78,10 +96,11 @@ def case(request, tmp_path_factory):
 class Engine:
     """A model, its cache and its adapters, driven by hand."""
 
-    def __init__(self, path, paths, names, max_loras=4):
+    def __init__(self, path, paths, names, max_loras=8):
         self.model = load_model(path, dtype="float32")
-        config = LoRAConfig(max_loras=max_loras, max_cpu_loras=4, max_lora_rank=8)
-        self.manager = AdapterManager(self.model.linears(), config, torch.float32, "cpu")
+        config = LoRAConfig(max_loras=max_loras, max_cpu_loras=8, max_lora_rank=8)
+        hooks = AdapterHooks(embedding=self.model.embedding)
+        self.manager = AdapterManager(self.model.linears(), config, torch.float32, "cpu", hooks)
         self.kv = allocate_kv(self.model.kv_layers, 100, BLOCK_SIZE, torch.float32)
         self.requests, self.tables, self.computed = {}, {}, dict.fromkeys(names, 0)
         blocks = iter(range(100))
@@ -98,7 +117,10 @@ class Engine:
                 self.manager.wait(10)
 
     def step(self, chunks):
-        adapters = self.manager.prepare([(self.requests[name].adapter, len(chunk)) for name, chunk in chunks.items()])
+        adapters, head = (
+            prepare([(self.requests[name].adapter, len(chunk)) for name, chunk in chunks.items()])
+            for prepare in (self.manager.prepare, self.manager.prepare_head)
+        )
         rows = SequenceRows(
             token_ids=[token for chunk in chunks.values() for token in chunk],
             query_lens=[len(chunk) for chunk in chunks.values()],
@@ -107,7 +129,7 @@ class Engine:
         )
         with torch.inference_mode():
             logits = self.model.compute_logits(
-                self.model.forward(build_batch(rows, self.model, self.kv, adapters)).hidden
+                self.model.forward(build_batch(rows, self.model, self.kv, adapters)).hidden, head
             ).split(rows.query_lens)
         for name, chunk in chunks.items():
             self.computed[name] += len(chunk)
@@ -161,7 +183,7 @@ def test_rows_that_pass_from_adapter_to_adapter(case):
     """One adapter fits at a time: each finds its rows cleared of the one before."""
     path, paths, prompts, expected = case
     engine = Engine(path, paths, prompts, max_loras=1)
-    for name in ("every", "some", "patterns", "small", "every 2"):
+    for name in ("every", "head", "some", "tokens", "patterns", "both", "small", "head 2", "tying", "every 2"):
         engine.admit([name, "base"])
         got = engine.run({name: prompts[name]}, (1000,))
         torch.testing.assert_close(got[name], expected[name], atol=1e-4, rtol=0)

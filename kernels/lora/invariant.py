@@ -1,0 +1,28 @@
+"""An adapter's part of a projection whose result for a token does not depend, bit for bit, on the other tokens.
+
+The masked product over several adapters' rows sums over rows of all of them, so here each adapter's tokens go by
+themselves, with that adapter's rows alone, in pieces of trusted sizes (see `kernels.linear.invariant`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..linear.invariant import product
+
+
+def shrink_expand_invariant(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor]) -> None:
+    """`shrink_expand` for tokens of one adapter: for slice s, `y[:, s] += (x a[:, s]ᵀ) b[s]`; y is mutated."""
+    num_rows, num_slices, in_features = a.shape
+    h = product(x, a.reshape(num_rows * num_slices, in_features)).view(-1, num_rows, num_slices)
+    start = 0
+    for index, part in enumerate(b):
+        expand_invariant(y.narrow(1, start, part.shape[1]), h[:, :, index].contiguous(), part)
+        start += part.shape[1]
+
+
+def expand_invariant(y: Tensor, h: Tensor, b: Tensor) -> None:
+    """y [T, out] += h [T, n] b [n, out]; the product is rounded before it is added."""
+    y.add_(product(h, b.t().contiguous()))

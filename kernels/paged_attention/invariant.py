@@ -1,0 +1,203 @@
+"""Attention whose result for a query does not depend, bit for bit, on the other queries, rows, chunks or blocks.
+
+The keys of a row are divided into chunks at fixed positions. A tile of consecutive queries meets a chunk in one product
+of a fixed shape, and again for the values; the chunks' results are added in order. A chunk that a query does not see
+adds exact zeros, so it does not matter for whom else it was computed. `trusted_tiles` tries out which shapes agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..linear.invariant import trial_operands
+from .torch import LayerKV, Workspace
+
+BASE = 8
+"""Queries of the tile, and pairs of the call, that define the result."""
+_TILES = (1, 2, 4, 8, 16, 32)
+_PAIRS = (2, 4, 8, 16, 32)
+# Matrices of the largest call that is tried out, all KV heads.
+_MAX_TRIAL = 128
+
+
+class PairRun(NamedTuple):
+    """Some pairs (tile, chunk) of a group that are computed in one call."""
+
+    num_pairs: int
+    """Those that are real, from where the last run ended."""
+    tile_index: Tensor
+    """[n >= num_pairs] tiles of the group; padded with the last one."""
+    block_index: Tensor
+    """[n * blocks a chunk] cache blocks."""
+
+
+@dataclass(slots=True, frozen=True)
+class TileGroup:
+    """N tiles of Q queries each, padded to the same number n of chunks. M = Q * query heads a KV head."""
+
+    num_tiles: int
+    num_queries: int
+    num_chunks: int
+    query_index: Tensor
+    """[N * Q] tokens of the batch; a tile that is not full repeats its last one."""
+    place_index: Tensor
+    """[real queries] places in N * Q."""
+    token_index: Tensor
+    """[real queries] the tokens of the batch at those places."""
+    bias: Tensor
+    """[N, Q, 1, n * keys a chunk] float32: 0, or -inf where a query must not look."""
+    runs: list[PairRun]
+    """All N * n pairs, tile by tile."""
+
+
+class TrustedTiles(NamedTuple):
+    """The shapes that give the same bits on this machine; ascending."""
+
+    queries: tuple[int, ...]
+    pairs: tuple[int, ...]
+
+
+def attend_tiles(q: Tensor, kv: LayerKV, group: TileGroup, out: Tensor, workspace: Workspace) -> None:
+    """Attention of a group: q [T, H, D] of the whole batch; fills the places of its queries in out [T, H, D]."""
+    kv_heads, _, _, head_dim = kv.k.shape
+    tiles, queries, chunks = group.num_tiles, group.num_queries, group.num_chunks
+    folded = q.index_select(0, group.query_index).view(tiles, queries, kv_heads, -1, head_dim)
+    fold = folded.shape[3]
+    folded = folded.permute(2, 0, 1, 3, 4).reshape(kv_heads, tiles, queries * fold, head_dim)
+    by_run = [_scores(folded, kv, run, workspace) for run in group.runs]
+    scores = by_run[0] if len(by_run) == 1 else torch.cat(by_run, 1)
+    keys = scores.shape[-1]
+    weights = torch.empty(kv_heads, tiles, queries * fold, chunks * keys, dtype=torch.float32, device=q.device)
+    apart = weights.view(kv_heads, tiles, queries * fold, chunks, keys).transpose(2, 3)
+    apart.copy_(scores.view(kv_heads, tiles, chunks, queries * fold, keys))
+    # The bias is 0 or -inf: exact, with or without a fused multiply-add.
+    by_query = weights.view(kv_heads, tiles, queries, fold, chunks * keys)
+    torch.add(group.bias, by_query, alpha=head_dim**-0.5, out=by_query)
+    weights = torch.softmax(weights, -1)
+    apart = weights.view(kv_heads, tiles, queries * fold, chunks, keys).transpose(2, 3)
+    parts = _weighted_values(apart.to(q.dtype).reshape(kv_heads, tiles * chunks, -1, keys), kv, group, workspace)
+    parts = parts.view(kv_heads, tiles, chunks, queries * fold, head_dim)
+    total = torch.zeros(kv_heads, tiles, queries * fold, head_dim, dtype=torch.float32, device=q.device)
+    for chunk in range(chunks):
+        total += parts[:, :, chunk]
+    y = total.to(q.dtype).view(kv_heads, tiles, queries, fold, head_dim).permute(1, 2, 0, 3, 4)
+    y = y.reshape(tiles * queries, -1, head_dim).index_select(0, group.place_index)
+    out.index_copy_(0, group.token_index, y)
+
+
+def _scores(folded: Tensor, kv: LayerKV, run: PairRun, workspace: Workspace) -> Tensor:
+    """[Hk, run's pairs, M, keys a chunk] in the model's dtype, from folded [Hk, N, M, D]."""
+    kv_heads, _, rows, head_dim = folded.shape
+    pairs = run.tile_index.shape[0]
+    keys, _ = workspace.gather(kv, run.block_index)
+    q = folded.index_select(1, run.tile_index).view(kv_heads * pairs, rows, head_dim)
+    scores = _query_key(q, keys.view(kv_heads * pairs, -1, head_dim))
+    return scores.view(kv_heads, pairs, rows, -1)[:, : run.num_pairs]
+
+
+def _weighted_values(weights: Tensor, kv: LayerKV, group: TileGroup, workspace: Workspace) -> Tensor:
+    """[Hk, N * n, M, D] float32 from weights [Hk, N * n, M, keys a chunk] in the model's dtype."""
+    kv_heads, _, rows, keys = weights.shape
+    head_dim = kv.v.shape[-1]
+    parts, start = [], 0
+    for run in group.runs:
+        pairs = run.tile_index.shape[0]
+        _, values = workspace.gather(kv, run.block_index)
+        mine = weights[:, start : start + run.num_pairs]
+        if run.num_pairs < pairs:
+            mine = torch.nn.functional.pad(mine, (0, 0, 0, 0, 0, pairs - run.num_pairs))
+        mine = mine.reshape(kv_heads * pairs, rows, keys)
+        y = _weight_value(mine, values.view(kv_heads * pairs, keys, head_dim))
+        parts.append(y.view(kv_heads, pairs, rows, head_dim)[:, : run.num_pairs].float())
+        start += run.num_pairs
+    return torch.cat(parts, 1)
+
+
+def _query_key(q: Tensor, keys: Tensor) -> Tensor:
+    """[n, M, D] and [n, C, D] to [n, M, C]."""
+    return torch.bmm(q, keys.transpose(1, 2))
+
+
+def _weight_value(weights: Tensor, values: Tensor) -> Tensor:
+    """[n, M, C] and [n, C, D] to [n, M, D]."""
+    return torch.bmm(weights, values)
+
+
+@functools.cache
+@torch.inference_mode()
+def trusted_tiles(
+    kv_heads: int, fold: int, head_dim: int, keys: int, dtype: torch.dtype, num_threads: int
+) -> TrustedTiles:
+    """Tile sizes and numbers of pairs whose two products give the bits of BASE queries in calls of BASE pairs.
+
+    Where those depend on a query's place or company, a tile is one query and a call one pair: a fixed shape throughout.
+    """
+    counts = tuple(count for count in _PAIRS if count * kv_heads <= _MAX_TRIAL or count <= BASE)
+    pairs, rows = max(counts), max(_TILES) * fold
+    generator = torch.Generator().manual_seed(head_dim)
+    pairs *= kv_heads
+    q, k = (x.to(dtype) for x in trial_operands((pairs, rows, head_dim), (pairs, keys, head_dim), generator))
+    weights, values = (x.to(dtype) for x in trial_operands((pairs, rows, keys), (pairs, head_dim, keys), generator))
+    trials = (
+        _Trial(_query_key, q, k, kv_heads, fold),
+        _Trial(_weight_value, weights, values.transpose(1, 2).contiguous(), kv_heads, fold),
+    )
+    if not all(trial.is_stable() for trial in trials):
+        return TrustedTiles((1,), (1,))
+    counts = tuple(count for count in counts if all(trial.agrees(BASE, count) for trial in trials))
+    queries = tuple(size for size in _TILES if all(trial.agrees(size, count) for trial in trials for count in counts))
+    return TrustedTiles(queries, counts)
+
+
+class _Trial:
+    """One of the two batched products, on pairs of [rows, K] and its other operand."""
+
+    def __init__(
+        self, product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, kv_heads: int, fold: int
+    ) -> None:
+        self._product = product
+        self._left, self._right = left, right
+        self._kv_heads, self._fold = kv_heads, fold
+        self._expected = self._by_base(left, right)
+
+    def _by_base(self, left: Tensor, right: Tensor) -> Tensor:
+        """All products, in calls of the base's shape; a call that is not full begins again with the first pairs."""
+        rows, count, total = BASE * self._fold, BASE * self._kv_heads, left.shape[0]
+        parts = []
+        for start in range(0, total, count):
+            pairs = torch.arange(start, start + count).remainder_(total)
+            tiles = left[pairs].split(rows, 1)
+            parts.append(torch.cat([self._product(tile.contiguous(), right[pairs]) for tile in tiles], 1))
+        return torch.cat(parts)[:total]
+
+    def is_stable(self) -> bool:
+        """Whether in calls of the base's shape the place and the company do not matter."""
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            pairs = torch.randperm(self._left.shape[0], generator=generator)
+            rows = torch.randperm(self._left.shape[1], generator=generator)
+            moved = self._by_base(self._left[pairs][:, rows], self._right[pairs])
+            if not torch.equal(moved, self._expected[pairs][:, rows]):
+                return False
+        return True
+
+    def agrees(self, queries: int, pairs: int) -> bool:
+        """Whether calls of `pairs` pairs with tiles of `queries` queries give the base's bits.
+
+        Of small tiles a few are tried, so that all places in the base's tile occur.
+        """
+        rows, count = queries * self._fold, pairs * self._kv_heads
+        starts = {*range(0, BASE * self._fold, rows), self._left.shape[1] - rows}
+        for pair in (slice(0, count), slice(-count, None)):
+            for start in starts:
+                where = pair, slice(start, start + rows)
+                y = self._product(self._left[where].contiguous(), self._right[pair])
+                if not torch.equal(y, self._expected[where]):
+                    return False
+        return True

@@ -1,0 +1,101 @@
+"""The EAGLE-3 head and the adapters' draft weights for it, made with `outrider train-draft`.
+
+The command runs in a process of its own: this package lies below the engine that generates the completions.
+"""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from .. import DEMO_MODEL_NAME
+from .config import ADAPTER_PLANS, HEAD_LORA_PLAN, HEAD_PLAN, HEAD_PROMPT_SEED, HeadPlan
+from .documents import Document
+from .evaluation import DRAFT_LENGTH, HELD_OUT_SEED, MAX_NEW_TOKENS, PROMPTS
+from .mixture import adapter_document, base_document
+from .workshop import Workshop
+
+log = logging.getLogger(__name__)
+
+HEAD_FILES = ("config.json", "model.safetensors")
+LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
+LOG_FILE = "training_log.jsonl"
+
+
+def write_prompts(path: Path, draw: Callable[[Random], Document], count: int, seed: int) -> None:
+    """Draw so many chats and write them as JSONL; their last answers are left for the target to write."""
+    rng = Random(seed)
+    lines: list[str] = []
+    while len(lines) < count:
+        document = draw(rng)
+        if document.messages:
+            messages = [{"role": role, "content": content} for role, content in document.messages]
+            lines.append(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _train(shop: Workshop, name: str, plan: HeadPlan, draw: Callable[[Random], Document], more: Iterable[str]) -> Path:
+    """Run the command with prompts of its own; goes on where an earlier run stopped. Returns its folder."""
+    work, held_out = shop.work / name, 2 * PROMPTS if name == "eagle3" else PROMPTS
+    data, measured_on = shop.work / "prompts" / f"{name}.jsonl", shop.work / "prompts" / f"{name}-held-out.jsonl"
+    write_prompts(data, draw, plan.prompts, HEAD_PROMPT_SEED)
+    write_prompts(measured_on, draw, held_out, HELD_OUT_SEED)
+    options = {
+        "model": shop.base,
+        "data": data,
+        "eval-data": measured_on,
+        "output": work,
+        "max-tokens": MAX_NEW_TOKENS,
+        "k": DRAFT_LENGTH,
+        "steps": plan.steps,
+        "warmup": plan.warmup,
+        "batch-tokens": plan.batch_tokens,
+        "lr": plan.rate,
+        "optimizer": plan.optimizer,
+        "seed": plan.seed,
+        "eval-every": plan.eval_every,
+        "save-every": plan.eval_every,
+    }
+    command = [sys.executable, "-I", "-m", "outrider.platform.cli.main", "train-draft", "--generate"]
+    command += [part for option, value in options.items() for part in (f"--{option}", str(value))]
+    if (work / "run.json").exists():
+        command.append("--resume")
+    subprocess.run([*command, *more], check=True)
+    return work
+
+
+def _ship(work: Path, output: Path, files: Iterable[str]) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        shutil.copyfile(work / file, output / file)
+
+
+def train_head(shop: Workshop) -> None:
+    """Train the EAGLE-3 head on what the base model says."""
+    size = ["--intermediate-size", str(HEAD_PLAN.intermediate)]
+    work = _train(shop, "eagle3", HEAD_PLAN, base_document, ["--method", "eagle3", *size])
+    _ship(work, shop.eagle3, HEAD_FILES)
+
+
+def train_head_adapters(shop: Workshop) -> None:
+    """Train, for each adapter, a LoRA of the head on what the adapted base says."""
+    for name in ADAPTER_PLANS:
+        more = ["--method", "draft-lora", "--adapter", str(shop.adapter(name)), "--draft", str(shop.eagle3)]
+        more += ["--rank", str(HEAD_LORA_PLAN.rank), "--base-name", f"{DEMO_MODEL_NAME}-eagle3"]
+        work = _train(shop, f"{name}-eagle3", HEAD_LORA_PLAN, partial(adapter_document, name=name), more)
+        _ship(work, shop.draft_adapter(name, "eagle3"), LORA_FILES)
+        log.info("draft adapter %s of the head is trained", name)
+
+
+def head_measurements(shop: Workshop, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first and the last measurement that training logged: before it began, and of what is shipped."""
+    folder = shop.work / ("eagle3" if name == "base" else f"{name}-eagle3")
+    lines = [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
+    return lines[0], lines[-1]

@@ -1,0 +1,127 @@
+"""Runs requests through an engine in this process, and notes when each token came."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ....spec_decode.proposer import Proposer
+from ...core.config import EngineArgs
+from ...core.errors import OutriderError
+from ...core.lora_request import LoRARequest
+from ...core.messages import EngineRequest, SpeculationCounts
+from ...engine.engine_core import EngineCore
+from .modes import Mode
+from .observer import StepObserver, StepTimes
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """One request; times in seconds of one clock."""
+
+    started: float
+    token_ids: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    """When a step brought tokens, one entry a step."""
+    speculation: SpeculationCounts | None = None
+
+    @property
+    def ttft(self) -> float:
+        """To the first token."""
+        return self.arrivals[0] - self.started
+
+    @property
+    def e2el(self) -> float:
+        """To the last token."""
+        return self.arrivals[-1] - self.started
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the last."""
+        return self.arrivals[-1] - self.arrivals[0]
+
+    @property
+    def itl(self) -> list[float]:
+        """Between one arrival and the next, however many tokens it brings (as in vLLM)."""
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+@dataclass(slots=True)
+class Round:
+    """One run of all requests of a task."""
+
+    seconds: float
+    requests: list[RequestTimes]
+    steps: list[StepTimes]
+
+    @property
+    def output_tokens(self) -> int:
+        """Generated, over all requests."""
+        return sum(len(request.token_ids) for request in self.requests)
+
+    @property
+    def tpot(self) -> float:
+        """Seconds a token after the first ones, over all requests; 0 when there are none."""
+        tokens = sum(len(request.token_ids) - 1 for request in self.requests)
+        return sum(request.decode_seconds for request in self.requests) / tokens if tokens else 0.0
+
+
+class BenchEngine:
+    """One mode's engine."""
+
+    def __init__(self, mode: Mode, args: EngineArgs) -> None:
+        """Load it; see `EngineCore` for the errors."""
+        self.mode = mode
+        observers: list[StepObserver] = []
+
+        def observe(proposer: Proposer) -> Proposer:
+            observers.append(StepObserver(proposer))
+            return observers[0]
+
+        self.core = EngineCore(args, observe=observe)
+        self._observer = observers[0]
+        self._drafting: set[str] = set()
+
+    def load_adapter(self, lora: LoRARequest) -> None:
+        """Register an adapter; see `EngineCore.load_adapter` for the errors."""
+        if self.core.load_adapter(lora).draft == "loaded":
+            self._drafting.add(lora.name)
+
+    def drafts_for(self, lora: LoRARequest) -> bool:
+        """Whether the drafter uses draft weights of this adapter."""
+        return lora.name in self._drafting
+
+    def run(self, requests: Sequence[EngineRequest], concurrency: int) -> Round:
+        """Generate, with never more than `concurrency` requests at once: the next starts when one ends.
+
+        Raises:
+            OutriderError: a request failed.
+        """
+        waiting = deque(requests)
+        times: dict[str, RequestTimes] = {}
+        live = 0
+        self._observer.take()
+        started = time.perf_counter()
+        while waiting or live:
+            while waiting and live < concurrency:
+                request = waiting.popleft()
+                times[request.request_id] = RequestTimes(time.perf_counter())
+                self.core.add_request(request)
+                live += 1
+            before = time.perf_counter()
+            deltas = self.core.step()
+            now = time.perf_counter()
+            self._observer.end_step(now - before)
+            for delta in deltas:
+                if delta.error is not None:
+                    raise OutriderError(f"mode {self.mode.name}: a request failed: {delta.error.message}")
+                got = times[delta.request_id]
+                if delta.token_ids:
+                    got.token_ids += delta.token_ids
+                    got.arrivals.append(now)
+                got.speculation = delta.speculation or got.speculation
+                live -= delta.finish_reason is not None
+        seconds = time.perf_counter() - started
+        return Round(seconds, list(times.values()), self._observer.take())

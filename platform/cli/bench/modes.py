@@ -1,0 +1,72 @@
+"""The ways of generating that are compared: off, every drafter with a fixed number of drafts, and adaptive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.errors import InvalidRequestError
+from ...core.speculative_config import MODEL_METHODS
+
+OFF, ADAPTIVE = "off", "adaptive"
+MODES = (OFF, "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", ADAPTIVE)
+ONE_DRAFT_A_PASS = frozenset({"draft_model", "eagle", "eagle3"})
+"""Drafters that compute one draft after the other; the others make all of them at once."""
+_BASES_OF_ADAPTIVE = ("eagle3", "draft_model", "eagle", "medusa")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way of generating."""
+
+    name: str
+    method: str
+    """What drafts: for "adaptive" the drafter under the controller; "off" for none."""
+    config: dict[str, Any]
+    """The `speculative_config`."""
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the number of drafts is fixed and more than none."""
+        return self.name not in (OFF, ADAPTIVE)
+
+
+def available_modes(models: Mapping[str, str]) -> list[str]:
+    """The modes that need nothing, and those whose model is in `models` (method -> path)."""
+    return [name for name in MODES if name not in MODEL_METHODS or name in models]
+
+
+def make_modes(
+    names: Sequence[str], models: Mapping[str, str], num_drafts: int, rates: Sequence[float] | None = None
+) -> list[Mode]:
+    """The modes by name; "off" comes first and is always there, for all are compared with it.
+
+    Args:
+        models: path of each method's weights.
+        rates: synthetic acceptance rates, for every mode.
+
+    Raises:
+        InvalidRequestError: an unknown mode, or one without its model.
+    """
+    modes = [Mode(OFF, OFF, {"method": OFF})]
+    for name in dict.fromkeys(names):
+        if name not in MODES:
+            raise InvalidRequestError(f"unknown mode {name!r}; known are {', '.join(MODES)}", param="modes")
+        if name == OFF:
+            continue
+        method = name
+        if name == ADAPTIVE:
+            method = next((base for base in _BASES_OF_ADAPTIVE if base in models), "ngram")
+        config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
+        if method in MODEL_METHODS:
+            if method not in models:
+                option = "--" + method.replace("_", "-")
+                raise InvalidRequestError(f"mode {name} needs {option} PATH", param="modes")
+            config["model"] = models[method]
+        if name == ADAPTIVE:
+            config["adaptive"] = True
+        if rates is not None:
+            config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
+        modes.append(Mode(name, method, config))
+    return modes

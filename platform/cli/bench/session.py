@@ -1,0 +1,138 @@
+"""One measurement from options to a report: prompts, engines, rounds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ....models.config import read_json
+from ....models.loader import read_facts, resolve_model_path
+from ....models.tokenizer import eos_token_ids, load_tokenizer
+from ...core.config import EngineArgs
+from ...core.errors import OutriderError, PromptTooLongError
+from ...core.lora_request import LoRARequest
+from .driver import BenchEngine
+from .machine import describe_machine
+from .measure import Plan, adapter_paths, measure
+from .modes import Mode
+from .report import labels
+from .workload import Task, make_tasks, random_task, read_prompts, without_draft_weights
+
+_BLOCK_SIZE = 16
+INFLATION_FILE = "inflation.json"
+"""Written beside a model by `benchmarks/inflate.py`: from what it was made."""
+
+
+def measure_speculation(
+    options: argparse.Namespace, modes: Sequence[Mode], model: str, adapters: Mapping[str, str], scratch: Path
+) -> dict[str, Any]:
+    """Measure `modes` of a model with the options of the command.
+
+    Args:
+        adapters: name -> folder.
+        scratch: an empty folder for copies of adapters.
+
+    Raises:
+        OutriderError: whatever is wrong with options, models or adapters.
+    """
+    path = resolve_model_path(model)
+    tokenizer = load_tokenizer(path)
+    prompts = read_prompts(options.prompts) if options.prompts is not None else None
+    tasks = [without_draft_weights(t, scratch) for t in make_tasks(tokenizer, adapters, prompts, options.tasks)]
+    facts = read_facts(path)
+    if options.random_text:
+        tasks.append(random_task(facts.vocab_size, set(tokenizer.all_special_ids)))
+    rates, dummy = options.synthetic_acceptance, options.load_format == "dummy"
+    plan = Plan(
+        batch_sizes=tuple(options.batch_sizes),
+        rounds=options.rounds,
+        max_tokens=options.max_tokens,
+        ignore_eos=rates is not None or dummy,
+        eos_token_ids=tuple(sorted(e for e in eos_token_ids(path, tokenizer) if e < facts.vocab_size)),
+    )
+    num_drafts = int(
+        next((m.config["num_speculative_tokens"] for m in modes if "num_speculative_tokens" in m.config), 0)
+    )
+    shared = _engine_options(options, tasks, max(plan.batch_sizes), num_drafts, facts.max_position_embeddings)
+    engines: list[BenchEngine] = []
+    try:
+        for mode in modes:
+            engines.append(BenchEngine(mode, EngineArgs(model=str(path), speculative_config=mode.config, **shared)))
+            for name, folder in adapter_paths(tasks).items():
+                engines[-1].load_adapter(LoRARequest(name, path=folder))
+        rows = measure(engines, tasks, plan)
+        model_facts = _describe(engines[0], path)
+    finally:
+        for engine in engines:
+            engine.core.shutdown()
+    return {
+        "labels": labels(synthetic=rates, random_weights=dummy),
+        "synthetic_acceptance_rates": rates,
+        "machine": describe_machine(),
+        "model": model_facts,
+        "settings": {
+            "num_speculative_tokens": num_drafts,
+            "max_tokens": plan.max_tokens,
+            "rounds": plan.rounds,
+            "modes": {m.name: {k: v for k, v in m.config.items() if k != "model"} for m in modes},
+        },
+        "rows": rows,
+    }
+
+
+def _engine_options(
+    options: argparse.Namespace, tasks: Sequence[Task], max_batch: int, num_drafts: int, limit: int
+) -> dict[str, Any]:
+    """What all engines have in common: room for the largest batch and no more, for many are in memory at once."""
+    longest = max(len(prompt) for task in tasks for prompt in task.prompts)
+    length = longest + options.max_tokens
+    if length > limit:
+        raise PromptTooLongError(
+            f"the longest prompt has {longest} tokens; with {options.max_tokens} more it exceeds the model's {limit}",
+            param="max_tokens",
+        )
+    blocks = -(-(length + num_drafts + 1) // _BLOCK_SIZE) + 1
+    shared: dict[str, Any] = {
+        "dtype": options.dtype,
+        "device": options.device,
+        "load_format": options.load_format,
+        "max_model_len": length,
+        "max_num_seqs": max_batch,
+        "block_size": _BLOCK_SIZE,
+        "num_gpu_blocks_override": blocks * max_batch,
+        "enable_prefix_caching": False,
+    }
+    paths = adapter_paths(tasks)
+    if paths:
+        rank = max(_largest_rank(Path(path)) for path in paths.values())
+        shared |= {"enable_lora": True, "max_loras": len(paths), "max_lora_rank": rank}
+    return shared
+
+
+def _largest_rank(folder: Path) -> int:
+    """Of an adapter, its draft weights included; 1 where its files do not say: loading it will say what is wrong."""
+    ranks = [1]
+    for file in folder.rglob("adapter_config.json"):
+        try:
+            config = read_json(file)
+            ranks += [int(config.get("r", 1)), *map(int, (config.get("rank_pattern") or {}).values())]
+        except (OutriderError, ValueError, TypeError, AttributeError):
+            continue
+    return max(ranks)
+
+
+def _describe(engine: BenchEngine, path: Path) -> dict[str, Any]:
+    info = engine.core.info
+    described = {
+        "architecture": info.architecture,
+        "dtype": info.dtype,
+        "device": info.device,
+        "num_parameters": info.num_parameters,
+    }
+    inflation = path / INFLATION_FILE
+    if inflation.is_file():
+        described["inflated_from"] = json.loads(inflation.read_text(encoding="utf-8")).get("source")
+    return described

@@ -1,0 +1,186 @@
+"""Running estimates of which drafts are accepted.
+
+For one drafter and the requests of one adapter, `Rates` keeps for each draft position j
+
+    p_j = P(draft j is accepted | drafts 0 .. j-1 were accepted, and there was a draft j)
+    a_j = P(there is a draft j | one was asked for)            (n-gram finds no match, a lagging model is not ready)
+
+as counts that forget exponentially. A position that was hardly ever tried is thought to be like the one before it:
+
+    p_j = (accepted_j + w p_{j-1}) / (tried_j + w),    p_{-1} = the drafter's mean over all adapters
+
+One request differs from its adapter's mean by a factor m, estimated from its own drafts and shrunk towards 1:
+
+    m = (s + accepted) / (s + expected),    expected = sum of p_j over the drafts of it that were tried
+
+so that its chance of having drafts 0 .. j accepted is prod_{l <= j} min(m p_l, MAX). The number of drafts tried is
+min(accepted + 1, drafts): those behind the first rejected one say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Prior(NamedTuple):
+    """What is thought of every position before anything was proposed or verified."""
+
+    probability: float
+    available: float
+
+
+HOPEFUL = Prior(0.7, 1.0)
+"""Of the drafter that the user asked for: it is tried at once."""
+FALLBACK = Prior(0.4, 0.4)
+"""Of one that stands in for it: it is tried when the other does not pay, and by probes."""
+MAX_PROBABILITY = 0.99
+LANE_MEMORY = 200.0
+"""Verified rows after which an adapter's evidence has faded by 1/e."""
+REQUEST_MEMORY = 40.0
+"""The same for one request, in tried drafts."""
+_POSITION_WEIGHT = 3.0
+_REQUEST_WEIGHT = 8.0
+
+
+class Rates:
+    """Estimates by draft position, for one drafter and one adapter (or, as the prior, for all adapters)."""
+
+    __slots__ = (
+        "_accepted",
+        "_always",
+        "_asked",
+        "_available",
+        "_fade",
+        "_prior",
+        "_probabilities",
+        "_proposed",
+        "_stale",
+        "_tried",
+    )
+
+    def __init__(self, num_positions: int, prior: Rates | Prior, memory: float = LANE_MEMORY) -> None:
+        """`prior`: what these start from."""
+        self._tried = [0.0] * num_positions
+        self._accepted = [0.0] * num_positions
+        self._asked = [0.0] * num_positions
+        self._proposed = [0.0] * num_positions
+        self._fade = 1.0 - 1.0 / memory
+        self._prior = prior
+        self._always = self.prior_available == 1.0  # never a draft too few so far: nothing to count
+        self._stale = True
+        self._probabilities: list[float] = []
+        self._available: list[float] | None = None
+
+    @property
+    def evidence(self) -> float:
+        """Verified rows, faded."""
+        return self._tried[0]
+
+    def count_proposal(self, num_asked: int, num_proposed: int) -> None:
+        """`num_proposed` drafts came of `num_asked`."""
+        if num_proposed >= num_asked and self._always:
+            return
+        self._always = False
+        asked, proposed, fade = self._asked, self._proposed, self._fade
+        for j in range(num_asked):
+            asked[j] = asked[j] * fade + 1.0
+            proposed[j] *= fade
+        for j in range(min(num_asked, num_proposed)):
+            proposed[j] += 1.0
+        self._available = None
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """`num_accepted` of `num_drafts` verified drafts were right."""
+        tried, accepted, fade = self._tried, self._accepted, self._fade
+        for j in range(min(num_accepted + 1, num_drafts)):
+            tried[j] = tried[j] * fade + 1.0
+            accepted[j] *= fade
+        for j in range(num_accepted):
+            accepted[j] += 1.0
+        self._stale = True
+
+    def loosen(self, evidence: float) -> None:
+        """Let what was learned weigh no more than `evidence` verified rows: it is old."""
+        if self._tried[0] > evidence:
+            scale = evidence / self._tried[0]
+            self._tried = [x * scale for x in self._tried]
+            self._accepted = [x * scale for x in self._accepted]
+            self._asked = [x * scale for x in self._asked]
+            self._proposed = [x * scale for x in self._proposed]
+            self._stale, self._available = True, None
+
+    @property
+    def probabilities(self) -> list[float]:
+        """p_j [num_positions]. Not to be changed."""
+        if self._stale:
+            self._stale = False
+            prior = self._prior
+            before = prior.probability if isinstance(prior, Prior) else prior.probabilities[0]
+            found = []
+            for tried, accepted in zip(self._tried, self._accepted, strict=True):
+                before = (accepted + _POSITION_WEIGHT * before) / (tried + _POSITION_WEIGHT)
+                found.append(before)
+            self._probabilities = found
+        return self._probabilities
+
+    @property
+    def recent_probabilities(self) -> list[float]:
+        """p_j as they were when last asked for: good enough to compare a request with, and free."""
+        return self._probabilities or self.probabilities
+
+    @property
+    def prior_available(self) -> float:
+        """P(there is a first draft) before anything was counted."""
+        prior = self._prior
+        return prior.available if isinstance(prior, Prior) else prior.available[0]
+
+    @property
+    def available(self) -> list[float]:
+        """P(there are drafts 0 .. j | asked for) [num_positions], never rising. Not to be changed."""
+        if self._available is None:
+            before, rate = 1.0, self.prior_available
+            found = []
+            for asked, proposed in zip(self._asked, self._proposed, strict=True):
+                rate = min(before, (proposed + _POSITION_WEIGHT * rate) / (asked + _POSITION_WEIGHT))
+                found.append(rate)
+                before = rate
+            self._available = found
+        return self._available
+
+
+class RequestRates:
+    """How one request differs from its adapter's mean, for one drafter."""
+
+    __slots__ = ("_accepted", "_expected")
+
+    def __init__(self) -> None:
+        self._accepted = 0.0
+        self._expected = 0.0
+
+    def count(self, probabilities: Sequence[float], num_drafts: int, num_accepted: int) -> None:
+        """Take in verified drafts, with the adapter's estimate before them."""
+        num_tried = min(num_accepted + 1, num_drafts)
+        keep = max(0.0, 1.0 - num_tried / REQUEST_MEMORY)
+        self._accepted = self._accepted * keep + num_accepted
+        self._expected = self._expected * keep + sum(probabilities[:num_tried])
+
+    def fade(self, keep: float) -> None:
+        """Forget a part: nothing was verified for a while."""
+        self._accepted *= keep
+        self._expected *= keep
+
+    @property
+    def factor(self) -> float:
+        """m."""
+        return (_REQUEST_WEIGHT + self._accepted) / (_REQUEST_WEIGHT + self._expected)
+
+
+def cumulative(probabilities: Sequence[float], factor: float, num_drafts: int) -> list[float]:
+    """P(drafts 0 .. j are all accepted | they are there) for j < num_drafts."""
+    found, product = [], 1.0
+    for p in probabilities[:num_drafts]:
+        p *= factor
+        product *= p if p < MAX_PROBABILITY else MAX_PROBABILITY
+        found.append(product)
+    return found

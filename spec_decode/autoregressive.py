@@ -1,0 +1,117 @@
+"""Drafting token by token with layers of one's own: what draft models and EAGLE heads have in common.
+
+    tokens   t0 t1 ... tn             one ragged catch-up pass over all rows: KV up to tn, and the first draft d0
+    drafts                d0 d1 d2    then one token a pass, for the rows that want more: KV of d0, d1; d2 has none
+
+A row may lag (no drafts asked for, a prefix-cache hit without draft KV, a long prompt): the catch-up pass has a budget
+of tokens, shortest lag first, and a row that does not get through drafts nothing in this step and goes on in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .drawing import Drafting
+from .proposer import DraftRow, Proposal
+from .verification import choose_rule
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """How far and how much a drafter computes."""
+
+    block_size: int
+    num_positions: int
+    """Positions that it can compute of a sequence."""
+    max_num_batched_tokens: int
+    """Tokens of a catch-up pass."""
+    invariant: bool
+    """The drafter-invariant rule holds for all requests."""
+    first_position: int = 0
+    """Positions before it need no computing."""
+    drafts_count: bool = True
+    """Whether the KV of drafts is as valid as any once they are accepted; else it is computed again."""
+
+
+class TokenDrafter(Protocol):
+    """A network that drafts one token after the other. The state is what it hands itself from pass to pass."""
+
+    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> Tensor:
+        """Compute the known tokens `chunks` of each of B sequences from position `start` on: the state [B, ...]."""
+        ...
+
+    def go_on(self, sequences: Sequence[Drafting], state: Tensor) -> Tensor:
+        """Compute the last draft of each of B sequences, of which `state` made it: the next state."""
+        ...
+
+    def draw(self, sequences: Sequence[Drafting], state: Tensor) -> None:
+        """Append one draft to each of B sequences."""
+        ...
+
+
+def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: DraftLimits) -> list[Proposal]:
+    """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
+    sequences = [_drafting(row, limits) for row in rows]
+    # Rows that ask for nothing are fed along with others, never for their own sake: k = 0 costs nothing.
+    if any(s.num_wanted or (s.start < s.end and not s.row.sampled) for s in sequences):
+        behind = _catch_up(drafter, sequences, limits.max_num_batched_tokens)
+        if behind is not None:
+            _draft(drafter, *behind, drafts_count=limits.drafts_count)
+    return [Proposal(s.drafts, s.start) for s in sequences]
+
+
+def _drafting(row: DraftRow, limits: DraftLimits) -> Drafting:
+    start = max(row.num_draft_valid, limits.first_position)
+    rule = choose_rule(row.request, limits.invariant)
+    if row.request.params.max_drafts == 0:
+        return Drafting(row, rule, start=start, end=start)
+    room = min(len(row.block_table) * limits.block_size, limits.num_positions)
+    num_tokens = len(row.tokens)
+    num_wanted = 0
+    if row.sampled and num_tokens <= room:
+        num_wanted = min(row.max_drafts, room - num_tokens + 1)  # the last draft is not computed
+    if num_wanted < 1:
+        return Drafting(row, rule, start=start, end=max(start, min(row.num_valid, room)))
+    # The last token's logits are needed even where its KV should be there already.
+    return Drafting(row, rule, num_wanted, start=min(start, num_tokens - 1), end=num_tokens)
+
+
+def _catch_up(drafter: TokenDrafter, sequences: list[Drafting], budget: int) -> tuple[list[Drafting], Tensor] | None:
+    """One pass over what `sequences` lag, as far as the budget reaches: those that got through and want drafts, with
+    their state."""
+    behind: list[Drafting] = []
+    chunks: list[list[int]] = []
+    for sequence in sorted(sequences, key=lambda s: s.end - s.start):
+        count = min(sequence.end - sequence.start, budget)
+        if count > 0:
+            budget -= count
+            behind.append(sequence)
+            chunks.append(sequence.row.tokens[sequence.start : sequence.start + count])
+    if not behind:
+        return None
+    state = drafter.begin(behind, chunks)
+    for sequence, chunk in zip(behind, chunks, strict=True):
+        sequence.start += len(chunk)
+    return _select(behind, state, [i for i, s in enumerate(behind) if s.start == s.end and s.num_wanted])
+
+
+def _draft(drafter: TokenDrafter, drafting: list[Drafting], state: Tensor, drafts_count: bool) -> None:
+    while drafting:
+        drafter.draw(drafting, state)
+        more = [i for i, s in enumerate(drafting) if len(s.draft_ids) < s.num_wanted]
+        drafting, state = _select(drafting, state, more)
+        if drafting:
+            state = drafter.go_on(drafting, state)
+            for sequence in drafting:
+                sequence.start += drafts_count
+
+
+def _select(sequences: list[Drafting], state: Tensor, keep: list[int]) -> tuple[list[Drafting], Tensor]:
+    if len(keep) == len(sequences):
+        return sequences, state
+    return [sequences[i] for i in keep], state[torch.tensor(keep, dtype=torch.int64, device=state.device)]

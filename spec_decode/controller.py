@@ -1,0 +1,374 @@
+"""Who drafts how much for each row of the next step.
+
+Every few steps, or when the batch has changed, `Controller.decide` does this:
+
+1. Each adapter (a *lane*) takes the drafter that promises most for its mean request at the batch's prices; another than
+   the present one must promise `SWITCH` more. So an adapter falls from the neural drafter to prompt lookup, and back.
+2. `goodput.best_plan` shares out drafts over the rows.
+3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
+   than `ENTER`: between the two nothing changes, and a state lasts `DWELL` steps, or a quarter of it when it is clearly
+   wrong; twice as long each time that one did not last.
+4. Trials (`probing`): no drafts, the best plan, or a drafter that a lane does not use, for `TRIAL` steps.
+
+Between decisions a row keeps what it was given. Nothing here reads a clock or a token: time comes in as seconds that
+were measured, requests as `RowState`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from operator import mul
+from typing import NamedTuple
+
+from .acceptance import FALLBACK, HOPEFUL, Rates, RequestRates, cumulative
+from .goodput import Offer, Plan, Prices, best_plan
+from .probing import MIN_INTERVAL, Backoff, Budget
+from .step_costs import MIXED, Curve, StepCosts, row_class
+
+ENTER, LEAVE, SWITCH = 0.025, 0.005, 0.03
+DWELL, LONGEST_DWELL = 24, 384
+CLEARLY = 0.15
+TRIAL = 3
+PERIOD = 8
+"""Steps between decisions, at most; twice that while there is nothing to draft."""
+PROBE_DRAFTS = 2
+AMORTISED_OVER = 64
+"""Steps over which a drafter's catching up is spread."""
+MAX_LANES = 4096
+"""Adapters remembered, by last use."""
+
+
+class DrafterTraits(NamedTuple):
+    """What the controller knows of a drafter beforehand."""
+
+    name: str
+    has_passes: bool
+    """Whether each further draft costs a pass of a network: a neural drafter."""
+
+
+class Lane:
+    """What is known of one adapter (or of the base model): the prior of its requests."""
+
+    __slots__ = ("before", "drafter", "num_drafts", "rates", "trials")
+
+    def __init__(self, rates: list[Rates], step: int) -> None:
+        self.rates = rates
+        """By drafter."""
+        self.trials = [Backoff(step - MIN_INTERVAL // 2) for _ in rates]
+        self.drafter = 0
+        self.num_drafts = 0
+        """What a request of it was given last: where a new one starts."""
+        self.before: list[float | None] = [None] * len(rates)
+        """While a drafter is on trial: what it was thought to accept."""
+
+
+class RowState:
+    """One live request, as the controller sees it."""
+
+    __slots__ = ("asked", "drafter", "drafts", "lag", "lane", "limit", "num_drafts", "proposed_by", "rates")
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.rates = [RequestRates() for _ in lane.rates]
+        self.drafter = lane.drafter
+        """Who drafts for it now..."""
+        self.num_drafts = lane.num_drafts
+        """...and how many drafts: the decision."""
+        self.limit = 0
+        """Most drafts that it may get, set before each decision."""
+        self.lag = 0
+        """Tokens that the neural drafter lags behind it, set before each decision."""
+        self.proposed_by = -1
+        """Whose drafts the next step verifies; -1: there are none."""
+
+
+class _Mode:
+    """Whether drafting is thought to pay, for one class of rows: with many rows it may not where with few it does."""
+
+    __slots__ = ("drafting", "dwell", "since")
+
+    def __init__(self, drafting: bool, step: int) -> None:
+        self.drafting = drafting
+        self.dwell = DWELL
+        self.since = step - 8 * DWELL
+
+    def update(self, gain: float, step: int) -> bool:
+        """Take in what drafting is predicted to gain now; returns whether that changed the mode."""
+        lasted = step - self.since
+        wrong = gain < -LEAVE if self.drafting else gain > ENTER
+        if not wrong or lasted < (self.dwell // 4 if abs(gain) > CLEARLY else self.dwell):
+            return False
+        self.dwell = min(2 * self.dwell, LONGEST_DWELL) if lasted < 8 * self.dwell else DWELL
+        self.drafting = not self.drafting
+        self.since = step
+        return True
+
+
+class Controller:
+    """Estimates, and the decisions that follow from them."""
+
+    def __init__(self, drafters: Sequence[DrafterTraits], max_drafts: int) -> None:
+        """`drafters`: first the one that was asked for. `max_drafts`: for any row."""
+        self._traits = tuple(drafters)
+        self._has_passes = [traits.has_passes for traits in drafters]
+        self._max_drafts = max_drafts
+        self.costs = StepCosts(self._has_passes)
+        priors = [HOPEFUL, *[FALLBACK] * (len(drafters) - 1)]
+        self._means = [Rates(max_drafts, prior, memory=512.0) for prior in priors]
+        self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
+        self._budget = Budget()
+        self._without: dict[int, Backoff] = {}  # trials of no drafts, by class of rows
+        self._with: dict[int, Backoff] = {}  # trials of drafting, by class of rows
+        self._more: dict[int, Backoff] = {}  # trials of one draft more, by class of rows
+        self._modes: dict[int, _Mode] = {}  # by class of rows; 0: steps with prompts
+        self._mode = _Mode(True, 0)
+        self.num_switches = 0
+        self._step = 0
+        self._next_decision = 0
+        self._trial_ends = 0
+        self._passes = 0
+        self._idle_seconds = 0.0  # what a step without drafts takes, while a trial is to be charged by what it takes
+        self._batch: tuple[int, bool] = (0, False)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether drafting is thought to pay at present."""
+        return self._mode.drafting
+
+    # ------------------------------------------------------------------ evidence
+
+    def lane(self, key: Hashable) -> Lane:
+        """The lane of an adapter."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = Lane([Rates(self._max_drafts, mean) for mean in self._means], self._step)
+            self._lanes[key] = lane
+            if len(self._lanes) > MAX_LANES:
+                self._lanes.popitem(last=False)
+        else:
+            self._lanes.move_to_end(key)
+        return lane
+
+    def forget(self, key: Hashable) -> None:
+        """An adapter is gone."""
+        self._lanes.pop(key, None)
+
+    def verified(self, row: RowState, num_drafts: int, num_accepted: int) -> None:
+        """The step verified drafts of `row` that `row.proposed_by` made."""
+        drafter = row.proposed_by
+        if drafter < 0 or num_drafts < 1:
+            return
+        rates = row.lane.rates[drafter]
+        row.rates[drafter].count(rates.recent_probabilities, num_drafts, num_accepted)
+        rates.count(num_drafts, num_accepted)
+        self._means[drafter].count(num_drafts, num_accepted)
+
+    def proposed(self, row: RowState, drafter: int, num_asked: int, num_proposed: int) -> None:
+        """`drafter` was asked for drafts for `row`."""
+        row.proposed_by = drafter if num_proposed else -1
+        row.lane.rates[drafter].count_proposal(num_asked, num_proposed)
+        self._means[drafter].count_proposal(num_asked, num_proposed)
+
+    def stepped(self, seconds: float) -> None:
+        """A step has passed; with all that belongs to it, it took `seconds`."""
+        self._step += 1
+        self._budget.elapsed += seconds
+        if self._idle_seconds and self._step <= self._trial_ends:
+            self._budget.spent += max(0.0, min(seconds / self._idle_seconds - 1.0, 2.0)) * self._idle_seconds
+
+    # ------------------------------------------------------------------ decision
+
+    def due(self, num_rows: int, mixed: bool) -> bool:
+        """Whether to decide now: it is time, or the batch is not what it was. `num_rows`: that sample."""
+        if self._step >= self._next_decision:
+            return True
+        rows, was_mixed = self._batch
+        if self._step < self._trial_ends:
+            return False
+        return row_class(num_rows) != row_class(rows) or (num_rows != rows and num_rows <= 4) or mixed != was_mixed
+
+    def decide(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
+        """Set `drafter` and `num_drafts` of all rows that sample; `prompt_tokens` are likely to be computed beside
+        them in the next step."""
+        self._batch = (len(rows), prompt_tokens > 0)
+        kind = MIXED if prompt_tokens else row_class(len(rows))
+        self._mode = self._modes.setdefault(kind, _Mode(self._mode.drafting, self._step))
+        self._next_decision = self._step + self._period()
+        self._end_trials(rows)
+        self._idle_seconds = 0.0
+        self._limit_to_known(rows, prompt_tokens)
+        offering = [row for row in rows if row.limit > 0]
+        for row in rows:
+            row.num_drafts = 0
+        if not offering:
+            return
+        self._choose_drafters(offering, prompt_tokens, len(rows))
+        offers = [self._offer(row) for row in offering]
+        prices = self._prices(offering, len(rows), prompt_tokens)
+        plan = best_plan(offers, prices, self._passes)
+        self._take_state(plan)
+        shown = self._trial_of_the_other(plan, len(rows), prices)
+        if shown:
+            self._passes = plan.passes
+            for row, count in zip(offering, plan.num_drafts, strict=True):
+                row.num_drafts = count
+        for row in offering:
+            if row.num_drafts and self.drafting:
+                row.lane.trials[row.drafter].used(self._step)
+            elif not row.num_drafts:
+                row.rates[row.drafter].fade(0.9)
+            row.lane.num_drafts = row.num_drafts
+        if shown and self.drafting:
+            self._try_more(offering, plan)
+        if shown == self.drafting:
+            self._probe(offering, plan, prices)
+
+    def _period(self) -> int:
+        early = min(PERIOD, 2 + self._step // 8)
+        return early if self.drafting else 2 * early
+
+    def _limit_to_known(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
+        """At most twice as many tokens a step as were ever measured, or two drafts a row: a step that is far too long
+        is not found out by running it."""
+        if prompt_tokens == 0:
+            most = max(2, int(2 * self.costs.target.reach(len(rows)) / max(len(rows), 1)) - 1)
+            for row in rows:
+                row.limit = min(row.limit, most)
+
+    def _offer(self, row: RowState) -> Offer:
+        drafter = row.drafter
+        rates = row.lane.rates[drafter]
+        return Offer(
+            drafter,
+            cumulative(rates.probabilities, row.rates[drafter].factor, row.limit),
+            rates.available[: row.limit],
+        )
+
+    def _prices(self, offering: Sequence[RowState], num_rows: int, prompt_tokens: int) -> Prices:
+        costs = self.costs
+        drafts: list[tuple[Curve, Curve, int]] = []
+        for drafter in range(len(self._traits)):
+            served = sum(row.drafter == drafter for row in offering)
+            one = costs.draft_curve(drafter, 1)
+            drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
+        extra = 0.0
+        if not self.drafting:
+            lag = sum(row.lag for row in offering if self._has_passes[row.drafter])
+            extra = costs.catch_up(0, lag) / AMORTISED_OVER
+        target = costs.target_curve(MIXED if prompt_tokens else num_rows)
+        return Prices(num_rows, num_rows + prompt_tokens, costs.host_seconds, target, drafts, self._has_passes, extra)
+
+    def _choose_drafters(self, offering: Sequence[RowState], prompt_tokens: int, num_rows: int) -> None:
+        """Every lane's drafter, as if the whole batch were like it."""
+        if len(self._traits) > 1:
+            costs = self.costs
+            target = costs.target_curve(MIXED if prompt_tokens else num_rows)
+            drafts = [costs.draft_curve(drafter, num_rows) for drafter in range(len(self._traits))]
+            for lane in {row.lane for row in offering}:
+                values = [
+                    _mean_goodput(lane.rates[drafter], num_rows, prompt_tokens, target, draft, costs.host_seconds)
+                    for drafter, draft in enumerate(drafts)
+                ]
+                best = max(range(len(values)), key=values.__getitem__)
+                if values[best] > values[lane.drafter] * (1.0 + SWITCH):
+                    lane.drafter = best
+        for row in offering:
+            row.drafter = row.lane.drafter
+
+    def _take_state(self, plan: Plan) -> None:
+        """Whether drafting pays, with hysteresis."""
+        self.num_switches += self._mode.update(plan.gain, self._step)
+
+    # ------------------------------------------------------------------ trials
+
+    def _trial_of_the_other(self, plan: Plan, num_rows: int, prices: Prices) -> bool:
+        """Whether the next steps show the plan: as `drafting` says, or for `TRIAL` steps the contrary."""
+        if self._batch[1]:
+            return self.drafting
+        kind = row_class(num_rows)
+        backoffs = self._without if self.drafting else self._with
+        backoff = backoffs.setdefault(kind, Backoff(self._step))
+        unknown = self.drafting and self.costs.target.count(num_rows, prices.base_tokens) < TRIAL
+        if not (unknown or backoff.due(self._step)):
+            return self.drafting
+        share = 1.0 - 1.0 / (1.0 + plan.gain) if self.drafting else -plan.gain
+        seconds = prices.idle_seconds if self.drafting else plan.seconds
+        if not self._budget.spend(TRIAL * max(share, 0.0) * seconds, prices.idle_seconds):
+            return self.drafting
+        backoff.tried(self._step)
+        if abs(plan.gain) < 3 * ENTER:
+            backoff.surprised()
+        self._trial_ends = self._next_decision = self._step + TRIAL
+        return not self.drafting
+
+    def _try_more(self, offering: Sequence[RowState], plan: Plan) -> None:
+        """One draft more for each row that has some, where that is due: steps between those measured may be shorter
+        than the line between them (products are padded to tiles)."""
+        backoff = self._more.setdefault(row_class(self._batch[0]), Backoff(self._step))
+        if backoff.due(self._step) and self._budget.spend(0.05 * TRIAL * plan.seconds, plan.seconds):
+            backoff.tried(self._step)
+            for row in offering:
+                if row.num_drafts:
+                    row.num_drafts = min(row.num_drafts + 1, row.limit)
+            self._trial_ends = self._next_decision = self._step + TRIAL
+
+    def _probe(self, offering: Sequence[RowState], plan: Plan, prices: Prices) -> None:
+        """Lets a row of each lane try a drafter that the lane does not use, where that is due."""
+        for drafter, traits in enumerate(self._traits):
+            best: dict[Lane, RowState] = {}
+            for row in offering:
+                lane = row.lane
+                if lane.trials[drafter].due(self._step) and (lane not in best or row.lag < best[lane].lag):
+                    best[lane] = row
+            running = any(row.num_drafts and row.drafter == drafter for row in offering)
+            for lane, row in best.items():
+                count = min(PROBE_DRAFTS, row.limit)
+                cost = 0.0 if running else prices.drafts[drafter][0](count) - prices.drafts[drafter][0](0)
+                cost += prices.target(prices.base_tokens + count) - prices.target(prices.base_tokens)
+                if row.num_drafts:
+                    _, chances, available = self._offer(row)
+                    lost = sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts]))
+                    cost += lost / plan.goodput
+                cost = cost * TRIAL + (self.costs.catch_up(drafter, row.lag) if traits.has_passes else 0.0)
+                if not self._budget.spend(cost if self.drafting else 0.0, prices.idle_seconds):
+                    continue
+                self._idle_seconds = 0.0 if self.drafting else prices.idle_seconds - prices.host
+                lane.trials[drafter].tried(self._step)
+                lane.rates[drafter].loosen(16.0)
+                lane.before[drafter] = lane.rates[drafter].probabilities[0]
+                row.drafter, row.num_drafts = drafter, count
+                running = True
+                self._trial_ends = self._next_decision = self._step + TRIAL + 1
+
+    def _end_trials(self, rows: Sequence[RowState]) -> None:
+        for lane in {row.lane for row in rows}:
+            for drafter, before in enumerate(lane.before):
+                if before is not None:
+                    lane.before[drafter] = None
+                    if lane.rates[drafter].probabilities[0] > 1.25 * before + 0.1:
+                        lane.trials[drafter].surprised()
+
+    # ------------------------------------------------------------------ introspection
+
+    def snapshot(self) -> dict[Hashable, dict[str, object]]:
+        """By adapter: its drafter, the drafts that its last request got, and the acceptance by position thought of."""
+        return {
+            key: {
+                "drafter": self._traits[lane.drafter].name,
+                "num_drafts": lane.num_drafts,
+                "acceptance": [round(p, 3) for p in lane.rates[lane.drafter].probabilities],
+            }
+            for key, lane in self._lanes.items()
+        }
+
+
+def _mean_goodput(rates: Rates, num_rows: int, prompt_tokens: int, target: Curve, draft: Curve, host: float) -> float:
+    """The best goodput of `num_rows` mean requests of one lane, over the number of drafts."""
+    tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, 0.0
+    for k, (p, available) in enumerate(zip(rates.probabilities, rates.available, strict=True), 1):
+        product *= p
+        tokens += num_rows * available * product
+        size += num_rows * available
+        best = max(best, tokens / (host + target(size) + draft(k)))
+    return best

@@ -1,0 +1,188 @@
+"""EAGLE heads as drafters: chains of drafts from one layer that reads the target's hidden states.
+
+The layer pairs a token with the target's hidden state g one position *before* it:
+
+    position    0    1    2   ...  n           what is kept at position p of the sequence, in the blocks of all layers
+    token       t0   t1   t2  ...  tn (new)
+    target's         g0   g1  ...  gn-1        of the layer: the KV of the pair (t_p, g_p-1), rotated as at p - 1
+    store       g0   g1   g2  ...              of the store: g_p
+
+So what a block holds depends on the tokens up to its end and on no later one: blocks are shared through the prefix
+cache as the target's are. Position 0 has no pair, and no query looks there. The pair (tn, gn-1) predicts the first
+draft d0. The next pairs are (d0, x0), (d1, x1), ... with the head's own output x in place of g. They are computed again
+when the target's g is known: only what follows from the target counts (`Proposal.num_draft_computed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models.batch import LayerKV, SequenceRows, build_batch
+from ..models.config import read_json
+from ..platform.core.speculative_config import SpeculativeConfig
+from . import autoregressive
+from .autoregressive import DraftLimits
+from .checkpoint import fill, fill_randomly, read_tensors
+from .drawing import Drafting, EditLogits, draw
+from .eagle_config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
+from .eagle_model import EagleHead, LastRows
+from .factory import ProposerContext
+from .hidden_store import HiddenStore
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
+
+__all__ = ["EagleProposer", "eagle_kv_bytes_per_token", "load_eagle"]
+
+# Tensors of public files that follow from others.
+_NOT_NEEDED = ("t2d",)
+_COMPUTED = "rotary_emb.inv_freq"
+
+
+def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProposer:
+    """Load `config.model` as an EAGLE head of the method that it names ("eagle" or "eagle3").
+
+    Raises:
+        InvalidRequestError: it does not fit the target, or is no such head; with both figures.
+        NotFoundError, UnsupportedModelError: as for any model.
+    """
+    from ..models.loader import resolve_model_path
+
+    path = resolve_model_path(config.model or "", draft=True)
+    head_config = read_eagle_config(read_json(path / "config.json"), config.method, context.target.config)
+    if context.load_format == "dummy":
+        head = EagleHead(_for_random_weights(head_config), context.target, context.device)
+        slots = head.weight_slots()
+        if "d2t" in slots:
+            slots.pop("d2t").load(torch.zeros(head_config.draft_vocab_size, dtype=torch.int64))
+        fill_randomly(slots, context.seed)
+    else:
+        stored = {
+            canonical_name(name): tensor
+            for name, tensor in read_tensors(path).items()
+            if name not in _NOT_NEEDED and not name.endswith(_COMPUTED)
+        }
+        head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
+        fill(path, head.weight_slots(), stored)
+    return EagleProposer(
+        head,
+        invariant=config.rejection_sample_method == "invariant",
+        max_num_batched_tokens=context.max_num_batched_tokens,
+        edit_logits=context.edit_logits,
+    )
+
+
+def _for_random_weights(config: EagleConfig) -> EagleConfig:
+    """`config` with embedding and head of its own where the target's do not fit."""
+    smaller = config.draft_vocab_size != config.layer.vocab_size
+    other = config.layer.hidden_size != config.target_hidden_size
+    return dataclasses.replace(config, own_embedding=other, own_head=other or smaller, own_vocabulary=smaller)
+
+
+class EagleProposer:
+    """Drafts by an EAGLE head with each request's own sampling parameters, as a draft model does."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        *,
+        invariant: bool = False,
+        max_num_batched_tokens: int = 2048,
+        edit_logits: EditLogits | None = None,
+    ) -> None:
+        """`head` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests."""
+        self._head = head
+        self._invariant = invariant
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._edit_logits = edit_logits
+        self._eagle3 = head.config.eagle3
+        self._store = HiddenStore(head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3)
+        self._kv: Sequence[LayerKV] = ()
+        self._limits: DraftLimits | None = None
+        self._prepare_adapters: AdapterPreparer = no_adapters
+
+    @property
+    def needs(self) -> ProposerNeeds:
+        """The head's layer and the store of hidden states; what it reads of the target; its projections."""
+        return ProposerNeeds(
+            kv_layers=(self._head.kv_layer, self._store.spec),
+            aux_layers=self._head.config.aux_layers,
+            linears=tuple(self._head.linears()),
+        )
+
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
+        """Its layers of the engine's cache."""
+        self._kv = kv[:1]
+        self._store.bind(kv[1], prepare_adapters)
+        self._prepare_adapters = prepare_adapters
+        self._limits = DraftLimits(
+            block_size=kv[0].k.shape[2],
+            num_positions=self._head.config.layer.max_position_embeddings + 1,  # the first one is not computed
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            invariant=self._invariant,
+            first_position=1,
+            drafts_count=False,
+        )
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """Nothing outlives a request but what its blocks hold, and the prefix cache knows whose they are."""
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
+        every step with all of its rows."""
+        assert self._limits is not None, "bind comes first"
+        if self._eagle3:
+            self._store.append(rows, target.aux)
+        else:
+            assert target.hidden is not None
+            self._store.append(rows, (target.hidden,))
+        return autoregressive.propose(self, rows, self._limits)
+
+    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> Tensor:
+        """See `TokenDrafter`; the state is the head's output [B, H]."""
+        self._store.flush()
+        slots = [
+            self._store.slots(s.row.block_table, s.start - 1, s.start - 1 + len(chunk))
+            for s, chunk in zip(sequences, chunks, strict=True)
+        ]
+        hidden = self._store.read(np.concatenate(slots))
+        return self._forward(sequences, chunks, [s.start for s in sequences], hidden)
+
+    def go_on(self, sequences: Sequence[Drafting], state: Tensor) -> Tensor:
+        """See `TokenDrafter`."""
+        starts = [len(s.row.tokens) + len(s.draft_ids) - 1 for s in sequences]
+        return self._forward(sequences, [s.draft_ids[-1:] for s in sequences], starts, state)
+
+    def draw(self, sequences: Sequence[Drafting], state: Tensor) -> None:
+        """See `TokenDrafter`."""
+        draw(sequences, self._head.logits(state), self._head.vocabulary, self._edit_logits)
+
+    def _forward(
+        self, sequences: Sequence[Drafting], token_ids: list[list[int]], starts: list[int], hidden: Tensor
+    ) -> Tensor:
+        """Compute `token_ids` of each of B sequences from position `starts` on, with the hidden states [T, H] before
+        them: the output at the last ones, [B, H]."""
+        rows = SequenceRows(
+            token_ids=[token for chunk in token_ids for token in chunk],
+            query_lens=[len(chunk) for chunk in token_ids],
+            starts=starts,
+            block_tables=[s.row.block_table for s in sequences],
+            first_key=1,
+        )
+        handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
+        adapters = self._prepare_adapters(handles)
+        batch = build_batch(rows, self._head, self._kv, adapters)
+        return self._head.forward(batch, hidden, self._last(rows, handles, adapters))
+
+    def _last(self, rows: SequenceRows, handles: list[tuple[Any, int]], adapters: Any) -> LastRows | None:
+        if len(rows.token_ids) == len(rows.query_lens):
+            return None
+        index = torch.from_numpy(np.cumsum(rows.query_lens) - 1).to(self._head.device)
+        if adapters is not None:
+            adapters = self._prepare_adapters([(handle, 1) for handle, _ in handles])
+        return LastRows(index, adapters)

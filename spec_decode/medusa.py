@@ -1,0 +1,101 @@
+"""Medusa as a drafter: each of its heads guesses one token, all from one hidden state of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..models.batch import LayerKV
+from ..models.config import read_json
+from ..platform.core.speculative_config import SpeculativeConfig
+from .checkpoint import fill, fill_randomly, read_tensors, refuse
+from .drawing import Drafting, EditLogits, draw
+from .factory import ProposerContext
+from .medusa_model import MedusaHeads, canonical_names, read_medusa_config, with_tensors
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
+from .verification import choose_rule
+
+_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+
+def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaProposer:
+    """Load `config.model` as Medusa heads for the target.
+
+    Raises:
+        InvalidRequestError: they do not fit the target, or are fewer than the drafts asked for; with both figures.
+        NotFoundError: files are missing.
+    """
+    from ..models.loader import resolve_model_path
+
+    path = resolve_model_path(config.model or "", draft=True)
+    heads_config = read_medusa_config(read_json(path / "config.json"), context.target.config)
+    stored = {}
+    if context.load_format != "dummy":
+        stored = canonical_names(read_tensors(path, extra=_WEIGHTS))
+        heads_config = with_tensors(heads_config, stored)
+    if config.num_speculative_tokens > heads_config.num_heads:
+        raise refuse(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, but {config.model} has "
+            f"{heads_config.num_heads} Medusa heads: each makes one draft"
+        )
+    heads = MedusaHeads(heads_config, context.device)
+    if context.load_format == "dummy":
+        fill_randomly(heads.weight_slots(), context.seed)
+    else:
+        fill(path, heads.weight_slots(), stored)
+    invariant = config.rejection_sample_method == "invariant"
+    return MedusaProposer(heads, invariant=invariant, edit_logits=context.edit_logits)
+
+
+class MedusaProposer:
+    """Drafts by Medusa heads with each request's own sampling parameters. Keeps nothing between steps.
+
+    Head i draws from its own q, whatever the heads before it drew: both verification rules ask for no more.
+    """
+
+    def __init__(self, heads: MedusaHeads, *, invariant: bool = False, edit_logits: EditLogits | None = None) -> None:
+        """`invariant`: the drafter-invariant rule holds for all requests."""
+        self._heads = heads
+        self._invariant = invariant
+        self._edit_logits = edit_logits
+        self._prepare_adapters: AdapterPreparer = no_adapters
+
+    @property
+    def needs(self) -> ProposerNeeds:
+        """No layers; the projections of its residual blocks."""
+        return ProposerNeeds(linears=tuple(self._heads.linears()))
+
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
+        """Nothing of the cache."""
+        self._prepare_adapters = prepare_adapters
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """Nothing outlives a step."""
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """Drafts for the rows that ask for them, from the hidden state at the last position that counts."""
+        most = self._heads.config.num_heads
+        sequences = [
+            Drafting(row, choose_rule(row.request, self._invariant), min(row.max_drafts, most) if row.sampled else 0)
+            for row in rows
+        ]
+        self._draft([s for s in sequences if s.num_wanted > 0], target)
+        return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
+
+    def _draft(self, drafting: list[Drafting], target: TargetOutput) -> None:
+        # Those who want most come first: each head serves a prefix of the rows.
+        drafting = sorted(drafting, key=lambda s: -s.num_wanted)
+        if not drafting:
+            return
+        assert target.hidden is not None
+        last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
+        hidden = target.hidden.index_select(0, torch.tensor(last, device=target.hidden.device))
+        count, adapters = -1, None
+        for head in range(drafting[0].num_wanted):
+            wanted = [s for s in drafting if s.num_wanted > head]
+            if len(wanted) != count:
+                count = len(wanted)
+                adapters = self._prepare_adapters([(s.row.request.adapter, 1) for s in wanted])
+            draw(wanted, self._heads.logits(head, hidden[:count], adapters), edit=self._edit_logits)

@@ -1,0 +1,244 @@
+"""From options to the drafter that is trained: new heads, and heads and draft models read from a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ...models.loader import resolve_model_path
+from ...platform.core.errors import InvalidRequestError, NotFoundError
+from .data import Sample, frequent_tokens
+from .draft_lora import DraftModelLora, HeadLora
+from .drafter import Drafter
+from .eagle_head import Eagle1Head, Eagle3Head, EagleHead, Shared
+from .layers import HeadShape
+from .medusa_heads import MedusaHeads
+from .options import TrainOptions, wrong
+from .target import Target, load_causal_lm
+
+_EAGLE3_UNROLL, _EAGLE1_UNROLL = 4, 1
+_REFUSED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
+"""Variants of heads whose draft weights are not trained here."""
+
+
+def rope_theta_of(config: Any) -> float:
+    """rope_theta of a transformers configuration, old or new."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("rope_theta", getattr(config, "rope_theta", None) or 10000.0))
+
+
+def head_shape(target: Target, options: TrainOptions) -> HeadShape:
+    """Sizes of a new head: the target's unless told otherwise.
+
+    Raises:
+        InvalidRequestError: sizes that do not go together; names the option.
+    """
+    config = target.config
+    hidden = options.hidden_size or target.hidden_size
+    num_heads = options.num_heads or int(config.num_attention_heads)
+    kv_heads = options.num_kv_heads or min(num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads))
+    head_dim = options.head_dim or int(getattr(config, "head_dim", None) or target.hidden_size // num_heads)
+    if num_heads % kv_heads:
+        raise wrong("num_kv_heads", f"{kv_heads} must divide --num-heads {num_heads}")
+    if head_dim % 2:
+        raise wrong("head_dim", f"must be even, got {head_dim}")
+    draft_vocab = options.draft_vocab_size or target.vocab_size
+    if draft_vocab > target.vocab_size:
+        raise wrong("draft_vocab_size", f"{draft_vocab} exceeds the target's vocabulary of {target.vocab_size} tokens")
+    return HeadShape(
+        hidden_size=hidden,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=options.intermediate_size or int(config.intermediate_size),
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        rms_norm_eps=float(config.rms_norm_eps),
+        rope_theta=rope_theta_of(config),
+        max_position_embeddings=int(config.max_position_embeddings),
+    )
+
+
+def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]) -> Drafter:
+    """What `options.method` trains, with weights from the seed.
+
+    Raises:
+        InvalidRequestError, NotFoundError: sizes or files that do not fit.
+    """
+    torch.manual_seed(options.seed)
+    shared = Shared(target.embeddings, target.lm_head, target.last_layer)
+    if options.method == "medusa":
+        base_name = options.base_name or options.model
+        return MedusaHeads(target.lm_head, options.medusa_heads, options.medusa_layers, options.step_decay, base_name)
+    if options.method == "draft-lora":
+        return _draft_lora(options, target, shared)
+    shape = head_shape(target, options)
+    if options.method == "eagle":
+        eagle = Eagle1Head(
+            shape,
+            shared,
+            unroll=options.unroll or _EAGLE1_UNROLL,
+            step_decay=options.step_decay,
+            weights=(options.regression_weight, options.token_weight),
+            noise=options.feature_noise,
+        )
+        eagle.begin_as_last_layer()
+        return eagle
+    fits, all_tokens = shape.hidden_size == target.hidden_size, shape.draft_vocab_size == shape.vocab_size
+    head = Eagle3Head(
+        shape,
+        shared,
+        target.aux_layers,
+        unroll=options.unroll or _EAGLE3_UNROLL,
+        step_decay=options.step_decay,
+        draft_tokens=None if all_tokens else frequent_tokens(samples, shape.draft_vocab_size),
+        own=(options.own_embeddings or not fits, options.own_lm_head or not (fits and all_tokens)),
+    )
+    head.begin_as_last_layer()
+    return head
+
+
+def _draft_lora(options: TrainOptions, target: Target, shared: Shared) -> Drafter:
+    draft = options.draft or ""
+    alpha = options.alpha or 2.0 * options.rank
+    folder = resolve_model_path(draft)
+    if is_head(folder):
+        head = load_head(folder, target, shared, options.unroll)
+        return HeadLora(head, options.rank, alpha, options.base_name or draft)
+    device = shared.lm_head.device
+    causal = load_causal_lm(draft, torch.float32, device)
+    if int(causal.config.vocab_size) != target.vocab_size:
+        raise InvalidRequestError(
+            f"--draft: the draft model has a vocabulary of {causal.config.vocab_size} tokens, the target one of "
+            f"{target.vocab_size}; they must be the same",
+            param="draft",
+        )
+    return DraftModelLora(causal, options.rank, alpha, options.base_name or draft)
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the nested part of the speculators format lifted up.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotFoundError(f"--draft: cannot read {folder / 'config.json'}: {error}", param="draft") from error
+    return {**config.get("transformer_layer_config", {}), **config}
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds an EAGLE head, rather than a model of its own: heads have `fc`."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        try:
+            with safe_open(single, framework="pt") as opened:
+                return "fc.weight" in opened.keys()  # noqa: SIM118  # not a mapping
+        except SafetensorError as error:
+            raise NotFoundError(f"--draft: cannot read {single}: {error}", param="draft") from error
+    return (folder / "pytorch_model.bin").is_file() and "fc.weight" in _tensors(folder)
+
+
+def is_eagle3(config: dict[str, Any]) -> bool:
+    """Whether the head is an EAGLE-3 one."""
+    named = any("Eagle3" in name for name in config.get("architectures") or ())
+    return named or "draft_vocab_size" in config or config.get("speculators_model_type") == "eagle3"
+
+
+def load_head(folder: Path, target: Target, shared: Shared, unroll: int | None = None) -> EagleHead:
+    """An EAGLE or EAGLE-3 head of a folder, in float32.
+
+    Raises:
+        InvalidRequestError: it does not fit the target, or is of a variant that is not trained; names both figures.
+        NotFoundError: files are missing.
+    """
+    config, tensors = read_head_config(folder), _tensors(folder)
+    refused = next((name for name in _REFUSED if config.get(name)), None)
+    if refused is not None or "fc.bias" in tensors:
+        raise wrong(
+            "draft", f"{folder} is a head with {refused or 'a bias on fc'}, whose draft weights are not trained"
+        )
+    shape = _stored_shape(config, target)
+    head: EagleHead
+    if is_eagle3(config):
+        d2t = tensors.pop("d2t", None)
+        tensors.pop("t2d", None)
+        head = Eagle3Head(
+            shape,
+            shared,
+            _stored_aux_layers(config, target, folder),
+            unroll=unroll or _EAGLE3_UNROLL,
+            draft_tokens=None if d2t is None else (d2t + torch.arange(len(d2t))).tolist(),
+            own=("embed_tokens.weight" in tensors, "lm_head.weight" in tensors),
+            norm_before_residual=bool(config.get("norm_before_residual")),
+        )
+    else:
+        tensors.pop("embed_tokens.weight", None)
+        head = Eagle1Head(shape, shared, unroll=unroll or _EAGLE3_UNROLL, noise=0.0)
+    wanted = {name: tuple(p.shape) for name, p in head.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wanted != found:
+        name = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))[0]
+        got, need = found.get(name, "nothing"), wanted.get(name, "nothing")
+        raise wrong("draft", f"{folder} does not fit the target: {name} has {got}, expected {need}")
+    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return head.to(shared.lm_head.device)
+
+
+def _stored_shape(config: dict[str, Any], target: Target) -> HeadShape:
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    vocab_size = int(config.get("vocab_size", target.vocab_size))
+    if vocab_size != target.vocab_size:
+        raise wrong("draft", f"has a vocabulary of {vocab_size} tokens, the target one of {target.vocab_size}")
+    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000.0))
+    return HeadShape(
+        hidden_size=hidden,
+        target_hidden_size=int(config.get("target_hidden_size") or hidden),
+        intermediate_size=int(config["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads", heads)),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        vocab_size=vocab_size,
+        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(theta),
+        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+    )
+
+
+def _stored_aux_layers(config: dict[str, Any], target: Target, folder: Path) -> tuple[int, ...]:
+    layers = stored_aux_layers(config)
+    if layers is not None and layers != target.aux_layers:
+        raise wrong("draft", f"{folder} reads the target's layers {layers}, but {target.aux_layers} were prepared")
+    return target.aux_layers
+
+
+def stored_aux_layers(config: dict[str, Any]) -> tuple[int, ...] | None:
+    """The layers that a head's config.json names, if it does."""
+    nested = config.get("eagle_config") or {}
+    layers = config.get("eagle_aux_hidden_state_layer_ids", nested.get("eagle_aux_hidden_state_layer_ids"))
+    return None if layers is None else tuple(int(layer) for layer in layers)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """Tensors by the names of our modules."""
+    file = folder / "model.safetensors"
+    try:
+        tensors = (
+            load_file(file)
+            if file.is_file()
+            else torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise NotFoundError(f"--draft: cannot read the weights in {folder}: {error}", param="draft") from error
+    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}

@@ -1,0 +1,167 @@
+"""What a training run is asked to do. Free of torch: the command line is built from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...platform.core.errors import InvalidRequestError
+
+METHODS = ("eagle3", "eagle", "medusa", "draft-lora")
+OPTIMIZERS = ("adamw", "muon")
+DTYPES = ("float32", "bfloat16")
+NO_EFFECT_ON_RESULT = frozenset({"output", "resume", "overwrite", "save_every", "progress", "device"})
+"""Options that may differ when a run is resumed."""
+
+
+def _option(default: Any, text: str, group: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": text, "group": group, **more})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """Options of one run; each is a flag of `outrider train-draft`."""
+
+    method: str
+    model: str
+    data: str
+    output: str
+    adapter: str | None = _option(None, "PEFT adapter of the target: its outputs are what is learned", "what to train")
+    draft: str | None = _option(
+        None, "draft-lora: the draft model, or EAGLE head, that the weights are for", "draft-lora"
+    )
+    rank: int = _option(8, "rank of the draft weights", "draft-lora")
+    alpha: float | None = _option(None, "their alpha (default: twice the rank)", "draft-lora")
+    generate: bool = _option(False, "let the target write the completions, through the engine", "data")
+    temperature: float = _option(0.0, "of generated completions; 0 is greedy", "data")
+    max_tokens: int = _option(256, "longest generated completion, in tokens", "data")
+    max_length: int = _option(2048, "longer samples are cut, in tokens", "data")
+    eval_data: str | None = _option(None, "samples to measure acceptance on (default: some of the data)", "data")
+    held_out: int = _option(64, "without --eval-data: samples of the data to keep for measuring", "data")
+    steps: int | None = _option(None, "steps to train (default: what the epochs make)", "training")
+    epochs: int = _option(2, "passes over the data, when --steps is not given", "training")
+    batch_tokens: int = _option(4096, "tokens in a step, padding included", "training")
+    lr: float = _option(1e-3, "highest learning rate (of AdamW)", "training")
+    matrix_lr: float = _option(0.02, "the same for Muon", "training")
+    optimizer: str = _option(
+        "adamw", "muon: Muon for the matrices of layers, AdamW for the rest", "training", choices=OPTIMIZERS
+    )
+    warmup: int = _option(50, "steps over which the rate rises; then it falls linearly to zero", "training")
+    clip: float = _option(1.0, "largest norm of a step's gradient", "training")
+    prompt_weight: float = _option(0.0, "how much guesses of the prompts' tokens count; 0 to 1", "training")
+    seed: int = _option(0, "of weights, order and generation", "training")
+    device: str = _option(
+        "auto", "where to train; auto takes a GPU if there is one", "training", choices=("auto", "cpu", "cuda")
+    )
+    dtype: str = _option(
+        "bfloat16", "of the target, and of products; trained weights are kept in float32", "training", choices=DTYPES
+    )
+    eval_every: int = _option(200, "steps between measurements", "training")
+    save_every: int = _option(200, "steps between checkpoints", "training")
+    k: int = _option(4, "drafts a round when acceptance is measured", "training")
+    resume: bool = _option(False, "go on from the checkpoint in the output folder", "output")
+    overwrite: bool = _option(False, "delete what an earlier run left in the output folder", "output")
+    base_name: str | None = _option(
+        None, "what the files name as their base (default: as on the command line)", "output"
+    )
+    progress: bool = _option(True, "show a progress bar", "output")
+    unroll: int | None = _option(
+        None, "steps of the head on its own output in training (default: eagle3 4, eagle 1)", "heads"
+    )
+    step_decay: float = _option(0.8, "weight of each further step or Medusa head in the loss", "heads")
+    hidden_size: int | None = _option(None, "eagle3: hidden size of the head (default: the target's)", "heads")
+    intermediate_size: int | None = _option(None, "of the head's MLP (default: the target's)", "heads")
+    num_heads: int | None = _option(None, "attention heads (default: the target's)", "heads")
+    num_kv_heads: int | None = _option(None, "KV heads (default: the target's)", "heads")
+    head_dim: int | None = _option(None, "size of an attention head (default: the target's)", "heads")
+    aux_layers: tuple[int, ...] | None = _option(
+        None, "eagle3: three target layers whose inputs are read, as 2,16,29", "heads"
+    )
+    draft_vocab_size: int | None = _option(
+        None, "eagle3: the head knows only the most frequent tokens (default: all)", "heads"
+    )
+    own_embeddings: bool = _option(False, "eagle3: the head trains embeddings of its own", "heads")
+    own_lm_head: bool = _option(False, "eagle3: the head trains an lm_head of its own", "heads")
+    regression_weight: float = _option(1.0, "eagle: weight of the hidden states' smooth L1 loss", "heads")
+    token_weight: float = _option(0.1, "eagle: weight of the tokens' cross entropy", "heads")
+    feature_noise: float = _option(0.1, "eagle: half width of the uniform noise on features", "heads")
+    medusa_heads: int = _option(4, "Medusa heads", "heads")
+    medusa_layers: int = _option(1, "residual layers of each Medusa head", "heads")
+
+    def check(self) -> None:
+        """Refuse values that no run can have; what depends on the model is checked when it is loaded.
+
+        Raises:
+            InvalidRequestError: names the option and the limit.
+        """
+        for name, choices in (("method", METHODS), ("optimizer", OPTIMIZERS), ("dtype", DTYPES)):
+            if getattr(self, name) not in choices:
+                raise wrong(name, f"must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        for name, least, most in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise wrong(name, f"must be in [{least}, {most}], got {value}")
+        for name, least_value, most_value in _NUMBERS:
+            number = getattr(self, name)
+            if number is not None and not (math.isfinite(number) and least_value <= number <= most_value):
+                raise wrong(name, f"must be a number in [{least_value:g}, {most_value:g}], got {number}")
+        if self.resume and self.overwrite:
+            raise wrong("resume", "and --overwrite exclude each other")
+        if (self.method == "draft-lora") != (self.draft is not None):
+            raise wrong(
+                "draft", "names the drafter that --method draft-lora trains weights for; give it there, and only there"
+            )
+        for name in _EAGLE3_ONLY:
+            if self.method != "eagle3" and getattr(self, name) not in (None, False):
+                raise wrong(name, f"is for --method eagle3, not for {self.method}")
+
+    def comparable(self) -> dict[str, Any]:
+        """The options that decide the result, as JSON would have them."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["aux_layers"] = list(self.aux_layers) if self.aux_layers else None
+        return {name: value for name, value in values.items() if name not in NO_EFFECT_ON_RESULT}
+
+
+_INTEGERS = (
+    ("rank", 1, 1024),
+    ("max_tokens", 1, 1_000_000),
+    ("max_length", 4, 1_000_000),
+    ("held_out", 1, 1_000_000),
+    ("steps", 1, 100_000_000),
+    ("epochs", 1, 100_000),
+    ("batch_tokens", 8, 100_000_000),
+    ("warmup", 0, 100_000_000),
+    ("seed", 0, 2**31 - 1),
+    ("eval_every", 1, 100_000_000),
+    ("save_every", 1, 100_000_000),
+    ("k", 1, 32),
+    ("unroll", 1, 32),
+    ("hidden_size", 1, 1_000_000),
+    ("intermediate_size", 1, 10_000_000),
+    ("num_heads", 1, 10_000),
+    ("num_kv_heads", 1, 10_000),
+    ("head_dim", 2, 10_000),
+    ("draft_vocab_size", 1, 100_000_000),
+    ("medusa_heads", 1, 32),
+    ("medusa_layers", 1, 16),
+)
+_NUMBERS = (
+    ("alpha", 1e-6, 1e6),
+    ("temperature", 0.0, 100.0),
+    ("lr", 1e-9, 10.0),
+    ("matrix_lr", 1e-9, 10.0),
+    ("clip", 1e-6, 1e6),
+    ("prompt_weight", 0.0, 1.0),
+    ("step_decay", 0.0, 1.0),
+    ("regression_weight", 0.0, 1e6),
+    ("token_weight", 0.0, 1e6),
+    ("feature_noise", 0.0, 10.0),
+)
+_EAGLE3_ONLY = ("hidden_size", "aux_layers", "draft_vocab_size", "own_embeddings", "own_lm_head")
+
+
+def wrong(name: str, message: str) -> InvalidRequestError:
+    """The error about an option."""
+    return InvalidRequestError(f"--{name.replace('_', '-')} {message}", param=name)

@@ -1,0 +1,63 @@
+"""One training run, from options and samples to the files in the output folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ...models.loader import resolve_model_path
+from .acceptance import Measured
+from .build import is_eagle3, is_head, new_drafter, read_head_config, stored_aux_layers
+from .data import Sample
+from .options import TrainOptions, wrong
+from .target import Target, load_target
+from .trainer import Trainer
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NUM_AUX = 3
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for "auto", "cpu" or "cuda".
+
+    Raises:
+        InvalidRequestError: there is no GPU.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise wrong("device", "cuda: there is no GPU that torch can use")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def train_draft(
+    options: TrainOptions,
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample],
+    report: Callable[[str], None] = lambda line: None,
+) -> Measured:
+    """Train and write what `options` ask for into `options.output`, a folder that exists.
+
+    Raises:
+        OutriderError: the typed error for what does not fit.
+        KeyboardInterrupt: Ctrl-C; `options.resume` goes on from the checkpoint.
+    """
+    device = choose_device(options.device)
+    target = _target(options, device)
+    drafter = new_drafter(options, target, samples).to(device)
+    measured = Trainer(drafter, target, samples, held_out, options, device).run(report)
+    drafter.export(Path(options.output))
+    return measured
+
+
+def _target(options: TrainOptions, device: torch.device) -> Target:
+    layers: tuple[int, ...] | None = ()
+    if options.method == "eagle3":
+        layers = options.aux_layers
+    elif options.draft is not None:
+        folder = resolve_model_path(options.draft)
+        config = read_head_config(folder)
+        layers = stored_aux_layers(config) if is_head(folder) and is_eagle3(config) else ()
+    if layers and len(layers) != _NUM_AUX:
+        raise wrong("aux_layers", f"must name {_NUM_AUX} layers, got {len(layers)}")
+    return load_target(options.model, options.adapter, _DTYPES[options.dtype], device, layers)

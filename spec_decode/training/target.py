@@ -1,0 +1,189 @@
+"""The frozen target: what heads read from it, and the distributions that they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...models.loader import resolve_model_path
+from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
+from .data import Batch
+from .options import wrong
+
+MISSING_EXTRA = "training with adapters needs peft: pip install 'outrider[train]'"
+
+
+class Labels(NamedTuple):
+    """N positions after which a token comes that counts, row by row and ascending within a row."""
+
+    rows: Tensor
+    """[N] row of the batch."""
+    positions: Tensor
+    """[N] position p; token p + 1 is to be guessed."""
+    weights: Tensor
+    """[N] how much that guess counts, above 0."""
+    logits: Tensor
+    """[N, V] float32, the target's after position p."""
+
+
+class Features(NamedTuple):
+    """A batch as heads see it."""
+
+    ids: Tensor
+    """[B, T]."""
+    hidden: Tensor
+    """[B, T, H] after the final norm."""
+    aux: tuple[Tensor, ...]
+    """[B, T, H] each: what enters the chosen layers."""
+    labels: Labels
+
+
+def import_peft() -> Any:
+    """The module peft, from the extra `train`.
+
+    Raises:
+        OutriderError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise OutriderError(MISSING_EXTRA) from error
+    return peft
+
+
+def load_causal_lm(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A transformers model, frozen and in evaluation mode.
+
+    Raises:
+        NotFoundError, UnsupportedModelError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve_model_path(path)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UnsupportedModelError(f"--model {path}: transformers cannot load it: {error}", param="model") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+class Target:
+    """A causal LM, with an adapter or without, that is never changed."""
+
+    def __init__(self, causal: Any, aux_layers: Sequence[int] = ()) -> None:
+        self._causal = causal
+        self.config: Any = causal.config
+        self.aux_layers = tuple(aux_layers)
+        self._before_norm: Tensor | None = None
+        if self.num_layers in self.aux_layers:  # transformers gives the last one only after the final norm
+            causal.base_model.norm.register_forward_pre_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._before_norm = inputs[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """V: rows of the head."""
+        return int(self.lm_head.shape[0])
+
+    @property
+    def embeddings(self) -> Tensor:
+        """[V, H], without any adapter."""
+        return _plain_weight(self._causal.get_input_embeddings())
+
+    @property
+    def lm_head(self) -> Tensor:
+        """[V, H], without any adapter."""
+        return _plain_weight(self._causal.get_output_embeddings())
+
+    @property
+    def last_layer(self) -> dict[str, Tensor]:
+        """The last decoder layer's weights by module, and the final norm's as "norm.weight"; without any adapter."""
+        decoder = self._causal.base_model
+        weights = {
+            name.replace(".base_layer", "").removeprefix("layers."): p.detach()
+            for name, p in decoder.layers[-1].named_parameters()
+            if "lora_" not in name
+        }
+        return weights | {"norm.weight": decoder.norm.weight.detach()}
+
+    @torch.no_grad()
+    def features(self, batch: Batch) -> Features:
+        """Run the target over a batch."""
+        output = self._causal.base_model(
+            input_ids=batch.ids, use_cache=False, output_hidden_states=bool(self.aux_layers)
+        )
+        hidden = output.last_hidden_state
+        entering: list[Tensor] = list(output.hidden_states or ())
+        if self._before_norm is not None:
+            entering[-1], self._before_norm = self._before_norm, None
+        aux = tuple(entering[layer] for layer in self.aux_layers)
+        rows, positions = batch.weights[:, 1:].nonzero(as_tuple=True)
+        weights = batch.weights[rows, positions + 1]
+        logits = self._causal.get_output_embeddings()(hidden[rows, positions]).float()
+        return Features(batch.ids, hidden, aux, Labels(rows, positions, weights, logits))
+
+
+def _plain_weight(module: nn.Module) -> Tensor:
+    plain: Any = getattr(module, "base_layer", module)
+    weight: Tensor = plain.weight
+    return weight.detach()
+
+
+def load_target(
+    model: str, adapter: str | None, dtype: torch.dtype, device: torch.device, aux_layers: tuple[int, ...] | None = ()
+) -> Target:
+    """Load a target.
+
+    Args:
+        aux_layers: whose inputs are wanted; None chooses them as EAGLE-3 does (`choose_aux_layers`).
+
+    Raises:
+        NotFoundError, UnsupportedModelError, AdapterError: it cannot be loaded.
+        InvalidRequestError: the target has no such layers.
+    """
+    causal = load_causal_lm(model, dtype, device)
+    num_layers = int(causal.config.num_hidden_layers)
+    layers = choose_aux_layers(num_layers) if aux_layers is None else aux_layers
+    if any(not 0 <= layer <= num_layers for layer in layers):
+        raise wrong(
+            "aux_layers", f"must be in [0, {num_layers}], the target's layers; got {', '.join(map(str, layers))}"
+        )
+    if adapter is not None:
+        peft = import_peft()
+        if not Path(adapter).is_dir():
+            raise AdapterError(f"--adapter: there is no folder {adapter}", param="adapter")
+        try:
+            causal = peft.PeftModel.from_pretrained(causal, adapter).eval().requires_grad_(False).get_base_model()
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise AdapterError(f"--adapter {adapter}: PEFT cannot load it: {error}", param="adapter") from error
+    return Target(causal, layers)
+
+
+def choose_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Layers 2, L//2 and L-3 (Li et al. 2025, EAGLE-3), or three neighbours near the end where these are not distinct.
+
+    Raises:
+        InvalidRequestError: the target has no three.
+    """
+    usual = (2, num_layers // 2, num_layers - 3)
+    if usual[0] < usual[1] < usual[2]:
+        return usual
+    last = max(num_layers - 1, 2)
+    if last > num_layers:
+        raise wrong("aux_layers", f"must be given: three layers cannot be chosen in a target of {num_layers}")
+    return (last - 2, last - 1, last)

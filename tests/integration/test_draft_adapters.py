@@ -1,0 +1,354 @@
+"""Adapters that bring weights for the draft model: the text stays, acceptance rises, and both parts live as one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider import LoRARequest, SamplingParams
+from outrider.lora.manager import AdapterManager
+from outrider.lora.sites import AdapterHooks
+from outrider.models.batch import SequenceRows, allocate_kv, build_batch
+from outrider.models.loader import load_model
+from outrider.platform.core.config import LoRAConfig
+from outrider.platform.core.errors import AdapterError
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.core.request import Request
+
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def drafted(models, tmp_path_factory):
+    """Folders by name: the tiny models' adapters, each with draft weights.
+
+    The draft model is the target with noise, so what an adapter does to the one is right for the other.
+    """
+    root, folders = tmp_path_factory.mktemp("drafted"), {}
+    for name, path in models.adapters.items():
+        folders[name] = root / name
+        shutil.copytree(path, folders[name])
+        shutil.copytree(path, folders[name] / "draft")
+    return folders
+
+
+@pytest.fixture
+def engine_of(models, make_engine):
+    def make(method="draft_model", k=3, **options):
+        return make_engine(**LORA | options, speculative_config=models.speculative(method, k))
+
+    return make
+
+
+def change(folder: Path, edit) -> None:
+    """Edit the tensors of an adapter's folder."""
+    save_file(edit(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+
+
+def rounds(outcomes):
+    """(accepted drafts a verification, verifications) of some requests."""
+    counts = [outcome.speculation for outcome in outcomes if outcome.speculation is not None]
+    verifications = sum(c.num_drafts for c in counts)
+    return sum(c.num_accepted_tokens for c in counts) / verifications, verifications
+
+
+def request_of(name, folder):
+    return LoRARequest(name, path=str(folder))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7, "seed": 5}], ids=["greedy", "seeded"])
+def test_same_text_and_more_drafts_accepted(models, engine_of, plain_engine, run, prompts, drafted, params, k):
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, **params)
+
+    def jobs(folders):
+        names = [None, "a", "b", "c"] * len(prompts)
+        prompt = [prompts[i // 4] for i in range(len(names))]
+        return [(p, sampling, request_of(n, folders[n]) if n else None) for p, n in zip(prompt, names, strict=True)]
+
+    texts, accepted = {}, {}
+    for kind, folders in {"with": drafted, "without": models.adapters}.items():
+        outcomes = run(engine_of(k=k), jobs(folders))
+        texts[kind] = [o.token_ids for o in outcomes]
+        accepted[kind] = {name: rounds(outcomes[i::4])[0] for i, name in enumerate(("", "a", "b", "c"))}
+    plain = [o.token_ids for o in run(plain_engine, jobs(models.adapters))]
+    assert texts["with"] == texts["without"] == plain
+    for name in "abc":
+        assert accepted["with"][name] > accepted["without"][name] + 0.15, name
+    assert accepted["with"][""] == accepted["without"][""]
+
+
+def test_some_adapters_with_and_some_without(models, engine_of, plain_engine, run, prompts, greedy, drafted):
+    """In one batch each request is drafted for by its own weights, or by the plain draft model."""
+    engine = engine_of()
+    folders = {"a": drafted["a"], "b": models.adapters["b"], "c": drafted["c"]}
+    jobs = [(p, greedy, request_of(n, folders[n])) for p in prompts for n in folders]
+    mixed = run(engine, jobs)
+    assert [o.token_ids for o in mixed] == [o.token_ids for o in run(plain_engine, jobs)]
+    for index, (name, folder) in enumerate(folders.items()):
+        alone = run(engine_of(), [(p, greedy, request_of(name, folder)) for p in prompts])
+        assert rounds(mixed[index::3]) == rounds(alone), name
+    assert {info.name: info.draft for info in engine.list_adapters()} == {"a": "loaded", "b": "", "c": "loaded"}
+
+
+def test_a_draft_pass_equals_peft_on_the_draft_model(models, drafted):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    target, draft = (load_model(path, dtype="float32") for path in (models.target, models.draft))
+    hooks = AdapterHooks(target.embedding, "draft_model", draft.linears())
+    config = LoRAConfig(max_loras=3, max_cpu_loras=3, max_lora_rank=8)
+    manager = AdapterManager(target.linears(), config, torch.float32, "cpu", hooks)
+    requests, lengths = [], [9, 70, 4, 33, 1]
+    for index, folder in enumerate((None, drafted["a"], models.adapters["b"], drafted["c"], drafted["a"])):
+        lora = request_of(f"{folder}", folder) if folder else None
+        requests.append(Request(str(index), [3], 1, SamplingParams(), seed_key=0, lora=lora, order=(0, index)))
+        manager.resolve(requests[-1])
+        while manager.admit(requests[-1]) is not None:
+            manager.wait(10)
+    generator = torch.Generator().manual_seed(3)
+    chunks = [torch.randint(3, 160, (length,), generator=generator).tolist() for length in lengths]
+    kv = allocate_kv(draft.kv_layers, 50, 8, torch.float32)
+    tables = [list(range(10 * i, 10 * i + 9)) for i in range(5)]
+    rows = SequenceRows([t for chunk in chunks for t in chunk], lengths, [0] * 5, tables)
+    batch = build_batch(
+        rows, draft, kv, manager.prepare_draft([(r.adapter, n) for r, n in zip(requests, lengths, strict=True)])
+    )
+    got = draft.compute_logits(draft.forward(batch).hidden).split(lengths)
+    for index, name in enumerate([None, "a", None, "c", "a"]):
+        model = AutoModelForCausalLM.from_pretrained(models.draft, dtype=torch.float32)
+        if name is not None:
+            model = PeftModel.from_pretrained(model, drafted[name] / "draft")
+        with torch.inference_mode():
+            expected = model.eval()(torch.tensor([chunks[index]])).logits[0]
+        torch.testing.assert_close(got[index], expected, atol=1e-4, rtol=0)
+    assert manager.prepare_draft([(requests[0].adapter, 3), (requests[2].adapter, 2)]) is None  # costs nothing
+    for request in requests:
+        manager.forget(request)
+    manager.close()
+
+
+def test_only_the_draft_weights_changed_is_a_new_version(engine_of, run, prompts, greedy, drafted, tmp_path):
+    """Draft KV lies in the shared blocks, so new draft weights must not find the old ones' blocks."""
+    folder = tmp_path / "x"
+    shutil.copytree(drafted["a"], folder)
+    engine = engine_of()
+    old = engine.load_adapter(request_of("x", folder))
+    (first,) = run(engine, [(prompts[1], greedy, request_of("x", folder))])
+    change(folder / "draft", lambda tensors: {k: -v if "lora_B" in k else v for k, v in tensors.items()})
+    new = engine.load_adapter(request_of("x", folder), load_inplace=True)
+    assert new.digest != old.digest
+    (second,) = run(engine, [(prompts[1], greedy, request_of("x", folder))])
+    assert second.token_ids == first.token_ids
+    assert second.num_cached_tokens == 0
+    assert rounds([second])[0] < rounds([first])[0]  # they draft for another text
+    # Without a drafter that reads them, they are no part of the content.
+    plain = engine_of("ngram")
+    digest = plain.load_adapter(request_of("x", folder)).digest
+    change(folder / "draft", lambda tensors: {key: 2 * value for key, value in tensors.items()})
+    assert plain.load_adapter(request_of("x", folder), load_inplace=True).digest == digest
+
+
+def test_eviction_and_reload_bring_the_draft_weights_back(engine_of, run, prompts, greedy, drafted):
+    crowded, roomy = engine_of(max_loras=1, max_cpu_loras=1), engine_of()
+    for name in "abcabc":
+        jobs = [(prompts[2], greedy, request_of(name, drafted[name]))]
+        assert rounds(run(crowded, jobs)) == rounds(run(roomy, jobs))
+    assert sorted(info.level for info in crowded.list_adapters()) == ["device", "disk", "disk"]
+
+
+def test_rows_hold_the_larger_of_both_ranks(engine_of, drafted, models, tmp_path):
+    folder = tmp_path / "x"
+    shutil.copytree(models.adapters["a"], folder)  # rank 4
+    shutil.copytree(models.adapters["b"], folder / "draft")  # rank 8
+    assert engine_of().load_adapter(request_of("x", folder)).rows == 8
+    assert engine_of("ngram").load_adapter(request_of("x", folder)).rows == 4
+
+
+def _config(**values):
+    def edit(folder):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return edit
+
+
+BROKEN = {
+    "another module": (
+        lambda folder: change(folder, lambda t: {key.replace("q_proj", "x_proj"): v for key, v in t.items()}),
+        "x_proj",
+    ),
+    "another shape": (lambda folder: change(folder, lambda t: {k: v[:, :-1].clone() for k, v in t.items()}), "shape"),
+    "rank above the limit": (_config(r=9), "rank 9 exceeds"),
+    "corrupt": (lambda folder: (folder / WEIGHTS).write_bytes(b"nothing"), "safetensors"),
+    "not finite": (lambda folder: change(folder, lambda t: {k: v * float("inf") for k, v in t.items()}), "finite"),
+    "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), WEIGHTS),
+    "DoRA": (_config(use_dora=True), "DoRA"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_draft_weights(engine_of, plain_engine, models, run, prompts, greedy, drafted, tmp_path, caplog, case):
+    """The folder's own ones: the adapter is served without. Named ones: it is refused."""
+    damage, reason = BROKEN[case]
+    folder = tmp_path / "x"
+    shutil.copytree(drafted["a"], folder)
+    damage(folder / "draft")
+    engine = engine_of(max_loras=1, max_cpu_loras=1)
+    with caplog.at_level(logging.WARNING):
+        info = engine.load_adapter(request_of("x", folder))
+        for name, path in (("x", folder), ("b", drafted["b"]), ("x", folder)):  # read again
+            (outcome,) = run(engine, [(prompts[1], greedy, request_of(name, path))])
+    assert reason in info.draft
+    assert engine.list_adapters()[0].draft == info.draft
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    (expected,) = run(plain_engine, [(prompts[1], greedy, models.lora("a"))])
+    assert outcome.token_ids == expected.token_ids
+    with pytest.raises(AdapterError, match="draft_path") as error:
+        engine.load_adapter(LoRARequest("y", path=models.adapters["a"], draft_path=str(folder / "draft")))
+    assert error.value.param == "draft_path"
+    assert [info.name for info in engine.list_adapters()] == ["x", "b"]
+
+
+def test_draft_path(engine_of, models, run, prompts, greedy, drafted):
+    """Draft weights from elsewhere; a request that names none means those registered, one that does names others."""
+    engine, own = engine_of(), engine_of()
+    named = LoRARequest("a", path=models.adapters["a"], draft_path=str(drafted["a"] / "draft"))
+    info = engine.load_adapter(named)
+    assert info.draft == "loaded"
+    assert info.digest == own.load_adapter(request_of("a", drafted["a"])).digest
+    got = run(engine, [(prompts[2], greedy, models.lora("a"))])
+    assert rounds(got) == rounds(run(own, [(prompts[2], greedy, request_of("a", drafted["a"]))]))
+    other = LoRARequest("a", path=models.adapters["a"], draft_path=str(drafted["c"] / "draft"))
+    run(engine, [(prompts[2], greedy, other)])
+    assert engine.list_adapters()[0].digest != info.digest
+    nowhere = LoRARequest("z", path=models.adapters["a"], draft_path="/nowhere/at/all")
+    with pytest.raises(AdapterError, match=r"draft_path.*nowhere") as error:
+        engine.load_adapter(nowhere)
+    assert error.value.param == "draft_path"
+    (failed,) = run(engine, [(prompts[2], greedy, nowhere)])
+    assert (failed.error.type, failed.error.param) == ("InvalidAdapter", "draft_path")
+    assert engine_of("ngram").load_adapter(nowhere).draft == ""  # nothing there would read them
+
+
+def test_a_folder_for_each_method(engine_of, models, drafted, tmp_path):
+    folder = tmp_path / "x"
+    shutil.copytree(models.adapters["a"], folder)
+    for method in ("eagle3", "draft_model"):
+        shutil.copytree(drafted["a"] / "draft", folder / "draft" / method)
+    change(folder / "draft" / "eagle3", lambda t: {"base_model.model.fc.lora_A.weight": torch.ones(4, 2)})
+    assert engine_of().load_adapter(request_of("x", folder)).draft == "loaded"
+    shutil.rmtree(folder / "draft" / "draft_model")
+    assert engine_of().load_adapter(request_of("x", folder)).draft == ""  # for another drafter only: nothing is wrong
+
+
+def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
+    engine_of, models, prompts, greedy, monkeypatch, tmp_path
+):
+    from outrider.spec_decode.ngram import NgramProposer
+
+    forgotten = []
+    monkeypatch.setattr(NgramProposer, "forget_adapter", lambda self, digest: forgotten.append(digest))
+    engine = engine_of("ngram")
+    digest = bytes.fromhex(engine.load_adapter(models.lora("a")).digest)
+    engine.load_adapter(LoRARequest("twin", path=models.adapters["a"]))
+    engine.add_request(EngineRequest("r", list(prompts[1]), greedy, [1], lora=models.lora("a")))
+    engine.step()
+    engine.unload_adapter("twin")
+    engine.unload_adapter("a")
+    assert forgotten == []  # a request still runs with it
+    while engine.has_work():
+        engine.step()
+    assert forgotten == [digest]
+
+
+@pytest.mark.parametrize("name", ["json", "sql", "support"])
+def test_what_the_demo_adapters_draft_weights_are_worth(name, make_engine, run, tmp_path):
+    from outrider.models.demo import demo_adapters, demo_model_path
+    from outrider.models.demo.recipe.evaluation import held_out
+    from outrider.models.demo.recipe.mixture import adapter_document
+    from outrider.models.demo.recipe.tokenizer import load_tokenizer
+
+    base = Path(demo_model_path())
+    draft = base.parent / "draft"
+    plain = tmp_path / "without"
+    shutil.copytree(demo_adapters()[name], plain, ignore=shutil.ignore_patterns("draft"))
+    questions = held_out(load_tokenizer(base), lambda rng: adapter_document(rng, name), 20, seed=99)
+    params = SamplingParams(temperature=0, max_tokens=80, stop_token_ids=[2])
+    lengths, texts = {}, {}
+    for kind, folder in {"with": demo_adapters()[name], "without": plain}.items():
+        engine = make_engine(
+            model=str(base),
+            max_model_len=512,
+            enable_lora=True,
+            max_loras=1,
+            max_lora_rank=16,
+            speculative_config={"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4},
+        )
+        jobs = [(question.prompt, params, LoRARequest(name, path=str(folder))) for question in questions]
+        outcomes = run(engine, jobs)
+        texts[kind] = [outcome.token_ids for outcome in outcomes]
+        lengths[kind] = 1 + rounds(outcomes)[0]
+    assert texts["with"] == texts["without"]
+    assert lengths["with"] > lengths["without"] + 0.3, lengths
+
+
+@pytest.fixture
+def eagle3_head(models, tmp_path):
+    """A random EAGLE-3 head for the tiny target, and a LoRA for its modules."""
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    attention = {"q_proj": (48, 96), "k_proj": (16, 96), "v_proj": (16, 96), "o_proj": (48, 48)}
+    mlp = {"gate_proj": (96, 48), "up_proj": (96, 48), "down_proj": (48, 96)}
+    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {f"mlp.{name}": shape for name, shape in mlp.items()}
+    tensors = {f"midlayer.{name}.weight": random(*shape) for name, shape in shapes.items()}
+    tensors |= {"fc.weight": random(48, 144), "lm_head.weight": random(160, 48), "norm.weight": torch.ones(48)}
+    for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        tensors[f"midlayer.{norm}.weight"] = torch.ones(48)
+    head = tmp_path / "head"
+    head.mkdir()
+    save_file(tensors, head / "model.safetensors")
+    config = json.loads((models.target / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 160}
+    config |= {"tie_word_embeddings": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    (head / "config.json").write_text(json.dumps(config))
+    lora = {}
+    for name, (out, features) in {"fc": (48, 144), **{f"layers.0.{n}": s for n, s in shapes.items()}}.items():
+        lora[f"base_model.model.{name}.lora_A.weight"] = random(2, features)
+        lora[f"base_model.model.{name}.lora_B.weight"] = random(out, 2)
+    return head, lora
+
+
+def test_draft_weights_for_an_eagle3_head(
+    models, make_engine, plain_engine, run, prompts, greedy, drafted, eagle3_head, tmp_path
+):
+    """The head's canonical names; draft weights for a draft model, in the same place, do not fit it."""
+    head, lora = eagle3_head
+    folder = tmp_path / "x"
+    shutil.copytree(models.adapters["a"], folder)
+    nested = folder / "draft" / "eagle3"
+    nested.mkdir(parents=True)
+    save_file(lora, nested / WEIGHTS)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    (nested / "adapter_config.json").write_text(json.dumps(config))
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    engine = make_engine(**LORA, speculative_config=speculative)
+    assert engine.load_adapter(request_of("x", folder)).draft == "loaded"
+    assert "no linear module" in engine.load_adapter(request_of("unfit", drafted["b"])).draft
+    requests = [request_of("x", folder), request_of("unfit", drafted["b"]), None]
+    outcomes = run(engine, [(prompt, greedy, request) for prompt in prompts for request in requests])
+    names = [models.lora("a"), models.lora("b"), None]
+    expected = run(plain_engine, [(prompt, greedy, request) for prompt in prompts for request in names])
+    assert [o.token_ids for o in outcomes] == [o.token_ids for o in expected]

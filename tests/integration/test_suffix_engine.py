@@ -1,0 +1,99 @@
+"""Suffix decoding in the engine: the text is that of an engine without it, and repeats cost fewer steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import SamplingParams
+
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+NAMES = [None, "a", "b", None, "a", "c"]
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, seed=42, max_tokens=24),
+    "penalised": SamplingParams(
+        temperature=0.7,
+        seed=1,
+        presence_penalty=0.6,
+        frequency_penalty=0.4,
+        repetition_penalty=1.3,
+        min_tokens=6,
+        max_tokens=24,
+        logit_bias={5: 4.0, 1: 3.0},
+        bad_words_token_ids=[[6], [7, 8]],
+    ),
+    "siblings": SamplingParams(temperature=0.9, seed=3, max_tokens=24, top_k=20),
+}
+
+
+def suffix(k=5, **fields):
+    return {"method": "suffix", "num_speculative_tokens": k, "suffix_decoding_max_spec_factor": 2.0} | fields
+
+
+def text(outcomes):
+    return [(o.token_ids, o.finish_reason, o.stop_reason) for o in outcomes]
+
+
+@pytest.fixture
+def jobs(models, prompts):
+    def jobs(params, adapters):
+        names = NAMES if adapters else [None] * len(prompts)
+        return [(p, params, models.lora(n)) for p, n in zip(prompts, names, strict=True)]
+
+    return jobs
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["base", "adapters"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 9},
+        {"max_model_len": 112, "block_size": 8, "num_gpu_blocks_override": 17},
+    ],
+    ids=["plain", "chunked", "preempted"],
+)
+def test_text_is_byte_equal_with_and_without(plain_engine, make_engine, run, jobs, options, adapters):
+    engine = make_engine(speculative_config=suffix(), **LORA, **options)
+    for name, params in PARAMS.items():
+        expected = text(run(plain_engine, jobs(params, adapters)))
+        for _ in range(2):  # the second time the whole answers are known
+            assert text(run(engine, jobs(params, adapters))) == expected, name
+    counts = [entry.counts for entry in engine.stats().speculation]
+    assert sum(c.num_accepted_tokens for c in counts) > 0
+    assert sum(c.num_draft_tokens - c.num_accepted_tokens for c in counts) > 0
+
+
+def test_an_answer_given_before_is_drafted(make_engine, run, prompts):
+    engine = make_engine(speculative_config=suffix(k=8))
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=60, ignore_eos=True)
+    first, again = (run(engine, [(prompts[1], params)])[0] for _ in range(2))
+    assert again.token_ids == first.token_ids
+    assert len(again.deltas) < len(first.deltas) / 2
+    assert again.speculation.num_accepted_tokens > first.speculation.num_accepted_tokens
+
+
+def test_counts_of_a_request_describe_its_steps(make_engine, run, prompts):
+    engine = make_engine(speculative_config=suffix(k=4))
+    jobs = [(prompts[i], PARAMS["greedy"].clone(speculative=w), None, {"tenant": "t"}) for i, w in ((4, None), (4, 2))]
+    for outcome in run(engine, jobs):
+        counts, k = outcome.speculation, len(outcome.speculation.steps_by_k) - 1
+        assert sum(counts.steps_by_k) == len(outcome.deltas)
+        assert sum(counts.steps_by_k[1:]) == counts.num_drafts
+        assert sum(i * steps for i, steps in enumerate(counts.steps_by_k)) == counts.num_draft_tokens
+        assert sum(counts.accepted_per_pos) == counts.num_accepted_tokens == sum(outcome.accepted)
+        assert [len(d) - 1 for d in outcome.deltas] == outcome.accepted  # no stop has cut a step
+        assert 1 <= k <= 4
+    assert k <= 2
+    (entry,) = engine.stats().speculation
+    assert (entry.adapter, entry.tenant) == ("", "t")
+
+
+def test_totals_are_kept_by_adapter_and_tenant(models, make_engine, run, prompts):
+    engine = make_engine(speculative_config=suffix(), **LORA)
+    params = PARAMS["greedy"]
+    run(engine, [(prompts[4], params, models.lora(n), {"tenant": t}) for n in (None, "a") for t in ("", "t", "u")])
+    run(engine, [(prompts[4], params.clone(speculative=False), None, {"tenant": "off"})])
+    found = {(entry.adapter, entry.tenant): entry.counts.num_draft_tokens for entry in engine.stats().speculation}
+    assert set(found) == {(n, t) for n in ("", "a") for t in ("", "t", "u")}
+    assert all(found.values())

@@ -1,0 +1,163 @@
+"""What a query gets depends on its own row alone: the same bits in any batch, chunking and order of blocks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.kernels.paged_attention import invariant as kernel
+from outrider.kernels.paged_attention import trusted_tiles
+from outrider.models.attention import AttentionSpec, make_attention
+from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
+
+SHAPES = [(4, 2, 32), (3, 3, 6), (6, 1, 80), (1, 1, 2), (14, 2, 64), (4, 4, 64)]
+
+
+class Row:
+    """A sequence with its queries, keys and values."""
+
+    def __init__(self, length: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> None:
+        heads, kv_heads, dim = shape
+        generator = torch.Generator().manual_seed(seed)
+        self.length = length
+        self.q = (torch.randn(length, heads, dim, generator=generator) * 2).to(dtype)
+        self.k, self.v = (torch.randn(length, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+
+
+def attend(chunks: list[tuple[Row, int, int]], shape, *, block_size, window, dtype, seed=0, name="invariant") -> Tensor:
+    """Queries [start, stop) of each row in one batch, what is before in the cache; [sum(stop - start), H * D]."""
+    heads, kv_heads, dim = shape
+    spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"))
+    backend = make_attention(spec, name)
+    needed = [-(-stop // block_size) for _, _, stop in chunks]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in needed]
+    kv = allocate_kv([KVLayerSpec(kv_heads, dim)], sum(needed) + 3, block_size, dtype)[0]
+    for cache in kv:  # what others left behind
+        cache.normal_(0.0, 1e3, generator=generator)
+    for (row, start, _), table in zip(chunks, tables, strict=True):
+        slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(start)]).long()
+        kv.k.view(kv_heads, -1, dim)[:, slots] = row.k[:start].transpose(0, 1)
+        kv.v.view(kv_heads, -1, dim)[:, slots] = row.v[:start].transpose(0, 1)
+    counts = [stop - start for _, start, stop in chunks]
+    rows = SequenceRows([0] * sum(counts), counts, [start for _, start, _ in chunks], tables)
+    positions = np.concatenate([np.arange(start, stop) for _, start, stop in chunks])
+    plan = backend.plan(rows, positions, block_size)
+    q, k, v = (torch.cat([getattr(row, part)[start:stop] for row, start, stop in chunks]) for part in "qkv")
+    return backend.forward(q, k, v, kv, plan, window)
+
+
+def dense(row: Row, window: int | None) -> Tensor:
+    """The definition, in float64: [length, H * D]."""
+    fold = row.q.shape[1] // row.k.shape[1]
+    k, v = (x.double().repeat_interleave(fold, 1) for x in (row.k, row.v))
+    scores = torch.einsum("qhd,khd->hqk", row.q.double(), k) / math.sqrt(row.q.shape[-1])
+    positions = torch.arange(row.length)
+    hidden = positions > positions[:, None]
+    if window is not None:
+        hidden |= positions <= positions[:, None] - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
+def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(data: st.DataObject, dtype: torch.dtype) -> None:
+    shape = data.draw(st.sampled_from(SHAPES))
+    options = {
+        "block_size": data.draw(st.sampled_from([1, 4, 16, 24])),
+        "window": data.draw(st.sampled_from([None, None, 1, 3, 17, 150, 1000])),
+        "dtype": dtype,
+    }
+    lengths = data.draw(st.lists(st.sampled_from([1, 2, 5, 17, 40, 127, 128, 129, 300]), min_size=1, max_size=6))
+    rows = [Row(length, shape, dtype, seed) for seed, length in enumerate(lengths)]
+    whole = [attend([(row, 0, row.length)], shape, **options) for row in rows]
+    # Each row's positions in a few steps, each step with a part of all rows that still have some.
+    done = [0] * len(rows)
+    step = 0
+    while any(done[i] < row.length for i, row in enumerate(rows)):
+        chunks, owners = [], []
+        for i, row in enumerate(rows):
+            left = row.length - done[i]
+            if left:
+                size = min(left, data.draw(st.sampled_from([1, 1, 2, 4, 6, 9, 40, 200])))
+                size = left if step > 6 else size
+                chunks.append((row, done[i], done[i] + size))
+                owners.append(i)
+        got = attend(chunks, shape, **options, seed=step).split([stop - start for _, start, stop in chunks])
+        for i, (_, start, stop), part in zip(owners, chunks, got, strict=True):
+            assert torch.equal(part, whole[i][start:stop]), (i, start, stop)
+            done[i] = stop
+        step += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_attention(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+    rows = [Row(length, shape, dtype, seed) for seed, length in enumerate((300, 1, 129, 40))]
+    got = attend([(row, 0, row.length) for row in rows], shape, block_size=16, window=window, dtype=dtype)
+    expected = torch.cat([dense(row, window) for row in rows]).to(dtype)
+    # bfloat16: scores, weights and chunks' results are rounded to 8 bits.
+    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("batch", range(1, 41))
+def test_decode_rows_do_not_depend_on_their_number(batch: int) -> None:
+    shape, options = (4, 2, 32), {"block_size": 16, "window": None, "dtype": torch.bfloat16}
+    rows = [Row(1 + 37 * i % 400, shape, torch.bfloat16, i) for i in range(batch)]
+    got = attend([(row, row.length - 1, row.length) for row in rows], shape, **options, seed=batch)
+    for i in {0, batch // 2, batch - 1}:
+        alone = attend([(rows[i], rows[i].length - 1, rows[i].length)], shape, **options)
+        assert torch.equal(got[i : i + 1], alone)
+
+
+def test_large_groups_are_split_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.models.attention import invariant as backend
+
+    shape, options = (4, 2, 32), {"block_size": 16, "window": None, "dtype": torch.bfloat16}
+    rows = [Row(length, shape, torch.bfloat16, length) for length in (700, 650, 3)]
+    chunks = [(row, 0, row.length) for row in rows]
+    expected = attend(chunks, shape, **options)
+    monkeypatch.setattr(backend, "_MAX_SCORES", 1)
+    assert torch.equal(attend(chunks, shape, **options), expected)
+
+
+def test_the_usual_path_does_depend_on_the_batch() -> None:
+    options = {"block_size": 16, "window": None, "dtype": torch.bfloat16, "name": "torch"}
+    different = 0
+    for shape in SHAPES:
+        row = Row(300, shape, torch.bfloat16, 0)
+        whole = attend([(row, 0, 300)], shape, **options)
+        different += not torch.equal(whole[290:], attend([(row, 290, 300)], shape, **options))
+    assert different
+
+
+def test_when_the_trial_fails_shapes_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that look at the whole call: no two shapes agree, and a query's place matters."""
+    products = {name: getattr(kernel, name) for name in ("_query_key", "_weight_value")}
+
+    def spoilt(name: str):
+        def product(left: Tensor, right: Tensor) -> Tensor:
+            places = torch.arange(left.shape[0] * left.shape[1], dtype=torch.float32).view(*left.shape[:2], 1)
+            return (products[name](left, right).float() * (1 + places * left.shape[0] / 64)).to(left.dtype)
+
+        return product
+
+    for name in products:
+        monkeypatch.setattr(kernel, name, spoilt(name))
+    trusted_tiles.cache_clear()
+    try:
+        trusted = trusted_tiles(2, 2, 32, 128, torch.float32, 1)
+        assert trusted == ((1,), (1,))
+        shape, options = (4, 2, 32), {"block_size": 16, "window": None, "dtype": torch.float32}
+        rows = [Row(length, shape, torch.float32, length) for length in (200, 5)]
+        together = attend([(row, 0, row.length) for row in rows], shape, **options)
+        assert torch.equal(together[200:], attend([(rows[1], 0, 5)], shape, **options))
+    finally:
+        trusted_tiles.cache_clear()

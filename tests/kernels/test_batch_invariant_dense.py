@@ -1,0 +1,175 @@
+"""Products, norms and activations: a row's bits are those that it gets alone, in any batch and at any place."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.kernels.linear import invariant as kernel
+from outrider.kernels.linear import pack, pack_invariant
+from outrider.kernels.linear.invariant import BASE, pieces, product, trial_operands, trusted_sizes
+from outrider.kernels.lora import expand_invariant, shrink_expand, shrink_expand_invariant
+from outrider.kernels.rms_norm import prepare, rms_norm, rms_norm_invariant
+from outrider.kernels.rope import apply_rope, apply_rope_invariant
+from outrider.kernels.silu_mul import silu_mul, silu_mul_invariant
+
+DTYPES = [torch.bfloat16, torch.float32]
+# (in, out): tails everywhere, the demo's, and sums so long that libraries divide them differently.
+SHAPES = [(48, 33), (256, 512), (2048, 512), (4864, 96), (1000, 77), (7, 5), (1, 3)]
+
+
+def rows_alone(op, *inputs: Tensor) -> Tensor:
+    return torch.cat([op(*(x[i : i + 1].clone() for x in inputs)) for i in range(inputs[0].shape[0])])
+
+
+def check_rows(op, *inputs: Tensor) -> None:
+    """op's rows for batches of 1 to 40 and some larger ones, in order and shuffled, against each row alone."""
+    alone = rows_alone(op, *inputs)
+    total = inputs[0].shape[0]
+    generator = torch.Generator().manual_seed(0)
+    for size in [*range(1, 41), 63, 64, 65, 129, total]:
+        order = torch.randperm(total, generator=generator)[:size]
+        assert torch.equal(op(*(x[order] for x in inputs)), alone[order]), size
+        assert torch.equal(op(*(x[:size] for x in inputs)), alone[:size]), size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_products(in_features: int, out_features: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    # Sums that cancel: what rounding to bfloat16 would hide of another order shows.
+    x, weight = trial_operands((300, in_features), (out_features, in_features), generator)
+    x, weight = x.to(dtype), weight.to(dtype)
+    bias, residual = (torch.randn(n, generator=generator).to(dtype) for n in (out_features, 300 * out_features))
+    residual = residual.view(300, out_features)
+    check_rows(pack_invariant(weight), x)
+    check_rows(pack_invariant(weight, bias), x, residual)
+    check_rows(lambda x: product(x, weight), x)
+    # and it is the product
+    expected = x.double() @ weight.double().t()
+    scale = (x.double().abs() @ weight.double().abs().t()).max()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(
+        pack_invariant(weight)(x).double(), expected, atol=float(scale * tolerance), rtol=tolerance
+    )
+
+
+def test_usual_products_do_depend_on_the_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (t.bfloat16() for t in trial_operands((16, 4864), (96, 4864), generator))
+    packed = pack(weight)
+    assert not torch.equal(packed(x), rows_alone(packed, x))
+
+
+@given(num_rows=st.integers(0, 700), sizes=st.sets(st.integers(1, 300), min_size=1), cheap=st.integers(0, 40))
+def test_pieces_cover_all_rows_in_sizes_that_are_allowed(num_rows: int, sizes: set[int], cheap: int) -> None:
+    cut = pieces(num_rows, tuple(sorted(sizes)), cheap)
+    assert sum(count for count, _ in cut) == num_rows
+    assert all(1 <= count <= size and size in sizes for count, size in cut)
+
+
+class _Fickle:
+    """A product whose every result depends on the number of rows, and on the place if told so."""
+
+    def __init__(self, by_place: bool) -> None:
+        self._by_place = by_place
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None):
+        packed = pack(weight, bias)
+
+        class Packed:
+            in_features, out_features = packed.in_features, packed.out_features
+
+            def __call__(_, x: Tensor, residual: Tensor | None = None) -> Tensor:
+                y = packed(x, residual)
+                if self._by_place:
+                    return y * (1 + torch.arange(len(x))[:, None] / 8)
+                return y * (1 + (len(x) > 1 and len(x) != 64 and len(x) != BASE) / 8)
+
+        return Packed()
+
+
+def test_sizes_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted_sizes.cache_clear()
+    try:
+        monkeypatch.setattr(kernel, "pack", _Fickle(by_place=False))
+        assert set(trusted_sizes(32, 16, torch.float32, torch.device("cpu"), False, 1)) == {1, BASE, 64}
+        x, weight = torch.randn(130, 32), torch.randn(16, 32)
+        check_rows(pack_invariant(weight), x)
+        trusted_sizes.cache_clear()
+        monkeypatch.setattr(kernel, "pack", _Fickle(by_place=True))
+        assert trusted_sizes(32, 16, torch.float32, torch.device("cpu"), False, 1) == (1,)
+        check_rows(pack_invariant(weight), x)
+    finally:
+        trusted_sizes.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [8, 100, 256, 777, 4096])
+def test_norms(size: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(300, size) * torch.logspace(-3, 3, 300)[:, None]).to(dtype)
+    weight = prepare(torch.rand(size), 1e-6)
+    check_rows(lambda x: rms_norm_invariant(x, weight), x)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(rms_norm_invariant(x, weight), rms_norm(x, weight), atol=tolerance, rtol=tolerance)
+    heads = x[:, : size // 4 * 4].view(300, 4, -1)[:, 1:3]  # as queries and keys come: a part of wider rows
+    weight = prepare(torch.rand(2, size // 4), 1e-6)
+    check_rows(lambda x: rms_norm_invariant(x, weight), heads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("size", [5, 96, 777, 1024, 5000, 40000])
+def test_activations(size: int, threads: int, dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = (torch.randn(150, 2 * size) * 3).to(dtype)
+        check_rows(silu_mul_invariant, x)
+        assert torch.allclose(silu_mul_invariant(x).float(), silu_mul(x).float(), rtol=1e-2)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 6), (3, 32), (8, 80), (40, 128)])
+def test_rotations(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(150, *shape).to(dtype)
+    cos, sin = (torch.randn(150, 1, shape[1]).to(dtype) for _ in range(2))
+    check_rows(apply_rope_invariant, x, cos, sin)
+    # Sums may cancel: the tolerance is that of the terms.
+    tolerance = 1e-5 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(
+        apply_rope_invariant(x, cos, sin), apply_rope(x, cos, sin), atol=tolerance, rtol=tolerance
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(rank=st.integers(1, 20), slices=st.integers(1, 3), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+def test_adapters(rank: int, slices: int, dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    outs = [40, 24, 56][:slices]
+    x, a = (t.to(dtype) for t in trial_operands((150, 2048), (rank * slices, 2048), generator))
+    a = a.view(rank, slices, 2048)
+    b = [torch.randn(rank, out, generator=generator).to(dtype) for out in outs]
+    base = torch.randn(150, sum(outs), generator=generator).to(dtype)
+
+    def adapted(x: Tensor, y: Tensor) -> Tensor:
+        y = y.clone()
+        shrink_expand_invariant(y, x, a, b)
+        return y
+
+    check_rows(adapted, x, base)
+    expected = base.float().clone()
+    shrink_expand(expected, x.float(), a.float(), [part.float() for part in b], None)
+    tolerance = 1e-3 if dtype == torch.float32 else 0.25
+    torch.testing.assert_close(adapted(x, base).float(), expected, atol=tolerance * rank, rtol=0.05)
+    columns = torch.randn(150, rank, generator=generator).to(dtype)
+
+    def expanded(h: Tensor, y: Tensor) -> Tensor:
+        y = y.clone()
+        expand_invariant(y, h, b[0])
+        return y
+
+    check_rows(expanded, columns, base[:, : outs[0]])

@@ -1,0 +1,239 @@
+"""`outrider bench speculation`: the arithmetic of its figures, and the command from options to files."""
+
+import json
+
+import pytest
+
+from outrider.platform.cli.bench.limit import full_steps, measure_limit, trimmed_mean
+from outrider.platform.cli.bench.modes import MODES, Mode, available_modes, make_modes
+from outrider.platform.cli.bench.observer import StepTimes
+from outrider.platform.cli.main import main
+from outrider.platform.core.errors import InvalidRequestError
+
+# --- modes ----------------------------------------------------------------------------------------------------------
+
+
+def test_off_is_always_there_and_first():
+    modes = make_modes(["ngram"], {}, 4)
+    assert [mode.name for mode in modes] == ["off", "ngram"]
+    assert [mode.fixed for mode in modes] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("models", "base"),
+    [
+        ({}, "ngram"),
+        ({"draft_model": "d"}, "draft_model"),
+        ({"draft_model": "d", "eagle3": "e"}, "eagle3"),
+    ],
+)
+def test_adaptive_controls_the_best_drafter_there_is(models, base):
+    mode = make_modes(["adaptive"], models, 5)[1]
+    assert (mode.name, mode.method, mode.fixed) == ("adaptive", base, False)
+    assert mode.config["adaptive"] is True
+    assert mode.config["num_speculative_tokens"] == 5
+    assert mode.config.get("model") == models.get(base)
+
+
+def test_what_is_available_depends_on_the_weights():
+    assert available_modes({}) == ["off", "ngram", "suffix", "adaptive"]
+    assert set(available_modes(dict.fromkeys(MODES, "x"))) == set(MODES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("eagle3", "needs --eagle3 PATH"), ("draft_model", "--draft-model"), ("magic", "unknown mode")],
+)
+def test_modes_that_cannot_run_are_refused(name, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        make_modes([name], {}, 4)
+
+
+def test_synthetic_rates_reach_every_drafter_and_not_off():
+    modes = make_modes(["ngram", "adaptive"], {}, 2, [0.5, 0.2])
+    assert "synthetic_acceptance_rates" not in modes[0].config
+    assert all(mode.config["synthetic_acceptance_rates"] == [0.5, 0.2] for mode in modes[1:])
+
+
+# --- achieved / limit -----------------------------------------------------------------------------------------------
+
+
+def step(total, target, propose=0.0, *, rows=1, accepted=0, verified=0, most=0, decoding=True):
+    return StepTimes(total, target, propose, rows, decoding, verified, accepted, most, (most,) * rows)
+
+
+def draft_mode(method="draft_model"):
+    return Mode(method, method, {"method": method, "num_speculative_tokens": 4})
+
+
+def test_the_limit_is_the_formula():
+    off = [step(10.0, 8.0)] * 20  # u = 10, h = 0.2
+    steps = [step(15.0, 9.0, 4.4, accepted=3, verified=4, most=4)] * 20  # tau = 4, v = 0.9
+    single = [step(11.0, 8.0, 1.4, accepted=1, verified=1, most=1)] * 20  # c = (4.4 - 1.4) / 3 / 10 = 0.1
+    limit = measure_limit(draft_mode(), 2.0, off, steps, single)
+    assert (limit.tau, limit.k) == (4.0, 4.0)
+    assert (limit.v, limit.c, limit.h) == pytest.approx((0.9, 0.1, 0.2))
+    assert limit.limit == pytest.approx(4 / (0.9 + 4 * 0.1 + 0.2))
+    assert limit.as_dict()["achieved_over_limit"] == pytest.approx(2.0 / limit.limit, abs=1e-4)
+
+
+def test_without_speculation_the_limit_is_one():
+    off = [step(10.0, 8.0)] * 20
+    assert measure_limit(draft_mode("ngram"), 1.0, off, off, []).limit == pytest.approx(1.0)
+
+
+def test_one_pass_that_makes_all_drafts_counts_once():
+    steps = [step(15.0, 9.0, 1.0, accepted=3, verified=4, most=4)] * 20
+    limit = measure_limit(draft_mode("medusa"), 1.5, [step(10.0, 8.0)] * 20, steps, [])
+    assert (limit.k, limit.c) == (1.0, pytest.approx(0.1))
+
+
+def test_a_pass_never_costs_more_than_its_share_nor_less_than_nothing():
+    off, steps = [step(10.0, 8.0)] * 20, [step(15.0, 9.0, 4.0, accepted=3, verified=4, most=4)] * 20
+    slower = [step(11.0, 8.0, 5.0, most=1)] * 20  # noise: one draft took longer than four
+    assert measure_limit(draft_mode(), 1.0, off, steps, slower).c == 0.0
+    free = [step(11.0, 8.0, 0.1, most=1)] * 20
+    assert measure_limit(draft_mode(), 1.0, off, steps, free).c == pytest.approx(0.1)
+
+
+def test_only_full_batches_of_decoding_rows_count():
+    steps = [step(1, 1, rows=4), step(2, 2, rows=4, decoding=False), step(3, 3, rows=2), step(4, 4, rows=4)]
+    assert [s.total for s in full_steps(steps)] == [1, 4]
+    assert measure_limit(draft_mode(), 1.0, [], [], []) is None
+
+
+def test_the_slowest_twentieth_is_left_out():
+    assert trimmed_mean([1.0] * 19 + [1000.0]) == 1.0
+    assert trimmed_mean([3.0]) == 3.0
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+QUICK = "bench speculation --batch-sizes 1,3 --rounds 1 --max-tokens 12 --dtype float32".split()
+
+
+@pytest.fixture(scope="module")
+def demo_result(tmp_path_factory):
+    """The demo in three modes, with everything that is written."""
+    folder = tmp_path_factory.mktemp("bench")
+    more = f"--modes off,ngram,draft_model --tasks base,json --random-text --plot {folder}/a.png"
+    assert main([*QUICK, *more.split(), "--output-json", str(folder / "a.json")]) == 0
+    return json.loads((folder / "a.json").read_text()), folder / "a.png"
+
+
+def test_every_combination_has_a_row(demo_result):
+    report, _ = demo_result
+    found = {(row["batch_size"], row["task"], row["kind"], row["mode"]) for row in report["rows"]}
+    expected = {("base", "base model"), ("json", "without draft weights"), ("random text", "random")}
+    modes = ("off", "ngram", "draft_model")
+    want = {(batch, *pair, mode) for batch in (1, 3) for pair in expected for mode in modes}
+    want |= {(batch, "json", "with draft weights", "draft_model") for batch in (1, 3)}
+    assert found == want
+    assert report["labels"] == []
+    assert report["model"]["name"] == "outrider-demo"
+    assert str(report).find("/tmp") == -1  # a result may be published: nothing of the machine's folders
+
+
+def test_the_text_is_offs_in_float32(demo_result):
+    for row in demo_result[0]["rows"]:
+        assert row["same_text_as_off"]["same"] == row["same_text_as_off"]["of"] > 0, row["mode"]
+
+
+def test_figures_hang_together(demo_result):
+    for row in demo_result[0]["rows"]:
+        assert row["output_tokens"] <= 12 * row["requests"]
+        assert row["ttft_ms"]["median"] <= row["ttft_ms"]["p99"] <= row["e2el_ms"]["p99"]
+        assert row["output_throughput"] == pytest.approx(row["output_tokens"] / row["seconds"]["median"], rel=0.01)
+        if row["mode"] == "off":
+            assert row["speedup"] == row["speedup_best"] == row["decode_speedup"] == 1.0
+            assert row["acceptance_length"] is None
+            continue
+        assert row["limit"]["limit"] > 0
+        assert set(row["drafts_chosen"]) <= set("01234")
+        if row["mode"] == "draft_model":
+            shares = row["acceptance_per_position"]
+            assert shares == sorted(shares, reverse=True)
+            assert 1 + sum(shares) == pytest.approx(row["acceptance_length"], abs=1e-3)
+
+
+def test_random_text_runs_to_its_end_and_is_hard_to_draft(demo_result):
+    rows = [row for row in demo_result[0]["rows"] if row["mode"] == "draft_model" and row["batch_size"] == 1]
+    lengths = {row["kind"]: row["acceptance_length"] for row in rows}
+    assert lengths["random"] < lengths["base model"]
+    random = next(row for row in rows if row["kind"] == "random")
+    assert random["output_tokens"] == 12 * random["requests"]
+
+
+def test_the_picture_is_one(demo_result):
+    matplotlib_image = pytest.importorskip("matplotlib.image")
+    image = matplotlib_image.imread(demo_result[1])
+    assert image.shape[0] > 400
+    assert image.shape[1] > 800
+    assert image[..., :3].std() > 0.05  # not blank
+
+
+def test_synthetic_acceptance_says_so_first(capsys, tmp_path):
+    file = tmp_path / "s.json"
+    more = "--modes draft_model,adaptive --tasks base --synthetic-acceptance 1,0.999,0 --batch-sizes 4 --max-tokens 60"
+    assert main([*QUICK, *more.split(), "--output-json", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("SYNTHETIC ACCEPTANCE (1, 0.999, 0)")
+    report = json.loads(file.read_text())
+    assert "meaningless" in report["labels"][0]
+    fixed = next(row for row in report["rows"] if row["mode"] == "draft_model")
+    assert fixed["acceptance_per_position"] == pytest.approx([1, 0.999, 0], abs=0.1)  # the last round is cut
+    assert fixed["same_text_as_off"]["same"] < fixed["same_text_as_off"]["of"]
+
+
+def test_dummy_weights_say_so_first(capsys):
+    more = "--modes ngram --tasks base --load-format dummy --batch-sizes 1"
+    assert main([*QUICK, *more.split()]) == 0
+    assert capsys.readouterr().out.startswith("RANDOM WEIGHTS")
+
+
+def test_own_prompts_go_to_their_adapters(tmp_path):
+    from outrider.models.demo import demo_adapters
+
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "What is 2 plus 2?"}, {"prompt_token_ids": [5, 6, 7], "adapter": "json"}]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    out = tmp_path / "a.json"
+    adapter = demo_adapters()["json"]
+    more = f"--modes off --prompts {file} --lora json={adapter} --lora sql={demo_adapters()['sql']} --output-json {out}"
+    assert main([*QUICK, *more.split()]) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["batch_size"] == 1]
+    assert [(row["task"], row["requests"]) for row in rows] == [("base", 1), ("json", 1), ("sql", 1)]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--modes off --tasks nothing", "unknown task 'nothing'"),
+        ("--modes eagle", "mode eagle needs --eagle PATH"),
+        ("--modes off --prompts /does/not/exist", "prompts file"),
+        ("--modes off --output-json /does/not/exist/x.json", "there is no folder"),
+        ("--modes ngram --synthetic-acceptance 0.2,0.9", "never rise"),
+        ("--modes off --max-tokens 5000", "exceeds the model's 2048"),
+    ],
+)
+def test_wrong_options_are_told_in_a_line(more, message, capsys):
+    assert main([*QUICK, *more.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["[1, 2]", '{"text": "x"}', "{", '{"prompt": "x", "messages": []}', '{"prompt": 5}'])
+def test_wrong_prompt_lines_are_refused(line, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line)
+    assert main([*QUICK, "--modes", "off", "--prompts", str(file)]) == 1
+    assert "prompt" in capsys.readouterr().err
+
+
+def test_no_run_teaches_another_its_answers(tmp_path):
+    """The suffix drafter remembers outputs: those of the same requests, in an earlier run, must not be among them."""
+    out = tmp_path / "a.json"
+    more = f"--modes suffix --tasks base --random-text --batch-sizes 1,8 --max-tokens 24 --output-json {out}"
+    assert main([*QUICK, *more.split()]) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["mode"] == "suffix" and row["kind"] == "random"]
+    assert [row["batch_size"] for row in rows] == [1, 8]
+    # Had it seen them, nearly all tokens would be accepted drafts.
+    assert all(row["acceptance_length"] is None or row["acceptance_length"] < 2.5 for row in rows)

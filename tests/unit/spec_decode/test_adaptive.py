@@ -1,0 +1,174 @@
+"""The composing proposer: who is called with what, what comes back, and what is kept of requests."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
+from outrider.platform.core.sampling_params import SamplingParams
+from outrider.platform.core.speculative_config import parse_speculative
+from outrider.spec_decode.adaptive import AdaptiveProposer, make_adaptive
+from outrider.spec_decode.controller import DrafterTraits
+from outrider.spec_decode.ngram import NgramProposer
+from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
+
+TRAITS = (DrafterTraits("draft_model", True), DrafterTraits("ngram", False))
+
+
+class Recording(NoProposer):
+    """Drafts its number as often as it may; says that it lags by one where it drafts nothing."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.calls, self.forgotten, self.bound = number, [], [], None
+
+    @property
+    def needs(self) -> ProposerNeeds:
+        return ProposerNeeds(aux_layers=(self.number,))
+
+    def bind(self, kv, prepare_adapters):
+        self.bound = kv
+
+    def forget_adapter(self, digest):
+        self.forgotten.append(digest)
+
+    def propose(self, rows, target):
+        self.calls.append([(row.request, row.max_drafts) for row in rows])
+        return [
+            Proposal(Drafts([self.number] * row.max_drafts), len(row.tokens) + row.max_drafts - 1)
+            if row.max_drafts
+            else Proposal(NO_DRAFTS, len(row.tokens) - 1)
+            for row in rows
+        ]
+
+
+@pytest.fixture
+def parts():
+    drafters = [Recording(0), Recording(1)]
+    return AdaptiveProposer(list(zip(TRAITS, drafters, strict=True)), 4, iter(range(10**9)).__next__), drafters
+
+
+def request(digest=b""):
+    made = Request("r", [1, 2, 3], 3, SamplingParams(), seed_key=1)
+    made.text_namespace = (b"", digest)
+    return made
+
+
+def row(request, max_drafts=4, sampled=True, **fields):
+    length = len(request.tokens)
+    return DraftRow(request, request.tokens, length - 1, length - 1, max_drafts, [], sampled, length - 2, **fields)
+
+
+OUTPUT = TargetOutput(seconds=0.01)
+
+
+def test_a_neural_drafter_gets_a_fallback_and_a_lookup_does_not():
+    neural = make_adaptive(Recording(0), parse_speculative({"method": "eagle3", "model": "m"}))
+    assert isinstance(neural._drafters[1], NgramProposer)
+    assert neural.needs.aux_layers == (0,)
+    alone = make_adaptive(NgramProposer(1, 5), parse_speculative({"method": "ngram"}))
+    assert len(alone._drafters) == 1
+
+
+def test_binding_and_forgetting_reach_all(parts):
+    proposer, drafters = parts
+    proposer.bind(["kv"], None)
+    proposer.propose([row(request(b"x"))], OUTPUT)
+    proposer.forget_adapter(b"x")
+    assert [d.bound for d in drafters] == [["kv"]] * 2
+    assert [d.forgotten for d in drafters] == [[b"x"]] * 2
+    assert b"x" not in proposer.snapshot()
+
+
+def test_the_first_drafter_sees_every_row_of_every_step(parts):
+    proposer, (first, _) = parts
+    requests = [request(), request(b"a")]
+    for step in range(30):
+        rows = [row(requests[0], sampled=step > 3, max_drafts=4 if step > 3 else 0), row(requests[1])]
+        proposer.propose(rows, OUTPUT)
+    assert len(first.calls) == 30
+    assert all([r for r, _ in call] == requests for call in first.calls)
+
+
+def test_the_fallbacks_drafts_come_with_the_neural_drafters_kv(parts):
+    proposer, (first, second) = parts
+    one, other = request(b"a"), request(b"b")
+    rows = [row(one), row(other)]
+    proposer.propose(rows, OUTPUT)
+    controller = proposer.controller
+    controller.due = lambda num_rows, mixed: False
+    for state, drafter, count in zip(proposer._states.values(), (0, 1), (3, 2), strict=True):
+        state.drafter, state.num_drafts = drafter, count
+    got = proposer.propose(rows, OUTPUT)
+    assert [p.drafts.token_ids for p in got] == [[0, 0, 0], [1, 1]]
+    assert [p.num_draft_computed for p in got] == [5, 2]
+    assert [count for _, count in first.calls[-1]] == [3, 0]
+    assert [count for _, count in second.calls[-1]] == [0, 2]
+
+
+def test_what_is_verified_is_booked_on_who_drafted_it(parts):
+    proposer, _ = parts
+    one = request()
+    proposer.propose([row(one)], OUTPUT)
+    proposer.controller.due = lambda num_rows, mixed: False
+    state = proposer._states[one]
+    state.drafter, state.num_drafts = 1, 4
+    proposer.propose([row(one)], OUTPUT)
+    proposer.propose([row(one, num_drafts=2, num_accepted=1)], OUTPUT)  # truncated by the budget
+    assert [rates.evidence for rates in state.lane.rates] == [0.0, 1.0]
+    proposer.propose([row(one, sampled=False, max_drafts=0)], OUTPUT)  # preempted: its drafts are gone
+    assert state.proposed_by == -1
+    proposer.propose([row(one)], OUTPUT)
+    assert [rates.evidence for rates in state.lane.rates] == [0.0, 1.0]
+
+
+def test_nothing_is_kept_of_finished_requests(parts):
+    proposer, _ = parts
+    gone = [request() for _ in range(50)]
+    for one in gone:
+        proposer.propose([row(one)], OUTPUT)
+        one.status = Status.FINISHED
+    proposer.propose([row(request())], OUTPUT)
+    assert len(proposer._states) == 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 40))
+def test_invariants_over_generated_histories(seed, num_steps):
+    """Rows come, go, wait and are preempted; limits change every step; no time or acceptance breaks a limit."""
+    rng = random.Random(seed)
+    clock = iter(range(10**9))
+    drafters = [Recording(0), Recording(1)]
+    proposer = AdaptiveProposer(
+        list(zip(TRAITS, drafters, strict=True)), 6, lambda: next(clock) * rng.choice([0.0, 1e-4])
+    )
+    live, pending = [request(rng.choice([b"", b"a"])) for _ in range(4)], {}
+    for _ in range(num_steps):
+        if rng.random() < 0.3:
+            live[0].status = Status.FINISHED
+            live = [*live[1:], request(rng.choice([b"", b"a", b"b"]))]
+        rows = []
+        for one in rng.sample(live, rng.randint(1, len(live))):
+            drafts = rng.randint(0, pending.pop(one, 0))
+            sampled = rng.random() < 0.8
+            accepted = rng.randint(0, drafts)
+            one.tokens.extend([7] * (accepted + 1) if sampled else [])
+            limit = rng.randint(0, 6) if sampled else 0
+            length = len(one.tokens)
+            start = length - accepted - 2
+            rows.append(
+                DraftRow(
+                    one, one.tokens, length - 1, rng.randint(0, length), limit, [], sampled, start, 0, drafts, accepted
+                )
+            )
+        found = proposer.propose(rows, TargetOutput(seconds=rng.choice([0.0, 1e-3, 5.0])))
+        for got, given_row in zip(found, rows, strict=True):
+            count = len(got.drafts.token_ids)
+            assert 0 <= count <= given_row.max_drafts
+            assert len(set(got.drafts.token_ids)) <= 1  # one drafter's
+            if count and got.drafts.token_ids[0] == 1:
+                assert got.num_draft_computed <= len(given_row.tokens)
+            pending[given_row.request] = count
+        assert len(proposer._states) <= len(live) + 1
+        assert len(proposer.snapshot()) <= 3

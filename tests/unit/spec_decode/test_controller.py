@@ -1,0 +1,144 @@
+"""The choice of drafts against an exhaustive search, budgets of trials, and what the controller remembers."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.spec_decode.controller import MAX_LANES, Controller, DrafterTraits, RowState
+from outrider.spec_decode.goodput import Offer, Prices, best_plan
+from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, SHARE, Backoff, Budget
+from outrider.spec_decode.step_costs import Curve
+
+NEURAL = DrafterTraits("draft_model", True)
+LOOKUP = DrafterTraits("ngram", False)
+
+
+def prices(offers, slope=0.2, draft=0.5, row=0.05, rows=None):
+    served = [sum(offer.drafter == d for offer in offers) for d in (0, 1)]
+    curves = [
+        (
+            Curve([0.0, 8.0], [0.1, 0.1 + 8 * draft], draft),
+            Curve([0.0, 8.0], [0.1, 0.1 + 8 * (draft + row)], draft + row),
+        ),
+        (Curve([0.0, 1.0, 8.0], [0.0, 0.05, 0.05], 0.0), Curve([0.0, 1.0, 8.0], [0.0, 0.2, 0.2], 0.0)),
+    ]
+    base = rows or len(offers)
+    target = Curve([1.0, 8.0, 40.0], [5.0, 5.0 + 3 * slope, 5.0 + 35 * slope], slope)
+    drafts = [(*curves[d], served[d]) for d in (0, 1)]
+    return Prices(base, base, 0.3, target, drafts, (True, False))
+
+
+def goodput_of(offers, counts, at):
+    """The formula, written down plainly."""
+    tokens, size, seconds = float(at.base_rows), float(at.base_tokens), at.host + at.extra
+    for offer, count in zip(offers, counts, strict=True):
+        tokens += sum(c * a for c, a in list(zip(offer.cumulative, offer.available, strict=True))[:count])
+        size += sum(offer.available[:count])
+    seconds += at.target(size)
+    for drafter, (few, many, rows) in enumerate(at.drafts):
+        used = [count for offer, count in zip(offers, counts, strict=True) if offer.drafter == drafter and count]
+        if not used:
+            seconds += few.seconds[0]
+            continue
+        passes = max(used) if at.has_passes[drafter] else max(len(offer.cumulative) for offer in offers)
+        low, high = few(passes), many(passes)
+        seconds += low + (high - low) / max(rows - 1, 1) * (len(used) - 1)
+    return tokens / seconds
+
+
+probabilities = st.lists(st.floats(0.05, 0.98), min_size=1, max_size=4)
+
+
+@st.composite
+def offer_lists(draw, most=4):
+    offers = []
+    for _ in range(draw(st.integers(1, most))):
+        p = draw(probabilities)
+        found = list(itertools.accumulate(p, lambda a, b: a * b))
+        drafter = draw(st.integers(0, 1))
+        offers.append(Offer(drafter, found, [draw(st.sampled_from([1.0, 0.5]))] * len(p)))
+    return offers
+
+
+@settings(deadline=None, max_examples=60)
+@given(offer_lists(), st.floats(0.0, 2.0), st.floats(0.01, 2.0))
+def test_the_plan_is_as_good_as_the_best_of_all(offers, slope, draft):
+    at = prices(offers, slope, draft)
+    plan = best_plan(offers, at)
+    choices = itertools.product(*[range(len(offer.cumulative) + 1) for offer in offers])
+    best = max(goodput_of(offers, counts, at) for counts in choices if any(counts))
+    got = goodput_of(offers, plan.num_drafts, at)
+    assert any(plan.num_drafts)
+    assert all(0 <= k <= len(offer.cumulative) for k, offer in zip(plan.num_drafts, offers, strict=True))
+    assert got >= plan.goodput * (1 - 1e-9)  # a pass that no row reaches is not paid
+    assert got >= best * 0.97  # the sweep takes drafts by their chance alone, whoever makes them
+    assert plan.off_goodput == pytest.approx(at.base_rows / at.idle_seconds)
+
+
+def test_rows_that_accept_more_get_more():
+    def row(p):
+        return Offer(0, list(itertools.accumulate([p] * 6, lambda a, b: a * b)), [1.0] * 6)
+
+    plan = best_plan([row(0.95), row(0.6), row(0.1)], prices([row(0.5)] * 3, slope=0.4, draft=0.1))
+    high, middle, low = plan.num_drafts
+    assert high > middle > low
+
+
+def test_the_present_number_of_passes_is_kept_when_another_is_hardly_better():
+    offer = Offer(0, [0.8, 0.64, 0.512, 0.41], [1.0] * 4)
+    at = prices([offer], slope=0.1, draft=0.3)
+    goodputs = {k: goodput_of([offer], [k], at) for k in range(1, 5)}
+    for k, goodput in goodputs.items():
+        chosen = best_plan([offer], at, passes=k).num_drafts[0]
+        assert (chosen == k) == (goodput * 1.01 >= max(goodputs.values()))
+
+
+def test_trials_never_cost_more_than_their_share():
+    budget = Budget()
+    for _ in range(10_000):
+        budget.elapsed += 1.0
+        budget.spend(0.7, 1.0)
+    assert budget.spent <= SHARE * budget.elapsed + HEAD_START
+    assert budget.spent > 0.9 * SHARE * budget.elapsed
+
+
+def test_trials_that_show_nothing_become_rare_but_never_stop():
+    backoff, tried = Backoff(0), []
+    for step in range(20_000):
+        if backoff.due(step):
+            backoff.tried(step)
+            tried.append(step)
+    gaps = [b - a for a, b in itertools.pairwise(tried)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == MAX_INTERVAL
+
+
+def test_adapters_are_forgotten_and_bounded():
+    controller = Controller([NEURAL, LOOKUP], 4)
+    for index in range(MAX_LANES + 50):
+        controller.lane(index)
+    assert len(controller.snapshot()) == MAX_LANES
+    assert 0 not in controller.snapshot()
+    controller.forget(MAX_LANES)
+    assert MAX_LANES not in controller.snapshot()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_limits_hold_whatever_was_measured(data):
+    controller = Controller([NEURAL, LOOKUP], 6)
+    rows = [RowState(controller.lane(data.draw(st.integers(0, 2)))) for _ in range(data.draw(st.integers(1, 6)))]
+    for _ in range(data.draw(st.integers(1, 40))):
+        for row in rows:
+            row.limit = data.draw(st.integers(0, 6))
+            row.lag = data.draw(st.integers(0, 50))
+        controller.costs.add_step(len(rows), len(rows) * data.draw(st.integers(1, 7)), data.draw(st.floats(1e-4, 1.0)))
+        limits = [row.limit for row in rows]
+        controller.decide(rows, data.draw(st.sampled_from([0, 0, 30])))
+        for row, limit in zip(rows, limits, strict=True):
+            assert 0 <= row.num_drafts <= limit
+            controller.proposed(row, row.drafter, row.num_drafts, row.num_drafts)
+            controller.verified(row, row.num_drafts, data.draw(st.integers(0, row.num_drafts)))
+        controller.stepped(0.01)

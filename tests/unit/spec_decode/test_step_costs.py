@@ -1,0 +1,125 @@
+"""Tables of measured times: noise, outliers, drift, monotony, and what was never measured."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.spec_decode.step_costs import MIXED, Curve, DraftSize, StepCosts, TimeTable, row_class
+
+
+def test_classes_of_rows_are_two_an_octave():
+    assert [row_class(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 31, 32, 47, 48)] == [
+        0, 1, 2, 3, 4, 4, 6, 6, 8, 8, 12, 24, 32, 32, 48,
+    ]  # fmt: skip
+
+
+def test_a_curve_is_linear_between_its_points_and_beyond():
+    curve = Curve([1.0, 3.0], [10.0, 20.0], 2.0)
+    assert [curve(x) for x in (0, 1, 2, 3, 5)] == [10.0, 10.0, 15.0, 20.0, 24.0]
+    assert curve.at(np.array([0, 1, 2, 3, 5])).tolist() == [10.0, 10.0, 15.0, 20.0, 24.0]
+
+
+def curve_of(table, rows):
+    sizes, seconds = table.points(rows)
+    return Curve(sizes, seconds, 0.0)
+
+
+def test_noise_and_rare_outliers_average_out():
+    generator, table = random.Random(1), TimeTable()
+    for _ in range(400):
+        size = generator.choice((4, 8, 16))
+        factor = generator.uniform(0.8, 1.2) * (10 if generator.random() < 0.02 else 1)
+        table.add(4, size, (1.0 + 0.1 * size) * factor)
+    curve = curve_of(table, 4)
+    assert [curve(x) for x in (4, 8, 16)] == pytest.approx([1.4, 1.8, 2.6], rel=0.06)
+    assert curve(12) == pytest.approx((curve(8) + curve(16)) / 2)
+
+
+def test_one_early_outlier_is_no_lasting_belief():
+    table = TimeTable()
+    table.add(1, 1, 10.0)
+    for _ in range(3):
+        table.add(1, 1, 1.0)
+    assert curve_of(table, 1)(1) == pytest.approx(1.0)
+
+
+def test_common_drift_reaches_sizes_that_are_not_visited():
+    table = TimeTable()
+    for _ in range(50):
+        table.add(8, 8, 1.0)
+        table.add(8, 24, 1.5)
+    for _ in range(200):
+        table.add(8, 24, 3.0)
+    curve = curve_of(table, 8)
+    assert curve(24) == pytest.approx(3.0, rel=0.03)
+    assert curve(8) / curve(24) == pytest.approx(1.0 / 1.5, rel=0.25)
+
+
+def test_another_class_of_rows_lends_its_shape():
+    table = TimeTable()
+    for size in (8, 16, 32):
+        for _ in range(10):
+            table.add(8, size, 1.0 + size / 16)
+    for _ in range(10):
+        table.add(12, 16, 4.0)
+    curve = curve_of(table, 12)
+    assert curve(16) == pytest.approx(4.0)
+    assert curve(32) == pytest.approx(4.0 * 3.0 / 2.0)
+    assert curve(8) == pytest.approx(4.0 * 1.5 / 2.0)
+    assert table.reach(12) == 16
+    assert table.reach(6) == 0
+
+
+def test_steps_with_prompts_stay_apart():
+    table = TimeTable()
+    table.add(MIXED, 500, 9.0)
+    assert table.points(4) == ([], [])
+    table.add(4, 4, 1.0)
+    assert curve_of(table, 4)(4) == 1.0
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 64), st.integers(1, 600), st.floats(1e-6, 10.0)), min_size=1, max_size=60),
+    st.integers(1, 64),
+)
+def test_more_tokens_never_take_less(times, rows):
+    costs = StepCosts([True])
+    for at, size, seconds in times:
+        costs.add_step(at, size, seconds)
+        costs.add_draft(0, DraftSize(at, min(size, 32)), seconds)
+    for curve in (costs.target_curve(rows), costs.draft_curve(0, rows)):
+        values = [curve(size) for size in range(1, 700, 7)]
+        assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(values))
+        assert min(values) >= 0.0
+
+
+def test_the_hosts_time_ignores_idle_gaps():
+    costs = StepCosts([True])
+    for index in range(40):
+        costs.add_gap(0.5 if index % 3 == 0 else 0.002)
+    assert costs.host_seconds == 0.002
+
+
+def test_catching_up_is_priced_by_the_token_and_kept_out_of_the_table():
+    costs = StepCosts([True])
+    costs.add_step(1, 1, 0.01)
+    for _ in range(20):
+        costs.add_draft(0, DraftSize(1, 2), 0.002)
+    before = costs.draft_curve(0, 1)(2)
+    for _ in range(20):
+        costs.add_draft(0, DraftSize(1, 2, lag=100), 0.052)
+    assert costs.draft_curve(0, 1)(2) == before
+    assert costs.catch_up(0, 200) == pytest.approx(0.1, rel=0.05)
+
+
+def test_before_anything_is_measured_drafting_looks_cheap():
+    costs = StepCosts([True, False])
+    costs.add_step(MIXED, 40, 0.02)
+    assert costs.target_curve(1)(9) < 1.2 * costs.target_curve(1)(1)
+    assert costs.draft_curve(0, 1)(4) < 0.2 * 0.02
+    assert costs.draft_curve(1, 1)(4) < costs.draft_curve(0, 1)(4)

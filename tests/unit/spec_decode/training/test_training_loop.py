@@ -1,0 +1,157 @@
+"""The loop: acceptance as a verification would have it, resuming to the same result, Ctrl-C, what is refused."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from outrider.platform.core.errors import InvalidRequestError, OutriderError
+from outrider.spec_decode.training import target as target_module
+from outrider.spec_decode.training.acceptance import rounds_of, summarize
+from outrider.spec_decode.training.run import train_draft
+from outrider.spec_decode.training.target import choose_aux_layers, import_peft
+from outrider.spec_decode.training.trainer import rate_factor
+
+
+@given(st.data(), st.integers(1, 5))
+def test_rounds_are_those_of_a_verification(data, k):
+    """Against a verification that walks token by token: the drafter is asked again after every token it got wrong."""
+    text = data.draw(st.lists(st.integers(0, 2), min_size=0, max_size=12))
+    guesses = data.draw(
+        st.lists(st.lists(st.integers(0, 2), min_size=k, max_size=k), min_size=len(text), max_size=len(text))
+    )
+    expected, at = [], 1
+    while at < len(text):
+        accepted = 0
+        while accepted < k and at + accepted < len(text) and guesses[at + accepted][accepted] == text[at + accepted]:
+            accepted += 1
+        expected.append(accepted)
+        at += accepted + 1
+    hits = [[guess == token for guess in row] for row, token in zip(guesses, text, strict=True)]
+    assert rounds_of(hits, k) == expected
+
+
+def test_summary():
+    measured = summarize(1.5, [0, 3, 1, 4], k=4)
+    assert measured.acceptance_length == 3.0
+    assert measured.per_position == [0.75, 0.5, 0.5, 0.25]
+
+
+def log_of(options):
+    with open(f"{options.output}/training_log.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(method, options, samples, tmp_path):
+    whole = options(method, output=str(tmp_path / "whole"), unroll=None if method == "medusa" else 2)
+    train_draft(whole, samples[8:], samples[:8])
+    parts = dataclasses.replace(whole, output=str(tmp_path / "parts"))
+    (tmp_path / "parts").mkdir()
+
+    def stop(line):
+        if line.startswith("step 3/"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(parts, samples[8:], samples[:8], report=stop)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["checkpoint", "training_log.jsonl"]
+    with open(tmp_path / "parts" / "training_log.jsonl", "a") as file:  # a measurement after the checkpoint
+        file.write('{"step": 4}\n')
+    torch.manual_seed(99)
+    train_draft(dataclasses.replace(parts, resume=True), samples[8:], samples[:8])
+    # the mean loss is over the steps of one process; what is measured and trained is the same
+    logs = [[{k: v for k, v in line.items() if k != "loss"} for line in log_of(run)] for run in (whole, parts)]
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[0]] == [0, 3, 6]
+    file = "medusa_lm_head.pt" if method == "medusa" else "model.safetensors"
+    read = (lambda path: torch.load(path, weights_only=True)) if method == "medusa" else load_file
+    a, b = (read(tmp_path / name / file) for name in ("whole", "parts"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_that_is_over_stays_as_it_is(options, samples, tmp_path):
+    chosen = options()
+    measured = train_draft(chosen, samples[8:], samples[:8])
+    before = (tmp_path / "model.safetensors").read_bytes()
+    again = train_draft(dataclasses.replace(chosen, resume=True), samples[8:], samples[:8])
+    assert again == measured
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_other_seeds_give_other_heads(options, samples, tmp_path):
+    heads = []
+    for seed in (0, 1):
+        train_draft(options(seed=seed, output=str(tmp_path / str(seed)), steps=1), samples[8:], samples[:8])
+        heads.append(load_file(tmp_path / str(seed) / "model.safetensors")["fc.weight"])
+    assert not torch.equal(*heads)
+
+
+def test_a_broken_checkpoint_is_named(options, samples, tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "state.pt").write_bytes(b"nothing")
+    with pytest.raises(InvalidRequestError, match=r"state\.pt is no checkpoint of this run"):
+        train_draft(options(resume=True), samples[8:], samples[:8])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_lowers_the_loss(optimizer, options, samples):
+    chosen = options(optimizer=optimizer, steps=60, eval_every=60, lr=5e-3)
+    train_draft(chosen, samples, samples)
+    first, last = log_of(chosen)
+    assert last["held_out_loss"] < first["held_out_loss"] - 0.3  # most of it is the target's own entropy
+    assert last["acceptance_length"] > first["acceptance_length"] + 0.5
+
+
+def test_rate_rises_and_falls():
+    factors = [rate_factor(step, 100, 10) for step in range(100)]
+    assert factors[:11] == sorted(factors[:11])
+    assert factors[10] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert 0 < factors[-1] < 0.02
+    assert all(0 < rate_factor(step, 3, 50) <= 1 for step in range(3))
+
+
+@pytest.mark.parametrize(("layers", "chosen"), [(32, (2, 16, 29)), (7, (2, 3, 4)), (5, (2, 3, 4)), (2, (0, 1, 2))])
+def test_default_layers(layers, chosen):
+    assert choose_aux_layers(layers) == chosen
+
+
+def test_layers_that_do_not_exist(options, samples):
+    with pytest.raises(InvalidRequestError, match=r"must be given: three .* target of 1"):
+        choose_aux_layers(1)
+    with pytest.raises(InvalidRequestError, match=r"in \[0, 4\].* 0, 1, 9"):
+        train_draft(options(aux_layers=(0, 1, 9)), samples, samples)
+    with pytest.raises(InvalidRequestError, match="must name 3 layers, got 2"):
+        train_draft(options(aux_layers=(0, 1)), samples, samples)
+
+
+def test_missing_peft_is_told(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(OutriderError, match=r"outrider\[train\]"):
+        import_peft()
+    assert "outrider[train]" in target_module.MISSING_EXTRA
+
+
+def test_wrong_values_are_refused(options):
+    for more, words in (
+        ({"method": "eagle4"}, "--method must be one of"),
+        ({"steps": 0}, r"--steps must be in \[1,"),
+        ({"lr": float("nan")}, "--lr must be a number"),
+        ({"k": 33}, r"--k must be in \[1, 32\]"),
+        ({"draft": "x"}, "--draft names the drafter"),
+        ({"method": "draft-lora"}, "--draft names the drafter"),
+        ({"method": "medusa", "draft_vocab_size": 5}, "--draft-vocab-size is for --method eagle3, not for medusa"),
+        ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude"),
+        ({"prompt_weight": 2.0}, r"--prompt-weight must be a number in \[0, 1\]"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            options(**more)
