@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,69 @@ class Models:
             lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, init_lora_weights=False)
             self.adapters[name] = str(root / f"adapter-{name}")
             get_peft_model(base, lora).save_pretrained(self.adapters[name])
+        for name, rank in (("a", 4), ("b", 2)):  # draft weights: `c` has none
+            for method in ("eagle", "eagle3"):
+                self._write_head_lora(Path(self.adapters[name]) / "draft" / method, method, rank)
         with torch.no_grad():  # a drafter that is right about half of the time
             for parameter in model.parameters():
                 parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
         model.save_pretrained(self.draft)
+        for name, rank in (("a", 4), ("b", 2)):
+            torch.manual_seed(10 + rank)
+            base = LlamaForCausalLM.from_pretrained(self.draft)
+            lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS, init_lora_weights=False)
+            get_peft_model(base, lora).save_pretrained(Path(self.adapters[name]) / "draft" / "draft_model")
+        self._root, self._heads = root, {}
+
+    @staticmethod
+    def _write_head_lora(folder: Path, method: str, rank: int) -> None:
+        """A PEFT adapter for a head of the target's size, with small random weights."""
+        from safetensors.torch import save_file
+
+        width = 96 if method == "eagle3" else 48  # an EAGLE-3 layer reads token and hidden state side by side
+        generator = torch.Generator().manual_seed(rank)
+        tensors = {}
+        for module, size, out in (("self_attn.q_proj", width, 48), ("mlp.down_proj", 96, 48)):
+            key = f"base_model.model.layers.0.{module}.lora"
+            tensors[f"{key}_A.weight"] = 0.2 * torch.randn(rank, size, generator=generator)
+            tensors[f"{key}_B.weight"] = 0.2 * torch.randn(out, rank, generator=generator)
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "down_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    def head(self, method: str) -> Path:
+        """A head for the target, trained for some steps on random text: often wrong, sometimes right."""
+        if method not in self._heads:
+            from outrider.spec_decode.training.data import Sample
+            from outrider.spec_decode.training.options import TrainOptions
+            from outrider.spec_decode.training.run import train_draft
+
+            generator = torch.Generator().manual_seed(1)
+            reference = self.reference()
+            starts = torch.randint(3, VOCAB, (24, 12), generator=generator)
+            texts = reference.generate(starts, max_new_tokens=24, do_sample=False, pad_token_id=2).tolist()
+            samples = [Sample(text, 1) for text in texts]
+            folder = self._root / method
+            folder.mkdir()
+            options = TrainOptions(
+                method=method,
+                model=str(self.target),
+                data="",
+                output=str(folder),
+                steps=60,
+                lr=1e-2,
+                warmup=5,
+                dtype="float32",
+                batch_tokens=1024,
+                eval_every=1000,
+                save_every=1000,
+                medusa_heads=5,
+                progress=False,
+            )
+            train_draft(options, samples, samples[:2])
+            self._heads[method] = folder
+        return self._heads[method]
 
     def lora(self, name: str | None) -> LoRARequest | None:
         """The request for an adapter, None for the base."""
@@ -70,7 +130,11 @@ class Models:
         if method is None:
             return None
         config = {"method": method, "num_speculative_tokens": k}
-        return config | ({"model": str(self.draft)} if method == "draft_model" else {})
+        if method == "draft_model":
+            config["model"] = str(self.draft)
+        elif method in ("eagle", "eagle3", "medusa"):
+            config["model"] = str(self.head(method))
+        return config
 
 
 @pytest.fixture(scope="session")

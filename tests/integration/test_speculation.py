@@ -9,8 +9,9 @@ import torch
 
 from outrider import SamplingParams
 
-METHODS = ["ngram", "draft_model"]
+METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"]
 NAMES = [None, "a", "b", None, "a", "c"]
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 
 
 def text(outcomes):
@@ -60,33 +61,47 @@ def plain_text(models, plain_engine, run, prompts):
     return plain_text
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["base", "adapters"])
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("method", METHODS)
-def test_text_is_byte_equal_with_and_without(models, make_engine, run, jobs, plain_text, method, k, adapters):
-    options = {"enable_lora": adapters, "max_loras": 3, "max_lora_rank": 8}
-    drafted = make_engine(speculative_config=models.speculative(method, k), **options)
+def test_text_is_byte_equal_with_and_without(models, make_engine, run, jobs, plain_text, method, k):
+    drafted = make_engine(speculative_config=models.speculative(method, k))
     for name, params in PARAMS.items():
-        assert text(run(drafted, jobs(params, adapters))) == plain_text(name, adapters), name
+        assert text(run(drafted, jobs(params, False))) == plain_text(name, False), name
     counts = [entry.counts for entry in drafted.stats().speculation]
     assert sum(c.num_accepted_tokens for c in counts) > 0
     assert sum(c.num_draft_tokens - c.num_accepted_tokens for c in counts) > 0
 
 
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+@pytest.mark.parametrize("cache", [False, True], ids=["no-cache", "cache"])
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_text_is_byte_equal_with_adapters(models, make_engine, run, jobs, plain_text, method, k, cache, chunked):
+    """One batch of base requests, an adapter without draft weights, and two with."""
+    drafted = make_engine(
+        speculative_config=models.speculative(method, k),
+        enable_prefix_caching=cache,
+        max_num_batched_tokens=9 if chunked else None,
+        **LORA,
+    )
+    for name in ("greedy", "filtered", "penalised"):
+        assert text(run(drafted, jobs(PARAMS[name], True))) == plain_text(name, True), name
+    loaded = {info.name: info.draft for info in drafted.list_adapters()}
+    expected = "loaded" if method in ("draft_model", "eagle", "eagle3") else ""
+    assert loaded == {"a": expected, "b": expected, "c": ""}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"enable_prefix_caching": False},
-        {"max_num_batched_tokens": 9},
         {"block_size": 4, "max_num_seqs": 3},
         {"max_model_len": 112, "block_size": 8, "num_gpu_blocks_override": 17},
     ],
-    ids=["no-prefix-cache", "chunked", "small-blocks", "preempted"],
+    ids=["small-blocks", "preempted"],
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_scheduling_and_speculation_together(models, make_engine, run, jobs, plain_text, method, options):
-    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-    drafted = make_engine(speculative_config=models.speculative(method, 4), **lora, **options)
+    drafted = make_engine(speculative_config=models.speculative(method, 4), **LORA, **options)
     for name in ("greedy", "penalised"):
         for _ in range(2):  # the second time from the prefix cache
             assert text(run(drafted, jobs(PARAMS[name], True))) == plain_text(name, True)

@@ -102,13 +102,17 @@ def test_a_broken_checkpoint_is_named(options, samples, tmp_path):
         train_draft(options(resume=True), samples[8:], samples[:8])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_training_lowers_the_loss(optimizer, options, samples):
-    chosen = options(optimizer=optimizer, steps=60, eval_every=60, lr=5e-3)
+@pytest.mark.parametrize(
+    ("method", "optimizer"), [("eagle3", "adamw"), ("eagle3", "muon"), ("eagle", "adamw"), ("medusa", "adamw")]
+)
+def test_training_lowers_the_loss(method, optimizer, options, samples):
+    chosen = options(method, optimizer=optimizer, steps=60, eval_every=60, lr=5e-3)
     train_draft(chosen, samples, samples)
     first, last = log_of(chosen)
-    assert last["held_out_loss"] < first["held_out_loss"] - 0.3  # most of it is the target's own entropy
-    assert last["acceptance_length"] > first["acceptance_length"] + 0.5
+    # most of the loss is the target's own entropy; of EAGLE's the cross entropy is a tenth
+    assert last["held_out_loss"] < first["held_out_loss"] - (0.03 if method == "eagle" else 0.3)
+    if method != "medusa":  # its heads begin as the target's own, and the texts repeat themselves
+        assert last["acceptance_length"] > first["acceptance_length"] + 0.5
 
 
 def test_rate_rises_and_falls():

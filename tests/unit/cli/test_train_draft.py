@@ -1,0 +1,162 @@
+"""`outrider train-draft`: its flags, the output folder, and runs from prompts to files."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.models.demo import DEMO_MODEL_NAME, demo_model_path
+from outrider.platform.cli import train_draft
+from outrider.platform.cli.main import build_parser, main
+from outrider.platform.core.errors import InvalidRequestError
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A tiny Llama with the demo's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, vocab_size=2048, max_position_embeddings=128, bos_token_id=1, eos_token_id=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(demo_model_path() / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def command(target, tmp_path):
+    """Arguments of a small run; more are appended."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"Say {n}", "completion": f" {n} {n}"}) + "\n" for n in range(20)))
+
+    def make(*more, data=data, output="out"):
+        paths = ["--model", str(target), "--data", str(data), "--output", str(tmp_path / output)]
+        sizes = "--steps 4 --eval-every 2 --held-out 4 --batch-tokens 64 --dtype float32".split()
+        return ["train-draft", "--method", "eagle3", *paths, *sizes, *map(str, more)]
+
+    return make
+
+
+def options_of(*arguments):
+    return train_draft.resolve(build_parser().parse_args(arguments))
+
+
+def test_flags_become_options(command):
+    options = options_of(*command("--aux-layers", "0,1,2", "--no-progress", "--lr", "0.5", "--generate"))
+    assert options.aux_layers == (0, 1, 2)
+    assert (options.steps, options.lr, options.generate, options.progress) == (4, 0.5, True, False)
+    assert options.own_lm_head is False
+    demo = options_of("train-draft", "--method", "medusa", "--model", DEMO_MODEL_NAME, "--data", "x", "--output", "y")
+    assert demo.model == str(demo_model_path())
+
+
+@pytest.mark.parametrize(
+    ("more", "words"), [(["--aux-layers", "a,b"], "integers with commas"), (["--optimizer", "sgd"], "invalid choice")]
+)
+def test_wrong_usage(command, capsys, more, words):
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(command(*more))
+    assert words in capsys.readouterr().err
+
+
+def test_errors_are_one_line(command, tmp_path, capsys):
+    for arguments, words in (
+        (command("--steps", "0"), "--steps must be in"),
+        (command(data=tmp_path / "none"), "cannot read"),
+        (command("--overwrite", "--draft-vocab-size", "4000"), "4000 exceeds the target's vocabulary of 2048"),
+        (command("--overwrite", "--held-out", "20"), "--held-out 20 leaves nothing of 20"),
+        (command("--resume", output="nowhere"), "there is no run in"),
+        (command("--overwrite", "--adapter", tmp_path / "none"), "there is no folder"),
+    ):
+        assert main(arguments) == 1
+        error = capsys.readouterr().err
+        assert words in error
+        assert [line for line in error.splitlines() if line.startswith("outrider: error:")] == error.splitlines()[-1:]
+
+
+def test_training_writes_a_head_a_log_and_a_checkpoint(command, tmp_path, capsys):
+    assert main(command("--intermediate-size", 24, "--draft-vocab-size", 40)) == 0
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "run.json",
+        "training_log.jsonl",
+        "checkpoint",
+    }
+    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 40
+    tensors = load_file(out / "model.safetensors")
+    assert tensors["midlayer.mlp.up_proj.weight"].shape == (24, 32)
+    log = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [0, 2, 4]
+    assert all(1 <= line["acceptance_length"] <= 5 for line in log)
+    printed = capsys.readouterr().out
+    assert "16 samples to learn from, 4 to measure on" in printed
+    assert "step 4/4: held-out loss" in printed
+
+    # an earlier run is neither mixed with nor deleted unasked
+    assert main(command()) == 1
+    assert "--resume to go on or --overwrite" in capsys.readouterr().err
+    assert main(command("--resume", "--intermediate-size", 20, "--draft-vocab-size", 40)) == 1
+    assert "had intermediate_size 24, this one has 20" in capsys.readouterr().err
+    assert load_file(out / "model.safetensors").keys() == tensors.keys()
+    (out / "notes.txt").write_text("mine")
+    assert main(command("--overwrite", "--method", "medusa", "--medusa-heads", "2")) == 0
+    assert (out / "medusa_lm_head.pt").exists()
+    assert not (out / "model.safetensors").exists()
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_generated_completions_are_the_engines_and_are_kept(command, target, tmp_path, monkeypatch):
+    from outrider import LLM, SamplingParams
+
+    monkeypatch.setattr(train_draft, "_CHUNK", 6)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Tell {n} of {n}"}) + "\n" for n in range(14)))
+    arguments = command("--generate", "--max-tokens", 9, data=prompts)
+    chunks = []
+    real = LLM.generate
+
+    def generate(self, given, *rest, **more):
+        chunks.append(len(given))
+        if len(chunks) == 2:
+            raise KeyboardInterrupt
+        return real(self, given, *rest, **more)
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    assert main(arguments) == 130
+    file = tmp_path / "out" / "generated.jsonl"
+    kept = file.read_text()
+    assert kept.count("\n") == 6
+    file.write_text(kept + '{"prompt_token_ids": [1, 2')  # as if it had been stopped while it wrote
+    assert main([*arguments, "--resume"]) == 0
+    assert chunks == [6, 6, 6, 2]
+    monkeypatch.setattr(LLM, "generate", real)
+    assert file.read_text().startswith(kept)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 14
+    with LLM(str(target), dtype="float32") as llm:
+        given = [{"prompt_token_ids": line["prompt_token_ids"]} for line in lines]
+        outputs = llm.generate(given, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+    assert [line["completion_token_ids"] for line in lines] == [list(o.outputs[0].token_ids) for o in outputs]
+    assert main(command("--intermediate-size", 24, data=file, output="again")) == 0  # they are data too
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_generated(command, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": "x y " * 200}) + "\n")
+    assert main(command("--generate", data=prompts)) == 1
+    error = capsys.readouterr().err
+    assert "prompt 2 of the data has" in error
+    assert "the model takes 128" in error
+
+
+def test_output_that_is_a_file(command, tmp_path):
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(InvalidRequestError, match="is not a folder"):
+        train_draft.prepare_output(options_of(*command()))
