@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..platform.core.request import NO_DRAFTS
 from .drawing import Drafting
 from .proposer import DraftRow, Proposal
 from .verification import choose_rule
@@ -56,6 +57,8 @@ class TokenDrafter(Protocol):
 
 def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: DraftLimits) -> list[Proposal]:
     """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
+    if all(row.max_drafts == 0 and row.sampled for row in rows):  # a step without drafts, as fast as can be
+        return [Proposal(NO_DRAFTS, max(row.num_draft_valid, limits.first_position)) for row in rows]
     sequences = [_drafting(row, limits) for row in rows]
     # Rows that ask for nothing are fed along with others, never for their own sake: k = 0 costs nothing.
     if any(s.num_wanted or (s.start < s.end and not s.row.sampled) for s in sequences):

@@ -26,6 +26,8 @@ from .proposer import AdapterPreparer, DraftRow, no_adapters
 MAX_PENDING = 256
 """Tokens whose hidden states may wait: they are held in memory."""
 
+_FEW = 16
+
 Fuse = Callable[[Sequence[Tensor], Any], Tensor]
 """From hidden states [T, H_target] each, and their tokens' adapters, to what is kept of them: [T, width]."""
 
@@ -77,14 +79,14 @@ class HiddenStore:
         """Take the hidden states [T, H_target] of a step; of `rows` all positions that count."""
         if not rows:
             return
-        counts = [row.num_valid - row.start for row in rows]
-        index = np.concatenate(
-            [np.arange(row.first_index, row.first_index + n) for row, n in zip(rows, counts, strict=True)]
-        )
-        slots = np.concatenate([self.slots(row.block_table, row.start, row.num_valid) for row in rows])
-        entry = _Entry(states, index, slots)
+        index: list[int] = []
+        slots: list[int] = []
+        for row in rows:
+            index.extend(range(row.first_index, row.first_index + row.num_valid - row.start))
+            slots.extend(self._slots(row.block_table, row.start, row.num_valid))
+        entry = _Entry(states, np.array(index, dtype=np.int64), np.array(slots, dtype=np.int64))
         if self._adapts and any(row.request.adapter is not None for row in rows):
-            adapters = self._prepare_adapters([(r.request.adapter, n) for r, n in zip(rows, counts, strict=True)])
+            adapters = self._prepare_adapters([(row.request.adapter, row.num_valid - row.start) for row in rows])
             if adapters is not None:  # an adapter may be gone when its request is
                 self.flush()
                 self._write([entry], adapters)
@@ -100,6 +102,13 @@ class HiddenStore:
         blocks = np.array(block_table[first : -(-end // self._block_size)], dtype=np.int64)
         block, offset = np.divmod(np.arange(start, end), self._block_size)
         return blocks[block - first] * self._block_size + offset
+
+    def _slots(self, block_table: Sequence[int], start: int, end: int) -> list[int]:
+        """`slots`; for the few positions of a decode step an array would take longer to make than to use."""
+        if end - start > _FEW:
+            return self.slots(block_table, start, end).tolist()
+        size = self._block_size
+        return [block_table[position // size] * size + position % size for position in range(start, end)]
 
     def flush(self) -> None:
         """Write all that waits."""

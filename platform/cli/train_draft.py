@@ -87,7 +87,8 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     elif "choices" in field.metadata:
         group.add_argument(flag, choices=field.metadata["choices"], **common)
     else:
-        group.add_argument(flag, type=kinds[0], metavar={int: "N", float: "X"}.get(kinds[0], "PATH"), **common)
+        name = "NAME" if field.name.endswith("_name") else "PATH"
+        group.add_argument(flag, type=kinds[0], metavar={int: "N", float: "X"}.get(kinds[0], name), **common)
 
 
 def _integers(text: str) -> tuple[int, ...]:

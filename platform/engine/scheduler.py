@@ -175,6 +175,8 @@ class Scheduler:
     def _draft_room(self, request: Request, ahead: int) -> int:
         """Most drafts that may follow when the sequence has grown by at most `ahead` tokens, at least one if any."""
         limit = self._draft_limits.num_drafts
+        if limit == 0:
+            return 0
         if request.params.max_drafts is not None:
             limit = min(limit, request.params.max_drafts)
         least = min(ahead, 1)

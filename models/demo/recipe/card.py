@@ -47,7 +47,8 @@ The shipped weights were trained while the recipe was being written, in stretche
 that would have ended at 3,200 steps, with sums up to 30 and lists of examples in random order; then to 2,000 and to
 2,400 on schedules that ended there (with rows of 1,024 tokens alone from 1,920 to 2,000); then to 3,000 with more and
 smaller sums. The draft was trained for 800 steps against the base of step 2,400 and for 400 more against the final
-one. The tokenizer is from before those edits. A fresh run follows the recipe throughout and gives a model of the same
+one. The tokenizer is from before those edits. The first 466 steps of the EAGLE-3 head ran on a schedule that would have
+ended at 2,000. A fresh run follows the recipe throughout and gives a model of the same
 kind, not the same bits.
 """
 

@@ -91,7 +91,7 @@ ADAPTER_PLANS = {
 DRAFT_ADAPTER_PLAN = AdapterPlan(rank=8, schedule=_ADAPTER_SCHEDULE)
 HEAD_PLAN = HeadPlan(
     prompts=8000,
-    steps=2000,
+    steps=1000,
     warmup=50,
     batch_tokens=1536,
     rate=4e-3,

@@ -17,7 +17,7 @@ from typing import Any
 from .. import DEMO_MODEL_NAME
 from .config import ADAPTER_PLANS, HEAD_LORA_PLAN, HEAD_PLAN, HEAD_PROMPT_SEED, HeadPlan
 from .documents import Document
-from .evaluation import DRAFT_LENGTH, HELD_OUT_SEED, MAX_NEW_TOKENS, PROMPTS
+from .evaluation import DRAFT_LENGTH, HELD_OUT_SEED, PROMPTS
 from .mixture import adapter_document, base_document
 from .workshop import Workshop
 
@@ -52,7 +52,6 @@ def _train(shop: Workshop, name: str, plan: HeadPlan, draw: Callable[[Random], D
         "data": data,
         "eval-data": measured_on,
         "output": work,
-        "max-tokens": MAX_NEW_TOKENS,
         "k": DRAFT_LENGTH,
         "steps": plan.steps,
         "warmup": plan.warmup,
