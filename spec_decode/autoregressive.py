@@ -57,11 +57,13 @@ class TokenDrafter(Protocol):
 
 def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: DraftLimits) -> list[Proposal]:
     """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
-    if all(row.max_drafts == 0 and row.sampled for row in rows):  # a step without drafts, as fast as can be
+    if all(
+        row.max_drafts == 0 for row in rows
+    ):  # k = 0 costs nothing: prompts, too, are computed when drafts are wanted
         return [Proposal(NO_DRAFTS, max(row.num_draft_valid, limits.first_position)) for row in rows]
     sequences = [_drafting(row, limits) for row in rows]
-    # Rows that ask for nothing are fed along with others, never for their own sake: k = 0 costs nothing.
-    if any(s.num_wanted or (s.start < s.end and not s.row.sampled) for s in sequences):
+    # Rows that ask for nothing are fed along with others, never for their own sake.
+    if any(s.num_wanted for s in sequences):
         behind = _catch_up(drafter, sequences, limits.max_num_batched_tokens)
         if behind is not None:
             _draft(drafter, *behind, drafts_count=limits.drafts_count)

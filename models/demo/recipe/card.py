@@ -11,7 +11,7 @@ from .config import (
     DRAFT_ADAPTER_PLAN,
     DRAFT_SCHEDULE,
     DRAFT_SHAPE,
-    HEAD_LORA_PLAN,
+    HEAD_LORA_PLANS,
     HEAD_PLAN,
     MAX_POSITION,
     SEED,
@@ -156,7 +156,8 @@ def _adapters(shop: Workshop) -> str:
 def _head(shop: Workshop) -> str:
     config = json.loads((shop.eagle3 / "config.json").read_text())
     layers = ", ".join(str(layer) for layer in config["eagle_aux_hidden_state_layer_ids"])
-    lora = HEAD_LORA_PLAN
+    plans = HEAD_LORA_PLANS
+    steps = ", ".join(f"{plan.steps} ({name})" for name, plan in plans.items())
     return (
         "## EAGLE-3 head\n\n"
         f"`eagle3/`: one layer of hidden size {config['hidden_size']} and intermediate size "
@@ -164,8 +165,8 @@ def _head(shop: Workshop) -> str:
         f"model's layers {layers} and shares the base model's embeddings and lm_head. `outrider train-draft` distilled it "
         f"from the base model's own greedy answers to {HEAD_PLAN.prompts:,} generated chats, in {HEAD_PLAN.steps} steps of "
         f"{HEAD_PLAN.batch_tokens} tokens, going on from its own output for four positions; it began as the base model's last "
-        f"layer. Each adapter also holds `draft/eagle3/`, a LoRA of rank {lora.rank} for the head, distilled in {lora.steps} "
-        f"steps from the adapted base's answers to {lora.prompts:,} chats of the adapter's own kind.\n"
+        f"layer. Each adapter also holds `draft/eagle3/`, a LoRA of rank {plans['json'].rank} for the head, distilled from "
+        f"the adapted base's answers to {plans['json'].prompts:,} chats of the adapter's own kind in {steps} steps.\n"
     )
 
 

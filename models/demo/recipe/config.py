@@ -100,7 +100,7 @@ HEAD_PLAN = HeadPlan(
     eval_every=250,
     intermediate=384,
 )
-HEAD_LORA_PLAN = HeadPlan(
+_HEAD_LORA_PLAN = HeadPlan(
     prompts=2000,
     steps=300,
     warmup=20,
@@ -111,6 +111,11 @@ HEAD_LORA_PLAN = HeadPlan(
     eval_every=100,
     rank=8,
 )
+HEAD_LORA_PLANS = {
+    "json": replace(_HEAD_LORA_PLAN, steps=900),
+    "sql": _HEAD_LORA_PLAN,
+    "support": _HEAD_LORA_PLAN,
+}
 HEAD_PROMPT_SEED = SEED * 1_000_003 + 77  # of the prompts that the target answers for the head; no held-out ones
 
 # how much the loss counts what the user writes, which the model need not predict well

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from .. import DEMO_MODEL_NAME
-from .config import ADAPTER_PLANS, HEAD_LORA_PLAN, HEAD_PLAN, HEAD_PROMPT_SEED, HeadPlan
+from .config import HEAD_LORA_PLANS, HEAD_PLAN, HEAD_PROMPT_SEED, HeadPlan
 from .documents import Document
 from .evaluation import DRAFT_LENGTH, HELD_OUT_SEED, PROMPTS
 from .mixture import adapter_document, base_document
@@ -85,10 +85,10 @@ def train_head(shop: Workshop) -> None:
 
 def train_head_adapters(shop: Workshop) -> None:
     """Train, for each adapter, a LoRA of the head on what the adapted base says."""
-    for name in ADAPTER_PLANS:
+    for name, plan in HEAD_LORA_PLANS.items():
         more = ["--method", "draft-lora", "--adapter", str(shop.adapter(name)), "--draft", str(shop.eagle3)]
-        more += ["--rank", str(HEAD_LORA_PLAN.rank), "--base-name", f"{DEMO_MODEL_NAME}-eagle3"]
-        work = _train(shop, f"{name}-eagle3", HEAD_LORA_PLAN, partial(adapter_document, name=name), more)
+        more += ["--rank", str(plan.rank), "--base-name", f"{DEMO_MODEL_NAME}-eagle3"]
+        work = _train(shop, f"{name}-eagle3", plan, partial(adapter_document, name=name), more)
         _ship(work, shop.draft_adapter(name, "eagle3"), LORA_FILES)
         log.info("draft adapter %s of the head is trained", name)
 
