@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_check.py OUTPUT_DIR [--device cuda] [--quick]
 
-Needs torch, transformers and safetensors alone. Random weights: fine for speed and for parity, meaningless for text and
-for acceptance. Prints a short table last and writes OUTPUT_DIR/gpu_check.json.
+Needs torch, transformers and safetensors alone. Random weights, but for the demo's: fine for speed and for parity,
+meaningless for text and for acceptance. Prints a short table last and writes OUTPUT_DIR/gpu_check.json.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import describe_machine
 
-from outrider import SamplingParams
+from outrider import LoRARequest, SamplingParams
+from outrider.models.demo import demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
@@ -58,11 +60,14 @@ def make_engine(path: str, device: str, dtype: str, **options: Any) -> EngineCor
     return EngineCore(EngineArgs(model=path, device=device, dtype=dtype, load_format="dummy", **values))
 
 
-def run(engine: EngineCore, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    """Generate; token ids in the order of the prompts."""
+def run(
+    engine: EngineCore, prompts: list[list[int]], params: SamplingParams, adapters: Sequence[LoRARequest | None] = ()
+) -> list[list[int]]:
+    """Generate, the prompts' adapters in turn; token ids in the order of the prompts."""
     outputs: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     for index, prompt in enumerate(prompts):
-        engine.add_request(EngineRequest(str(index), prompt, params))
+        lora = adapters[index % len(adapters)] if adapters else None
+        engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
     while engine.has_work():
         for delta in engine.step():
             outputs[delta.request_id] += delta.token_ids
@@ -94,6 +99,31 @@ def check_parity(path: str, device: str) -> dict[str, bool]:
     return results
 
 
+def check_demo(device: str) -> dict[str, bool]:
+    """float32 text of the embedded demo model and its adapters on the device: the same with every drafter."""
+    heads = {"draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
+    modes: dict[str, dict[str, Any]] = {name: {"method": name, "model": str(path)} for name, path in heads.items()}
+    modes |= {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}}
+    modes["adaptive eagle3"] = modes["eagle3"] | {"adaptive": True}
+    adapters = [None, *(LoRARequest(name, path=str(path)) for name, path in demo_adapters().items())]
+    prompts = [[token % 2000 + 10 for token in prompt] for prompt in make_prompts(8, 24)]
+    params = {
+        "greedy": SamplingParams(temperature=0, max_tokens=48, ignore_eos=True),
+        "seeded": SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=48, ignore_eos=True),
+    }
+    options = {"device": device, "dtype": "float32", "enable_lora": True, "max_model_len": 512, "max_num_seqs": 8}
+    plain = EngineCore(EngineArgs(model=str(demo_model_path()), **options))
+    want = {name: run(plain, prompts, p, adapters) for name, p in params.items()}
+    plain.shutdown()
+    results = {}
+    for mode, config in modes.items():
+        engine = EngineCore(EngineArgs(model=str(demo_model_path()), speculative_config=config, **options))
+        for name, p in params.items():
+            results[f"demo {name} equals {mode}"] = run(engine, prompts, p, adapters) == want[name]
+        engine.shutdown()
+    return results
+
+
 def measure_speed(path: str, device: str, rounds: int) -> list[dict[str, Any]]:
     """Output tokens/s in bfloat16, best of `rounds` after a warm-up."""
     engine = make_engine(path, device, "bfloat16")
@@ -119,15 +149,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="the tiny model alone")
     args = parser.parse_args()
-    report: dict[str, Any] = {"machine": describe_machine(), "device": args.device, "weights": "random"}
+    report: dict[str, Any] = {
+        "machine": describe_machine(),
+        "device": args.device,
+        "weights": "random, but for the demo model's",
+    }
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: write_config(Path(folder), name) for name in SHAPES}
-        report["parity"] = check_parity(paths["tiny"], args.device)
+        report["parity"] = check_parity(paths["tiny"], args.device) | check_demo(args.device)
         names = ["tiny"] if args.quick else ["30M", "0.5B"]
         report["speed"] = {name: measure_speed(paths[name], args.device, 1 if args.quick else 3) for name in names}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
-    print("random weights")
+    print(f"weights: {weights}")
     for check, passed in report["parity"].items():
         print(f"{'ok' if passed else 'FAILED':8}{check}")
     for name, rows in report["speed"].items():

@@ -31,9 +31,9 @@ _INTRO = """\
 # Model card: outrider-demo
 
 A very small Llama-shape chat model with its draft model, its EAGLE-3 head and three LoRA adapters. It exists so that
-everything Outrider does (speculative decoding, many adapters at once, adapter-aware drafting) can be tried at once, on any computer,
-without a download. It is no source of knowledge: it knows a few tables of facts and a few dozen kinds of request,
-and says that it does not know when a name is new to it.
+everything Outrider does (speculative decoding, many adapters at once, adapter-aware drafting) can be tried at once, on
+any computer, without a download. It is no source of knowledge: it knows a few tables of facts and a few dozen kinds of
+request, and says that it does not know when a name is new to it.
 
 Everything here is made by one command, `python -m outrider.models.demo.recipe`, from text which that command generates.
 No other text or model is used.
@@ -48,8 +48,8 @@ that would have ended at 3,200 steps, with sums up to 30 and lists of examples i
 2,400 on schedules that ended there (with rows of 1,024 tokens alone from 1,920 to 2,000); then to 3,000 with more and
 smaller sums. The draft was trained for 800 steps against the base of step 2,400 and for 400 more against the final
 one. The tokenizer is from before those edits. The first 466 steps of the EAGLE-3 head ran on a schedule that would have
-ended at 2,000. A fresh run follows the recipe throughout and gives a model of the same
-kind, not the same bits.
+ended at 2,000, the first 138 of its weights for `json` on one of 900. A fresh run follows the recipe throughout and
+gives a model of the same kind, not the same bits.
 """
 
 _DATA = """\

@@ -112,7 +112,7 @@ _HEAD_LORA_PLAN = HeadPlan(
     rank=8,
 )
 HEAD_LORA_PLANS = {
-    "json": replace(_HEAD_LORA_PLAN, steps=900),
+    "json": replace(_HEAD_LORA_PLAN, steps=600),
     "sql": _HEAD_LORA_PLAN,
     "support": _HEAD_LORA_PLAN,
 }
