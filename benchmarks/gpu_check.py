@@ -149,11 +149,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="the tiny model alone")
     args = parser.parse_args()
-    report: dict[str, Any] = {
-        "machine": describe_machine(),
-        "device": args.device,
-        "weights": "random, but for the demo model's",
-    }
+    weights = "random, but for the demo model's"
+    report: dict[str, Any] = {"machine": describe_machine(), "device": args.device, "weights": weights}
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: write_config(Path(folder), name) for name in SHAPES}
         report["parity"] = check_parity(paths["tiny"], args.device) | check_demo(args.device)
