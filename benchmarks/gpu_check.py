@@ -104,7 +104,7 @@ def check_demo(device: str) -> dict[str, bool]:
     heads = {"draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
     modes: dict[str, dict[str, Any]] = {name: {"method": name, "model": str(path)} for name, path in heads.items()}
     modes |= {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}}
-    modes["adaptive eagle3"] = modes["eagle3"] | {"adaptive": True}
+    modes |= {f"{name} k=4": mode | {"num_speculative_tokens": 4} for name, mode in modes.items()}
     adapters = [None, *(LoRARequest(name, path=str(path)) for name, path in demo_adapters().items())]
     prompts = [[token % 2000 + 10 for token in prompt] for prompt in make_prompts(8, 24)]
     params = {

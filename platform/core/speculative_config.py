@@ -24,7 +24,8 @@ class SpeculativeConfig:
     """Drafts a step; with `adaptive`, at most."""
     model: str | None = None
     adaptive: bool = False
-    """Whether the number of drafts is chosen by predicted goodput, for each request and step, and may be 0."""
+    """Whether the number of drafts is chosen by predicted goodput, for each request and step, and may be 0. It is where
+    `num_speculative_tokens` is not given; a number that is given is a fixed one, unless this is said too."""
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 1
     suffix_decoding_max_tree_depth: int = 24
@@ -102,7 +103,9 @@ def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | N
     _check_values(given)
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
-    values = {"num_speculative_tokens": drafts, **given, "method": method, "synthetic_acceptance_rates": rates}
+    adaptive = rates is None and "num_speculative_tokens" not in given
+    defaults = {"num_speculative_tokens": drafts, "adaptive": adaptive}
+    values = {**defaults, **given, "method": method, "synthetic_acceptance_rates": rates}
     result = SpeculativeConfig(**values)
     if result.prompt_lookup_min > result.prompt_lookup_max:
         raise _wrong(

@@ -82,7 +82,7 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         return _draft_lora(options, target, shared)
     shape = head_shape(target, options)
     if options.method == "eagle":
-        eagle = Eagle1Head(
+        return Eagle1Head(
             shape,
             shared,
             unroll=options.unroll or _EAGLE1_UNROLL,
@@ -90,8 +90,6 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
             weights=(options.regression_weight, options.token_weight),
             noise=options.feature_noise,
         )
-        eagle.begin_as_last_layer()
-        return eagle
     fits, all_tokens = shape.hidden_size == target.hidden_size, shape.draft_vocab_size == shape.vocab_size
     head = Eagle3Head(
         shape,
@@ -102,7 +100,7 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         draft_tokens=None if all_tokens else frequent_tokens(samples, shape.draft_vocab_size),
         own=(options.own_embeddings or not fits, options.own_lm_head or not (fits and all_tokens)),
     )
-    head.begin_as_last_layer()
+    head.begin_as_last_layer()  # EAGLE's layer, which has no input norm, trains better from random weights
     return head
 
 

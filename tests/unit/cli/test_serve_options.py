@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from outrider.models.demo import demo_adapters, demo_draft_path
+from outrider.models.demo import demo_adapters, demo_eagle3_path
 from outrider.platform.cli import engine_options, serve
 from outrider.platform.cli.main import build_parser, main
 from outrider.platform.core.config import EngineArgs
@@ -66,9 +66,10 @@ def test_demo_defaults():
     assert args.model is None
     assert args.enable_lora
     assert args.speculative_config == {
-        "method": "draft_model",
-        "model": str(demo_draft_path()),
+        "method": "eagle3",
+        "model": str(demo_eagle3_path()),
         "num_speculative_tokens": 4,
+        "adaptive": True,
     }
     assert config.served_model_names == ("outrider-demo",)
     assert config.lora_modules == {name: str(path) for name, path in demo_adapters().items()}

@@ -12,7 +12,8 @@ from outrider.platform.core.speculative_config import parse_speculative
 def test_adapters_and_speculation_are_on(model):
     args, adapters = apply_demo_defaults(EngineArgs(model=model))
     assert (args.model, args.enable_lora) == (None, True)
-    assert parse_speculative(args.speculative_config).method == "draft_model"
+    speculative = parse_speculative(args.speculative_config)
+    assert (speculative.method, speculative.adaptive) == ("eagle3", True)
     assert adapters == demo_adapters()
 
 

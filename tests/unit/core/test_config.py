@@ -146,6 +146,23 @@ def test_speculative_defaults():
     assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max, ngram.num_speculative_tokens) == (2, 4, 3)
 
 
+@pytest.mark.parametrize(
+    ("config", "adaptive"),
+    [
+        ({"method": "ngram"}, True),
+        ({"method": "ngram", "num_speculative_tokens": 4}, False),
+        ({"method": "ngram", "num_speculative_tokens": 4, "adaptive": True}, True),
+        ({"method": "ngram", "adaptive": False}, False),
+        (
+            {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.2]},
+            False,
+        ),
+    ],
+)
+def test_a_number_of_drafts_that_is_given_is_fixed(config, adaptive):
+    assert parse_speculative(config).adaptive is adaptive
+
+
 def test_without_chunked_prefill_a_prompt_must_fit_one_step():
     """Also when max_model_len comes from the model; without a number the step is made large enough."""
     with pytest.raises(InvalidRequestError, match=r"max_num_batched_tokens 512.*max_model_len 1024"):

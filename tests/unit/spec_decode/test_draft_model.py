@@ -18,6 +18,7 @@ from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
+from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.draft_model import DraftModelProposer
 from outrider.spec_decode.factory import ProposerContext, make_proposer
 from outrider.spec_decode.ngram import NgramProposer
@@ -305,8 +306,9 @@ def make(draft: Draft | None, vocab_size: int = VOCAB, **config: object):
 
 def test_composition(draft: Draft) -> None:
     assert isinstance(make(None), NoProposer)
-    assert isinstance(make(None, method="ngram"), NgramProposer)
-    proposer = make(draft)
+    assert isinstance(make(None, method="ngram", num_speculative_tokens=3), NgramProposer)
+    assert isinstance(make(None, method="ngram"), AdaptiveProposer)
+    proposer = make(draft, adaptive=False)
     assert isinstance(proposer, DraftModelProposer)
     assert [tuple(spec) for spec in proposer.needs.kv_layers] == [(2, 8)] * 2
 
