@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 
 from ..platform.core.errors import AdapterError
-from .peft_config import CONFIG_FILE, adapter_error
-from .weights import WEIGHT_FILES, FolderWeights, LoraWeights, ModuleShape, read_weights
+from ..platform.core.speculative_config import MODEL_METHODS
+from .peft_config import CONFIG_FILE, adapter_error, shown
+from .weights import DRAFTER, WEIGHT_FILES, FolderWeights, LoraWeights, ModuleShape, read_weights
 
 __all__ = ["Adapter", "AdapterSource", "DraftTarget", "Fingerprint", "LoraWeights", "ModuleShape", "parse"]
 
@@ -62,7 +63,7 @@ class Adapter:
     """SHA-256 of what it computes: every adapted module's name, scale and tensors, the drafter's too. Keys every
     cache."""
     rows: int
-    """Rank rows that it takes on the device: the largest rank of its modules."""
+    """Rank rows that it takes on the device: the largest rank of its modules, the drafter's too."""
     modules: dict[str, LoraWeights]
     """By module name of the base model, e.g. "model.layers.3.self_attn.q_proj"."""
     fingerprint: Fingerprint = ()
@@ -71,6 +72,11 @@ class Adapter:
     """By module name of the drafter."""
     draft: str = ""
     """`LOADED`; "" when it brings no draft weights, or nothing here would use them; else why they are not used."""
+
+    @property
+    def rank(self) -> int:
+        """The largest of the base model's modules."""
+        return max((len(part.a) for part in self.modules.values()), default=0)
 
 
 def _draft_folders(source: AdapterSource, method: str) -> tuple[str, str]:
@@ -102,6 +108,14 @@ def fingerprint(source: AdapterSource, method: str | None = None) -> Fingerprint
     return tuple(found)
 
 
+def check_folders(source: AdapterSource) -> None:
+    """AdapterError, for the part concerned, unless the folders that were named exist and can be looked into."""
+    if not os.path.isdir(source.path):  # False, too, for a path that no file system takes
+        raise adapter_error(f"the adapter's folder {shown(source.path)} does not exist")
+    if source.draft_path is not None and not os.path.isdir(source.draft_path):
+        raise AdapterError(f"draft_path: the folder {shown(source.draft_path)} does not exist", param="draft_path")
+
+
 def parse(
     path: str,
     known: Mapping[str, ModuleShape],
@@ -126,10 +140,9 @@ def parse(
             base does not have or that has another shape there, weights that are not finite. The same for draft weights
             whose folder was named; other draft weights that do not fit are left out.
     """
-    source = AdapterSource(path, draft_path)
+    source = AdapterSource(path, draft_path if draft is not None else None)
     files = fingerprint(source, draft.method if draft is not None else None)
-    if not os.path.isdir(source.path):
-        raise adapter_error(f"the adapter's folder {source.path[:200]!r} does not exist")
+    check_folders(source)
     weights = read_weights(Path(source.path), known, max_rank, dtype)
     found: FolderWeights | str = _read_draft(source, draft, max_rank, dtype) if draft is not None else ""
     if isinstance(found, str):
@@ -140,18 +153,45 @@ def parse(
 
 def _read_draft(source: AdapterSource, target: DraftTarget, max_rank: int, dtype: torch.dtype) -> FolderWeights | str:
     """The draft weights, "" when there are none, or why they cannot be used."""
-    nested, root = _draft_folders(source, target.method)
-    folder = Path(nested if os.path.isdir(nested) else root)
-    if source.draft_path is not None:
-        try:
-            if not folder.is_dir():
-                raise adapter_error(f"the folder {source.draft_path[:200]!r} does not exist")
-            return read_weights(folder, target.modules, max_rank, dtype)
-        except AdapterError as error:
-            raise AdapterError(f"draft_path: {error.message}", param="draft_path") from error
-    if not any(os.path.exists(folder / name) for name in (CONFIG_FILE, *WEIGHT_FILES)):
-        return ""  # none at all, or some for other drafters
     try:
-        return read_weights(folder, target.modules, max_rank, dtype)
-    except (AdapterError, OSError) as error:
-        return str(error)
+        folder = _find_draft(source, target.method)
+        return read_weights(Path(folder), target.modules, max_rank, dtype, DRAFTER) if folder is not None else ""
+    except AdapterError as error:
+        if source.draft_path is None:
+            return error.message
+        raise AdapterError(f"draft_path: {error.message}", param="draft_path") from error
+
+
+def _find_draft(source: AdapterSource, method: str) -> str | None:
+    """The folder with the draft weights for a method; None when there are none, or only some for other methods.
+
+    Raises:
+        AdapterError: something has the name of draft weights and is none.
+    """
+    nested, root = _draft_folders(source, method)
+    if not _is_folder(root):
+        return None
+    if _is_folder(nested):
+        return nested
+    try:
+        entries = set(os.listdir(root))
+    except OSError as error:
+        raise adapter_error(f"cannot read the folder {shown(root)}: {error.strerror}") from error
+    if source.draft_path is not None or entries & {CONFIG_FILE, *WEIGHT_FILES}:
+        return root
+    if entries & set(MODEL_METHODS):
+        return None
+    raise adapter_error(f"the folder {shown(root)} holds no draft weights")
+
+
+def _is_folder(path: str) -> bool:
+    """Whether it is one; AdapterError when something else has its name, or a link that leads to no folder."""
+    if os.path.isdir(path):
+        return True
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, ValueError):  # ValueError: a NUL in the path
+        return False
+    except OSError as error:
+        raise adapter_error(f"cannot read {shown(path)}: {error.strerror}") from error
+    raise adapter_error(f"{shown(path)} is not a folder, or a link that leads to none")

@@ -15,6 +15,7 @@ from ..platform.core.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_SHOWN_PATH = 200
 # Patterns come with the adapter, from whoever uploaded it, and some patterns take exponential time.
 _PATTERN_SECONDS = 0.1
 
@@ -25,6 +26,12 @@ _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
 def adapter_error(message: str) -> AdapterError:
     """An AdapterError about an adapter's files."""
     return AdapterError(message, param="lora_path")
+
+
+def shown(path: object) -> str:
+    """A path for a message: quoted, so that it stays one line, and of bounded length."""
+    text = str(path)
+    return repr(text if len(text) <= _MAX_SHOWN_PATH else f"{text[: _MAX_SHOWN_PATH - 1]}…")
 
 
 def _changes_base(value: Any) -> bool:
@@ -115,15 +122,15 @@ def read_config(folder: Path) -> PeftConfig:
     """
     file = folder / CONFIG_FILE
     if not file.is_file():  # a pipe or a device would be read for ever
-        raise adapter_error(f"no {CONFIG_FILE} in {folder}")
+        raise adapter_error(f"no {CONFIG_FILE} in {shown(folder)}")
     if file.stat().st_size > _MAX_CONFIG_BYTES:
-        raise adapter_error(f"{file} is larger than {_MAX_CONFIG_BYTES} bytes")
+        raise adapter_error(f"{shown(file)} is larger than {_MAX_CONFIG_BYTES} bytes")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise adapter_error(f"cannot read {file}: {error}") from None
+        raise adapter_error(f"cannot read {shown(file)}: {error}") from None
     if not isinstance(config, dict):
-        raise adapter_error(f"{file} is not a JSON object")
+        raise adapter_error(f"{shown(file)} is not a JSON object")
     if config.get("peft_type") != "LORA":
         raise adapter_error(f"{CONFIG_FILE}: peft_type {config.get('peft_type')!r} is not served; only 'LORA' is")
     for name, refused, what in _REFUSED:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..platform.core.errors import OutriderError
-from .peft_config import PeftConfig, adapter_error, read_config
+from .peft_config import PeftConfig, adapter_error, read_config, shown
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -47,6 +47,16 @@ class ModuleShape(NamedTuple):
     is_base: Callable[[Tensor], bool] | None = None
     """Whether a tensor equals the module's own weight, for the copies of it that PEFT writes; None: copies are not
     served."""
+
+
+class Owner(NamedTuple):
+    """The model that weights are for, in messages."""
+
+    kind: str
+    words: str
+
+
+BASE, DRAFTER = Owner("base", "the served model"), Owner("drafter", "the drafter")
 
 
 class LoraWeights(NamedTuple):
@@ -82,7 +92,7 @@ class _Tensors(NamedTuple):
 def _open_weights(folder: Path) -> Iterator[_Tensors]:
     file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if file is None:
-        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {folder}")
+        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder)}")
     try:
         if file.suffix == ".safetensors":
             with safe_open(str(file), framework="pt", device="cpu") as opened:
@@ -92,14 +102,14 @@ def _open_weights(folder: Path) -> Iterator[_Tensors]:
             # weights_only: the pickle may hold tensors and nothing that runs
             state: Any = torch.load(file, map_location="cpu", weights_only=True)
             if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-                raise adapter_error(f"{file} does not hold a dictionary of tensors")
+                raise adapter_error(f"{shown(file)} does not hold a dictionary of tensors")
             yield _Tensors({str(key): tuple(value.shape) for key, value in state.items()}, state.__getitem__)
     except OutriderError:
         raise
     except SafetensorError as error:
-        raise adapter_error(f"{file} is not a valid safetensors file: {error}") from error
+        raise adapter_error(f"{shown(file)} is not a valid safetensors file: {error}") from error
     except Exception as error:  # a broken pickle or a vanished file fails in many ways; all mean the same here
-        raise adapter_error(f"cannot read {file}: {type(error).__name__}: {error}") from error
+        raise adapter_error(f"cannot read {shown(file)}: {type(error).__name__}: {error}") from error
 
 
 def _find_module(module: str, known: Mapping[str, ModuleShape]) -> str | None:
@@ -111,14 +121,14 @@ def _find_module(module: str, known: Mapping[str, ModuleShape]) -> str | None:
     return next((name for name in (module, f"model.{module}") if name in known), None)
 
 
-def _module_name(key: str, module: str, known: Mapping[str, ModuleShape]) -> str:
+def _module_name(key: str, module: str, known: Mapping[str, ModuleShape], owner: Owner) -> str:
     name = _find_module(module, known)
     if name is not None:
         return name
     _check_refused(key, f"{module}.")
     for wrapper in _WRAPPERS:
         module = module.removeprefix(wrapper)
-    raise adapter_error(f"base mismatch: the served model has no linear module {module!r} (tensor {key})")
+    raise adapter_error(f"{owner.kind} mismatch: {owner.words} has no linear module {module!r} (tensor {key})")
 
 
 def _check_refused(key: str, text: str) -> None:
@@ -128,7 +138,7 @@ def _check_refused(key: str, text: str) -> None:
 
 
 def _group(
-    shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, ModuleShape]
+    shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, ModuleShape], owner: Owner
 ) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """Tensor keys by module and part ("A", "B"), and the modules of which the file holds a copy by that copy's key;
     refuses keys that are nothing served."""
@@ -144,7 +154,7 @@ def _group(
                 continue
             _check_refused(key, key)
             raise adapter_error(f"tensor {key} is no LoRA weight of a linear module; only those are served")
-        name = _module_name(key, match["module"], known)
+        name = _module_name(key, match["module"], known, owner)
         if known[name].embedding != bool(match["embedding"]):
             expected = "lora_embedding_A and lora_embedding_B" if known[name].embedding else "lora_A and lora_B"
             raise adapter_error(f"{name}: an adapter here has {expected}, not {key}")
@@ -162,18 +172,15 @@ def _group(
 
 
 def _check_shapes(
-    name: str, a: tuple[int, ...], b: tuple[int, ...], shape: ModuleShape, config: PeftConfig, max_rank: int
+    name: str, a: tuple[int, ...], b: tuple[int, ...], shape: ModuleShape, rank: int, owner: Owner
 ) -> None:
     if len(a) != 2 or len(b) != 2:
         raise adapter_error(f"{name}: lora_A and lora_B must be matrices, got shapes {list(a)} and {list(b)}")
-    rank = config.rank_of(name)
-    if rank > max_rank:
-        raise adapter_error(f"{name}: rank {rank} exceeds the limit max_lora_rank={max_rank}")
     for part, got, expected in (("A", a, (rank, shape.in_features)), ("B", b, (shape.out_features, rank))):
         if got != expected:
             raise adapter_error(
-                f"{name}: base mismatch or wrong shape: lora_{part} is {list(got)}, expected {list(expected)} "
-                f"(rank {rank} by the configuration, {shape.in_features} -> {shape.out_features} in the served model)"
+                f"{name}: {owner.kind} mismatch or wrong shape: lora_{part} is {list(got)}, expected {list(expected)} "
+                f"(rank {rank} by the configuration, {shape.in_features} -> {shape.out_features} in {owner.words})"
             )
 
 
@@ -195,21 +202,34 @@ def _served(name: str, part: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def read_weights(folder: Path, known: Mapping[str, ModuleShape], max_rank: int, dtype: torch.dtype) -> FolderWeights:
-    """Read adapter_config.json and adapter_model.safetensors (or .bin) of `folder`, for a model with `known` modules.
+def _checked_rank(config: PeftConfig, name: str, max_rank: int) -> int:
+    rank = config.rank_of(name)
+    if rank > max_rank:
+        raise adapter_error(f"{name}: rank {rank} exceeds the limit max_lora_rank={max_rank}")
+    return rank
+
+
+def read_weights(
+    folder: Path, known: Mapping[str, ModuleShape], max_rank: int, dtype: torch.dtype, owner: Owner = BASE
+) -> FolderWeights:
+    """Read adapter_config.json and adapter_model.safetensors (or .bin) of `folder`, for a model with `known` modules,
+    called `owner` in messages.
 
     Raises:
         AdapterError: files missing or broken, something that is not served, a rank above `max_rank`, a module that the
             model does not have or that has another shape there, weights that are not finite in `dtype`.
     """
-    config = read_config(folder)
+    try:
+        config = read_config(folder)
+    except OSError as error:  # no permission, or a path that got too long
+        raise adapter_error(f"cannot read {shown(folder)}: {error.strerror}") from error
     modules: dict[str, LoraWeights] = {}
     digest = hashlib.sha256()
     with _open_weights(folder) as weights:
-        groups, copies = _group(weights.shapes, known)
+        groups, copies = _group(weights.shapes, known, owner)
         for name, parts in sorted(groups.items()):
             shapes = (weights.shapes[parts["A"]], weights.shapes[parts["B"]])
-            _check_shapes(name, *shapes, known[name], config, max_rank)
+            _check_shapes(name, *shapes, known[name], _checked_rank(config, name, max_rank), owner)
         for key, name in copies.items():
             _check_copy(key, weights.read(key), name, known[name])
         for name, parts in sorted(groups.items()):

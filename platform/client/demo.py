@@ -20,8 +20,8 @@ def is_demo(args: EngineArgs) -> bool:
 def apply_demo_defaults(args: EngineArgs, explicit: Collection[str] = ()) -> tuple[EngineArgs, dict[str, Path]]:
     """Options and adapters (name -> folder) for the demo model; another model's options come back as they are.
 
-    LoRA is enabled, with the demo's adapters, and so is adaptive speculation with the demo's EAGLE-3 head. What the user
-    has set stays: every option that differs from its default, and those named in `explicit`, whatever their value.
+    LoRA is enabled, with the demo's adapters, and so is adaptive speculation with the demo's EAGLE-3 head. What the
+    user has set stays: every option that differs from its default, and those named in `explicit`, whatever their value.
     """
     if not is_demo(args):
         return args, {}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider import SamplingParams
+from outrider.platform.core.messages import EngineRequest
 
 METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"]
 NAMES = [None, "a", "b", None, "a", "c"]
@@ -132,6 +133,28 @@ def test_a_request_can_switch_speculation_off_or_cap_it(models, make_engine, run
     assert max(len(d) for d in outcomes[1].deltas) == 1
     assert len(outcomes[0].speculation.accepted_per_pos) == 4
     assert len(outcomes[2].speculation.accepted_per_pos) == 2
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
+def test_drafters_know_masks_and_penalties(models, make_engine, run, prompts, method):
+    """Else nearly all drafts of a constrained request would be wrong."""
+    engine = make_engine(speculative_config=models.speculative(method, 4))
+    allowed = [*range(20, 60)]
+    masked = SamplingParams(temperature=0, allowed_token_ids=allowed, max_tokens=24)
+    new = SamplingParams(temperature=0, repetition_penalty=100.0, max_tokens=24, ignore_eos=True)  # no token twice
+    for params, right in (
+        (masked, lambda request, drafts: set(drafts) <= set(allowed)),
+        (new, lambda request, drafts: len({*request.tokens, *drafts}) == len({*request.tokens}) + len(drafts)),
+    ):
+        seen = 0
+        for number, prompt in enumerate(prompts):
+            engine.add_request(EngineRequest(str(number), prompt, params))
+        while engine.has_work():
+            engine.step()
+            for request in engine.scheduler.running:
+                assert right(request, request.drafts.token_ids)
+                seen += len(request.drafts.token_ids)
+        assert seen > 0
 
 
 def test_the_drafter_catches_up_after_a_spell_without_drafts(models, make_engine, run, prompts):
