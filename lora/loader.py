@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ..platform.core.errors import OutriderError
 from .adapter import Adapter, AdapterSource
-from .peft_config import adapter_error
+from .peft_config import adapter_error, shown
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class AdapterLoader(Generic[T]):
             except OutriderError as caught:
                 error = caught
             except Exception as caught:  # whatever an adapter's files do, the thread lives on for the others
-                error = adapter_error(f"cannot load {source.path}: {type(caught).__name__}: {caught}")
+                error = adapter_error(f"cannot load {shown(source.path)}: {type(caught).__name__}: {caught}")
             self._done.put(Loaded(ticket, adapter, error, time.perf_counter() - started))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import builtins
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from ..platform.core.errors import InvalidUserInputError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .adapter import LOADED, Adapter, AdapterSource, DraftTarget, fingerprint, parse
+from .adapter import LOADED, Adapter
+from .files import AdapterFiles
 from .layers import LoraBatch
 from .loader import AdapterLoader, Loaded, ReadAdapter
 from .peft_config import adapter_error
@@ -80,31 +80,21 @@ class AdapterManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Gives every linear its LoraSite; adapters are served in `dtype` on `device`. `close` it in the end."""
-        self._dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-        self._max_rank = config.max_lora_rank
+        dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         self._clock = clock
         self._on_gone = hooks.on_gone
         device = torch.device(device)
         pool = RowPool(config.max_loras * config.max_lora_rank, config.max_loras)
-        target, draft = make_sites(linears, hooks, pool.num_rows, self._dtype, device)
-        self._modules = target.modules
-        self._draft = DraftTarget(hooks.draft_method, draft.modules) if draft.modules else None
+        target, draft = make_sites(linears, hooks, pool.num_rows, dtype, device)
+        self._files = AdapterFiles(
+            target.modules, hooks.draft_method, draft.modules, max_rank=config.max_lora_rank, dtype=dtype
+        )
         self._registry = AdapterRegistry()
         self._residency = Residency(config, self._registry, pool, (target, draft), clock)
-        self._loader: AdapterLoader[AdapterVersion] = AdapterLoader(self._parse)
-        self._steps = StepAdapters(pool, self._dtype, device, batch_invariant=hooks.batch_invariant)
+        self._loader: AdapterLoader[AdapterVersion] = AdapterLoader(self._files.read)
+        self._steps = StepAdapters(pool, dtype, device, batch_invariant=hooks.batch_invariant)
         self._load_seconds: deque[float] = deque(maxlen=MAX_LOAD_SECONDS)
         self._refusals: dict[AdapterVersion, _Refusal] = {}  # since the last change; see `_changed`
-
-    def _parse(self, source: AdapterSource) -> Adapter:
-        path, draft_path = source
-        return parse(
-            path, self._modules, max_rank=self._max_rank, dtype=self._dtype, draft=self._draft, draft_path=draft_path
-        )
-
-    def _source(self, request: LoRARequest) -> AdapterSource:
-        draft_path = request.draft_path if self._draft is not None else None
-        return AdapterSource(os.path.abspath(request.path), draft_path and os.path.abspath(draft_path))
 
     # --- the registry, as users see it ---
 
@@ -122,7 +112,7 @@ class AdapterManager:
 
         def read() -> ReadAdapter:
             started = time.perf_counter()
-            adapter = self._parse(self._source(request))
+            adapter = self._files.read(self._files.source(request))
             return ReadAdapter(adapter, time.perf_counter() - started)
 
         return read
@@ -155,7 +145,7 @@ class AdapterManager:
             self._residency.pin(request.name, adapter, self._loader.num_in_flight)
         elif adapter.digest in self._residency.host or self._make_room(LEAST_URGENT):
             self._residency.host.put(adapter)
-        version = self._registry.register(request.name, self._source(request))
+        version = self._registry.register(request.name, self._files.source(request))
         self._take_content(version, adapter)
         version.pinned = pinned
         self._changed()
@@ -192,7 +182,7 @@ class AdapterManager:
             name=version.name,
             path=version.path,
             digest=version.digest.hex() if version.digest else "",
-            rank=version.rows,
+            rank=version.rank,
             rows=version.rows,
             level=self._residency.level(version.digest),
             pinned=version.pinned,
@@ -206,20 +196,20 @@ class AdapterManager:
         """Bind a new request to the version that its adapter's name has now, registering it from its path on first use.
 
         The files are read in the background; what is wrong with them comes out of `admit`. A registered content stays
-        the registered one when its files change, as long as it is in memory.
+        the registered one when its files change, as long as it is in memory; a request that names other folders
+        replaces it once these have been read.
 
         Raises:
-            AdapterError: the path is not a folder.
+            AdapterError: a path is not a folder.
         """
         if request.lora is None:
             return
         self._poll()
-        version = self._registry.find(request.lora.name)
-        source = self._source(request.lora)
-        if version is None or not version.source.matches(source):
-            if not os.path.isdir(request.lora.path):
-                raise adapter_error(f"the adapter's folder {request.lora.path!r} does not exist")
-            version = self._registry.register(request.lora.name, source)
+        source = self._files.source(request.lora)
+        version = self._registry.match(request.lora.name, source)
+        if version is None:
+            self._files.check(source)
+            version = self._registry.introduce(request.lora.name, source)
             self._residency.update_pins()
             self._changed()
         elif self._is_stale(version):
@@ -237,8 +227,7 @@ class AdapterManager:
         """Whether the files are another content than the one that was read, and not in memory any more."""
         if version.digest is None or version.loading or self._in_memory(version):
             return False
-        method = self._draft.method if self._draft is not None else None
-        return fingerprint(version.source, method) != version.fingerprint
+        return self._files.changed(version.source, version.fingerprint)
 
     def admit(self, request: Request) -> str | None:
         """Let a request run: its rows are on the device and stay until `release` or `forget`.
@@ -374,18 +363,17 @@ class AdapterManager:
         if adapter is not None:
             self._take_content(version, adapter)
             self._residency.host.put(adapter)
+            self._registry.succeed(version)
         else:
             assert error is not None
             version.error = error.info()
-            if version.current and version.digest is None:
-                self._registry.remove(version.name)  # it never was an adapter; the next request reads the files anew
-            elif version.current:
-                self._registry.renew(version)
+            self._registry.fail(version)
+        self._residency.update_pins()
         self._changed()
 
     def _take_content(self, version: AdapterVersion, adapter: Adapter) -> None:
         if version.digest is None and adapter.draft not in ("", LOADED):
-            logger.warning("adapter '%s' is served without its draft weights: %s", version.name, adapter.draft)
+            logger.warning("adapter %r is served without its draft weights: %r", version.name, adapter.draft)
         version.take_content(adapter)
 
     def _changed(self) -> None:

@@ -60,11 +60,6 @@ class RowPool:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def num_free_rows(self) -> int:
-        """Rows that belong to nobody."""
-        return len(self._free)
-
     def digests(self) -> list[bytes]:
         """Adapters on the device, least recently used first."""
         return list(self._entries)

@@ -1,4 +1,10 @@
-"""Names and versions. A name stands for one current version; older ones live on while requests run on them."""
+"""Names and versions. A name stands for one current version; older ones live on while requests run on them.
+
+    newcomer --read--> current --replaced, unloaded--> draining --no requests--> gone
+
+What a request names under a name that is taken is a newcomer: it takes the name when its files have been read. One that
+cannot be read takes nothing from anybody.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +27,10 @@ class AdapterVersion:
     source: AdapterSource
     digest: bytes | None = None
     """None until the first parse."""
+    rank: int = 0
+    """Largest rank of the base model's modules; 0 until the first parse."""
     rows: int = 0
-    """Rank rows; 0 until the first parse."""
+    """Rank rows, for the drafter's modules too."""
     fingerprint: Fingerprint = ()
     """Of the files that were parsed."""
     targets_head: bool = False
@@ -36,8 +44,8 @@ class AdapterVersion:
     """Whether the loader thread has it."""
     error: ErrorInfo | None = None
     """Why it cannot be loaded; final. Later requests get another version."""
-    current: bool = True
-    """False once its name means something else, or nothing."""
+    current: bool = False
+    """Whether its name means it."""
     waiting: dict[Request, float] = field(default_factory=dict)
     """Requests to be admitted, preempted ones too, and since when: from when they were added."""
     running: dict[Request, float] = field(default_factory=dict)
@@ -48,7 +56,8 @@ class AdapterVersion:
 
     def take_content(self, adapter: Adapter) -> None:
         """Remember what was parsed."""
-        self.digest, self.rows, self.fingerprint = adapter.digest, adapter.rows, adapter.fingerprint
+        self.digest, self.fingerprint = adapter.digest, adapter.fingerprint
+        self.rank, self.rows = adapter.rank, adapter.rows
         self.targets_head, self.has_draft = LM_HEAD in adapter.modules, bool(adapter.draft_modules)
         self.draft = adapter.draft
 
@@ -93,15 +102,17 @@ def _order(request: Request) -> Order:
 
 
 class AdapterRegistry:
-    """The current version of every name, and the older ones that still have requests."""
+    """The current version of every name, its newcomer, and the older ones that still have requests."""
 
     def __init__(self) -> None:
         self._current: dict[str, AdapterVersion] = {}
+        self._newcomers: dict[str, AdapterVersion] = {}
         self._draining: list[AdapterVersion] = []
 
     def __iter__(self) -> Iterator[AdapterVersion]:
-        """All versions, those being drained too."""
+        """All versions, newcomers and those being drained too."""
         yield from self._current.values()
+        yield from self._newcomers.values()
         yield from self._draining
 
     def current(self) -> list[AdapterVersion]:
@@ -112,29 +123,70 @@ class AdapterRegistry:
         """The current version of a name."""
         return self._current.get(name)
 
+    def match(self, name: str, source: AdapterSource) -> AdapterVersion | None:
+        """The version of a name that a request for `source` means: the current one before the newcomer."""
+        versions = (self._current.get(name), self._newcomers.get(name))
+        return next((v for v in versions if v is not None and v.source.matches(source)), None)
+
     def register(self, name: str, source: AdapterSource) -> AdapterVersion:
-        """Make a new version the current one; requests on an earlier one stay there."""
+        """Make a new version the current one, of a content that has been read; requests on an earlier one stay
+        there."""
+        self._drop_newcomer(name)
         return self._replace(AdapterVersion(name, source))
+
+    def introduce(self, name: str, source: AdapterSource) -> AdapterVersion:
+        """A new version whose files nobody has read yet: the current one where the name is free, else its newcomer."""
+        self._drop_newcomer(name)
+        version = AdapterVersion(name, source)
+        if name not in self._current:
+            return self._replace(version)
+        self._newcomers[name] = version
+        return version
 
     def renew(self, stale: AdapterVersion) -> AdapterVersion:
         """A new version for the same files, to be read again by later requests. Pinned ones are never out of memory."""
         assert not stale.pinned
         return self._replace(AdapterVersion(stale.name, stale.source))
 
-    def _replace(self, version: AdapterVersion) -> AdapterVersion:
-        previous = self._current.get(version.name)
-        self._current[version.name] = version
-        if previous is not None:
-            self._retire(previous)
-        return version
+    def succeed(self, version: AdapterVersion) -> None:
+        """Its files have been read: a newcomer takes its name."""
+        if self._newcomers.get(version.name) is version:
+            self._replace(self._newcomers.pop(version.name))
 
-    def remove(self, name: str) -> AdapterVersion:
+    def fail(self, version: AdapterVersion) -> None:
+        """Its files cannot be read: later requests for them get another version. A newcomer leaves the current one
+        as it was."""
+        name = version.name
+        if self._newcomers.get(name) is version:
+            self._drop_newcomer(name)
+        elif not version.current:
+            return
+        elif version.digest is not None:
+            self.renew(version)
+        else:  # it never was an adapter
+            self._retire(self._current.pop(name))
+            if name in self._newcomers:
+                self._replace(self._newcomers.pop(name))
+
+    def remove(self, name: str) -> None:
         """Forget a name; raises NotFoundError when it is unknown."""
         version = self._current.pop(name, None)
         if version is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+        self._drop_newcomer(name)
         self._retire(version)
+
+    def _replace(self, version: AdapterVersion) -> AdapterVersion:
+        previous = self._current.get(version.name)
+        self._current[version.name] = version
+        version.current = True
+        if previous is not None:
+            self._retire(previous)
         return version
+
+    def _drop_newcomer(self, name: str) -> None:
+        if name in self._newcomers:
+            self._retire(self._newcomers.pop(name))
 
     def _retire(self, version: AdapterVersion) -> None:
         version.current = False
@@ -157,10 +209,15 @@ class AdapterRegistry:
             assert version.name == name
             assert version.current
             assert version.error is None, "a broken version is still current"
+        for name, version in self._newcomers.items():
+            assert version.name == name
+            assert name in self._current, "a newcomer waits for a name that is free"
+            assert version.digest is None
+            assert version.error is None
         for version in self:
+            assert version.current == (self._current.get(version.name) is version)
             assert not version.started or version.digest is not None
             assert not version.running.keys() & version.waiting.keys(), "a request both runs and waits"
             assert version.running.keys() <= version.started <= version.running.keys() | version.waiting.keys()
             assert all(request.adapter is version for request in (*version.running, *version.waiting))
             assert version.first_waiting() is None or version.first_waiting() in version.waiting
-        assert not any(version.current for version in self._draining)

@@ -6,6 +6,7 @@ The tensors' keys and shapes say what is adapted; adapter_config.json says how i
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ class _Tensors(NamedTuple):
 
 @contextmanager
 def _open_weights(folder: Path) -> Iterator[_Tensors]:
-    file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    file = next((folder / name for name in WEIGHT_FILES if os.path.isfile(folder / name)), None)
     if file is None:
         raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder)}")
     try:

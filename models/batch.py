@@ -70,8 +70,7 @@ class SequenceRows:
     block_tables: list[list[int]]
     """[B], blocks in order; at least enough for start + query_len positions."""
     first_key: int = 0
-    """Positions before it hold no keys, and no query looks there; for layers that begin later than the tokens. Known to
-    the backend "torch" alone."""
+    """Positions before it hold no keys, and no query looks there; for layers that begin later than the tokens."""
 
 
 @dataclass(slots=True)

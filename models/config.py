@@ -20,6 +20,19 @@ DTYPES: dict[str, torch.dtype] = {
 ROPE_TYPES = ("default", "linear", "llama3")
 ACTIVATIONS = ("silu", "swish")
 
+# The largest integer that a field may have: what is beyond is a damaged file, and would take all memory, or time.
+_MOST = {
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "max_position_embeddings": 1 << 40,
+    "sliding_window": 1 << 40,
+}
+_MOST_ELSE = 1 << 24
+_LARGEST = 1e18
+_MOST_SHOWN = 80
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
@@ -30,7 +43,7 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: float = 8192.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +107,25 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotFoundError(f"{path.parent} has no readable {path.name}", param="model") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{path} is not valid JSON: {error}", param="model") from error
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{path} is not a JSON object", param="model")
     return value
+
+
+def named_architectures(raw: Mapping[str, Any]) -> list[str]:
+    """The `architectures` of a config.json; an absent one, or null, names none.
+
+    Raises:
+        UnsupportedModelError: it is no list of names.
+    """
+    named = raw.get("architectures")
+    if named is None:
+        return []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise _wrong("architectures", f"must be a list of names, got {_shown(named)}")
+    return named
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:
@@ -147,7 +174,7 @@ def decoder_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=_positive(values, "max_position_embeddings"),
-        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number("rms_norm_eps", "", values.get("rms_norm_eps", 1e-6)),
         rope=_rope_config(values),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         windows=_windows(values, num_layers, traits),
@@ -163,17 +190,31 @@ def _wrong(field: str, problem: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"config.json: {field} {problem}", param=field)
 
 
+def _shown(value: object) -> str:
+    """`value` in an error: a file may hold a number of thousands of digits."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def _positive(values: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value = values.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong(field, f"must be a positive integer, got {value!r}")
+    value, most = values.get(field, default), _MOST.get(field, _MOST_ELSE)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise _wrong(field, f"must be a positive integer of at most {most}, got {_shown(value)}")
     return value
+
+
+def _number(field: str, name: str, value: object) -> float:
+    """`value` as a positive number; `name` says which one of the object `field`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:  # so no NaN
+        said = f"{name} must be" if name else "must be"
+        raise _wrong(field, f"{said} a positive number of at most {_LARGEST:g}, got {_shown(value)}")
+    return float(value)
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
-        raise _wrong("hidden_act", f"{activation!r} is not supported; supported is silu")
+        raise _wrong("hidden_act", f"{_shown(activation)} is not supported; supported is silu")
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
@@ -189,7 +230,7 @@ def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
     # `type` is what the key was called at first.
     rope_type = given.get("rope_type", given.get("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise _wrong(field, f"of type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        raise _wrong(field, f"of type {_shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
     if given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
         raise _wrong("partial_rotary_factor", "other than 1 is not supported")
     numbers = {"theta": given.get("rope_theta", values.get("rope_theta", 10000.0))}
@@ -201,10 +242,7 @@ def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
             if name not in given:
                 raise _wrong(field, f"of type {rope_type!r} lacks {name}")
             numbers[name] = given[name]
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or number <= 0:
-            raise _wrong(field, f"{name} must be a positive number, got {number!r}")
-    return RopeConfig(rope_type=rope_type, **numbers)
+    return RopeConfig(rope_type=rope_type, **{name: _number(field, name, value) for name, value in numbers.items()})
 
 
 def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> tuple[int | None, ...]:
@@ -214,12 +252,16 @@ def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -
         return (_positive(values, "sliding_window"),) * num_layers
     window = _positive(values, "sliding_window") if values.get("use_sliding_window", False) else None
     first = values.get("max_window_layers", num_layers)
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise _wrong("max_window_layers", f"must be an integer, got {_shown(first)}")
     types = values.get("layer_types")
     if types is None:
         types = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    if not isinstance(types, list):
+        raise _wrong("layer_types", f"must be a list, got {_shown(types)}")
     if len(types) != num_layers:
         raise _wrong("layer_types", f"has {len(types)} entries for {num_layers} layers")
     for name in types:
         if name not in ("full_attention", "sliding_attention"):
-            raise _wrong("layer_types", f"{name!r} is not supported; known are full_attention and sliding_attention")
+            raise _wrong("layer_types", f"{_shown(name)} is not supported; known are full_attention and sliding_attention")
     return tuple(window if name == "sliding_attention" else None for name in types)

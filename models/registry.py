@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..platform.core.errors import UnsupportedModelError
-from .config import DecoderConfig, FamilyTraits, decoder_config
+from .config import DecoderConfig, FamilyTraits, decoder_config, named_architectures
 
 
 def _llama() -> FamilyTraits:
@@ -52,13 +52,13 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     """The first supported architecture that a HF config names.
 
     Raises:
-        UnsupportedModelError: it names none; the message lists the supported ones.
+        UnsupportedModelError: it names none, or they are no list of names; the message lists the supported ones.
     """
-    named = raw.get("architectures") or []
+    named = named_architectures(raw)
     for name in named:
         if name in _FAMILIES:
-            return str(name)
-    what = ", ".join(map(str, named)) or f"none (model_type {raw.get('model_type')!r})"
+            return name
+    what = ", ".join(named) or f"none (model_type {raw.get('model_type')!r})"
     raise UnsupportedModelError(
         f"unsupported architecture: {what}; supported are {', '.join(supported_architectures())}", param="model"
     )

@@ -79,6 +79,8 @@ def attend_tiles(q: Tensor, kv: LayerKV, group: TileGroup, out: Tensor, workspac
     # The bias is 0 or -inf: exact, with or without a fused multiply-add.
     by_query = weights.view(kv_heads, tiles, queries, fold, chunks * keys)
     torch.add(group.bias, by_query, alpha=head_dim**-0.5, out=by_query)
+    if q.dtype == torch.float16:  # hidden scores may be infinite: see `write_kv`
+        by_query.masked_fill_(group.bias < 0, -torch.inf)
     weights = torch.softmax(weights, -1)
     apart = weights.view(kv_heads, tiles, queries * fold, chunks, keys).transpose(2, 3)
     parts = _weighted_values(apart.to(q.dtype).reshape(kv_heads, tiles * chunks, -1, keys), kv, group, workspace)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+KEY_LIMIT = 1e30
+"""No key of a working model is so large, and no sum of 256 products of such keys with its queries overflows float32."""
+
 
 class LayerKV(NamedTuple):
     """One layer's cache; each tensor [Hk, num_blocks, block_size, D]. All is finite: `write_kv` sees to it."""
@@ -91,10 +94,14 @@ def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
     """Write k and v [T, Hk, D] to `slots` [T] (block * block_size + offset) of the cache.
 
     What is not finite becomes 0, in k and v too: a hidden position has weight 0, but 0 · NaN is NaN, and would reach
-    whoever gets this block next.
+    whoever gets this block next. Keys stay below KEY_LIMIT for the same reason: a hidden score must stay finite, as
+    adding -inf to +inf gives NaN.
     """
     heads, _, _, dim = kv.k.shape
-    kv.k.view(heads, -1, dim).index_copy_(1, slots, k.nan_to_num_(0.0, 0.0, 0.0).transpose(0, 1))
+    keys = k.nan_to_num_(0.0, 0.0, 0.0)
+    if k.dtype != torch.float16:
+        keys = keys.clamp_(-KEY_LIMIT, KEY_LIMIT)
+    kv.k.view(heads, -1, dim).index_copy_(1, slots, keys.transpose(0, 1))
     kv.v.view(heads, -1, dim).index_copy_(1, slots, v.nan_to_num_(0.0, 0.0, 0.0).transpose(0, 1))
 
 
@@ -143,8 +150,10 @@ def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | 
     keys = keys.view(kv_heads * rows, -1, head_dim)
     values = values.view(kv_heads * rows, -1, head_dim)
     q = q.permute(2, 0, 1, 3, 4).reshape(kv_heads * rows, queries * fold, head_dim)
-    added, beta = (q.new_empty(1), 0) if bias is None else (bias, 1)
+    added, beta = (q.new_empty(1), 0) if bias is None or q.dtype == torch.float16 else (bias, 1)
     scores = torch.baddbmm(added, q, keys.transpose(1, 2), beta=beta, alpha=head_dim**-0.5)
+    if bias is not None and q.dtype == torch.float16:  # no limit to keys keeps these scores finite
+        scores.masked_fill_(bias < 0, -torch.inf)
     y = torch.bmm(torch.softmax(scores, -1), values)
     return y.view(kv_heads, rows, queries, fold, head_dim).permute(1, 2, 0, 3, 4)
 

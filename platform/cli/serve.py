@@ -74,7 +74,8 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="NAME=PATH",
-        help='adapters to serve, as name=path or {"name": ..., "path": ...}; implies --enable-lora',
+        help='adapters to serve, as name=path or {"name": ..., "path": ..., "draft_path": ...}, where draft_path, the '
+        "folder of draft weights, may be left out (default: draft/ in path); implies --enable-lora",
     )
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template that takes the place of the model's")
     group.add_argument(

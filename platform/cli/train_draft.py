@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
-import os
-import shutil
 import sys
 import types
 import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...models.demo import DEMO_MODEL_NAME, demo_model_path
-from ...spec_decode.training.options import METHODS, TrainOptions, wrong
+from ...spec_decode.training.options import METHODS, TrainOptions, reason
+from ...spec_decode.training.run_folder import GENERATED, GENERATED_EVAL, check_output, kept_files, prepare_output
 from ..core.errors import InvalidRequestError, OutriderError
 
 if TYPE_CHECKING:
-    from ...spec_decode.training.data import Sample
+    from ...spec_decode.training.data import Reader, Sample
+    from ..client.llm import LLM
+    from ..core.lora_request import LoRARequest
 
 _DESCRIPTION = """\
 Train a drafter by distillation from a target model, or from the target with an adapter.
@@ -31,19 +34,6 @@ Data are lines of JSON: {"prompt": ...}, {"messages": [...]}, {"prompt": ..., "c
 {"token_ids": [...]}. With --generate the target writes the completions itself, so that the drafter learns what the
 target says; they are kept in the output folder, and a later run may take them as --data.
 """
-RUN_FILE = "run.json"
-GENERATED, GENERATED_EVAL = "generated.jsonl", "generated_eval.jsonl"
-_OURS = (
-    RUN_FILE,
-    GENERATED,
-    GENERATED_EVAL,
-    "training_log.jsonl",
-    "config.json",
-    "model.safetensors",
-    "medusa_lm_head.pt",
-    "adapter_config.json",
-    "adapter_model.safetensors",
-)
 _CHUNK = 256  # prompts that are generated between two writes
 
 
@@ -76,7 +66,9 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     text = field.metadata["help"].replace("%", "%%")
     if field.default is not None and field.default is not False and field.default is not True:
         text += f" (default: {field.default})"
-    flag, common = "--" + field.name.replace("_", "-"), {"dest": field.name, "default": field.default, "help": text}
+    flag = "--" + field.name.replace("_", "-")
+    # No default: the namespace has what the user gave, and `TrainOptions` the rest.
+    common = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
     kinds = (
         [arg for arg in typing.get_args(hint) if arg is not type(None)] if isinstance(hint, types.UnionType) else [hint]
     )
@@ -105,88 +97,57 @@ def resolve(namespace: argparse.Namespace) -> TrainOptions:
     Raises:
         InvalidRequestError: an option is wrong.
     """
-    options = TrainOptions(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(TrainOptions)})
+    given = {
+        f.name: value for f in dataclasses.fields(TrainOptions) if (value := getattr(namespace, f.name, f)) is not f
+    }
+    options = TrainOptions(**given)
     if options.model == DEMO_MODEL_NAME:
         options = dataclasses.replace(options, model=str(demo_model_path()))
     if not sys.stderr.isatty():
         options = dataclasses.replace(options, progress=False)
-    options.check()
+    options.check(given)
     return options
 
 
-def prepare_output(options: TrainOptions) -> TrainOptions:
-    """Make the output folder, or check that it may be used; returns the options, without `resume` on a fresh start.
+def generate(options: TrainOptions, jobs: Mapping[Path, Sequence[list[int]]], begin: Callable[[], None]) -> None:
+    """Let the target complete the prompts of each file into it, a line each; what is there already is kept.
 
-    Raises:
-        InvalidRequestError: it holds another run, or the run to resume had other options.
+    Args:
+        begin: called before the first file is written.
     """
-    folder = Path(options.output)
-    if folder.exists() and not folder.is_dir():
-        raise wrong("output", f"{folder} is not a folder")
-    if options.overwrite:
-        for name in _OURS:
-            (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-    elif options.resume:
-        _check_same_run(options, folder)
-    elif folder.is_dir() and any((folder / name).exists() for name in (*_OURS, "checkpoint")):
-        raise wrong(
-            "output", f"{folder} holds a model or an earlier run; give --resume to go on or --overwrite to delete it"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_text(folder / RUN_FILE, json.dumps(options.comparable(), indent=2) + "\n")
-    except OSError as error:
-        raise wrong("output", f"{folder} cannot be written: {error}") from error
-    return options
-
-
-def _check_same_run(options: TrainOptions, folder: Path) -> None:
-    file = folder / RUN_FILE
-    if not file.is_file():
-        raise wrong("resume", f"there is no run in {folder}")
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise wrong("resume", f"cannot read {file}: {error}") from error
-    now = options.comparable()
-    changed = next((name for name in now if now[name] != before.get(name)), None)
-    if changed is not None:
-        raise InvalidRequestError(
-            f"--resume: the run in {folder} had {changed} {before.get(changed)!r}, this one has {now[changed]!r}",
-            param=changed,
-        )
-
-
-def _write_text(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
-
-
-def generate(options: TrainOptions, prompts: list[list[int]], file: Path) -> None:
-    """Let the target complete `prompts` into `file`, a line each; what is there from an interrupted run is kept."""
     from ..client.llm import LLM
     from ..core.lora_request import LoRARequest
-    from ..core.sampling_params import SamplingParams
 
-    done = _whole_lines(file)
-    if done >= len(prompts):
-        return
     engine: dict[str, Any] = {"dtype": options.dtype, "device": options.device, "seed": options.seed}
     lora = None
     if options.adapter is not None:
         lora = LoRARequest("target", path=options.adapter)
         engine |= {"enable_lora": True, "max_lora_rank": _rank_of(options.adapter)}
-    with LLM(options.model, **engine) as llm, file.open("a", encoding="utf-8") as out:
-        room = llm.engine_info.max_model_len
-        longest = max(range(len(prompts)), key=lambda number: len(prompts[number]))
-        if len(prompts[longest]) >= room:
-            raise InvalidRequestError(
-                f"prompt {longest + 1} of the data has {len(prompts[longest])} tokens; the model takes {room} with its "
-                "completion",
-                param="data",
-            )
+    with LLM(options.model, **engine) as llm:
+        for name, prompts in zip(("data", "eval_data"), jobs.values(), strict=False):
+            _check_lengths(prompts, llm.engine_info.max_model_len, name)
+        begin()
+        for file, prompts in jobs.items():
+            _complete(options, llm, lora, prompts, file)
+
+
+def _check_lengths(prompts: Sequence[list[int]], room: int, option: str) -> None:
+    longest = max(range(len(prompts)), key=lambda number: len(prompts[number]))
+    if len(prompts[longest]) >= room:
+        raise InvalidRequestError(
+            f"prompt {longest + 1} of the {option.replace('_', '-')} has {len(prompts[longest])} tokens; the model takes "
+            f"{room} with its completion",
+            param=option,
+        )
+
+
+def _complete(
+    options: TrainOptions, llm: LLM, lora: LoRARequest | None, prompts: Sequence[list[int]], file: Path
+) -> None:
+    from ..core.sampling_params import SamplingParams
+
+    room, done = llm.engine_info.max_model_len, _whole_lines(file, cut=True)
+    with file.open("a", encoding="utf-8") as out:
         for start in range(done, len(prompts), _CHUNK):
             chunk = prompts[start : start + _CHUNK]
             params = [
@@ -206,13 +167,13 @@ def generate(options: TrainOptions, prompts: list[list[int]], file: Path) -> Non
             out.flush()
 
 
-def _whole_lines(file: Path) -> int:
-    """Lines of a file that end; a half-written last one is cut off."""
+def _whole_lines(file: Path, *, cut: bool = False) -> int:
+    """Lines of a file that end; `cut`: a half-written last one is cut off."""
     if not file.is_file():
         return 0
     data = file.read_bytes()
     end = data.rfind(b"\n") + 1
-    if end < len(data):
+    if cut and end < len(data):
         with file.open("r+b") as opened:
             opened.truncate(end)
     return data.count(b"\n")
@@ -227,42 +188,68 @@ def _rank_of(adapter: str) -> int:
         return 64
 
 
-def load_samples(options: TrainOptions) -> tuple[list[Sample], list[Sample]]:
-    """Samples to learn from and to measure on, generated where that is asked for."""
+def _reader(options: TrainOptions) -> Reader:
     from transformers import AutoConfig, AutoTokenizer
 
     from ...models.loader import resolve_model_path
-    from ...spec_decode.training.data import Reader, hold_out
+    from ...spec_decode.training.data import Reader
 
     folder = resolve_model_path(options.model)
     try:
         vocab_size = int(AutoConfig.from_pretrained(folder).vocab_size)
-        reader = Reader(AutoTokenizer.from_pretrained(folder), vocab_size)
-    except (OSError, ValueError) as error:
-        raise OutriderError(f"--model {options.model}: its tokenizer or config cannot be read: {error}") from error
+        return Reader(AutoTokenizer.from_pretrained(folder), vocab_size)
+    except Exception as error:  # broken files raise whatever the libraries run into
+        message = f"--model {options.model}: its tokenizer or config cannot be read: {reason(error)}"
+        raise OutriderError(message, param="model") from error
 
-    def read(data: str, generated: str) -> list[Sample]:
-        if not options.generate:
-            return reader.samples(data, options.max_length)
-        file = Path(options.output) / generated
-        generate(options, reader.prompts(data), file)
-        return reader.samples(file, options.max_length)
 
-    samples = read(options.data, GENERATED)
-    if options.eval_data is not None:
-        return samples, read(options.eval_data, GENERATED_EVAL)
-    return hold_out(samples, options.held_out, options.seed)
+def load_samples(options: TrainOptions) -> tuple[list[Sample], list[Sample]]:
+    """Samples to learn from and to measure on, generated where that is asked for."""
+    from ...spec_decode.training.data import hold_out
+
+    reader = _reader(options)
+    files: list[str | Path] = [options.data] if options.eval_data is None else [options.data, options.eval_data]
+    if options.generate:
+        files = _generated(options, reader, files)
+    samples = [reader.samples(file, options.max_length) for file in files]
+    return (samples[0], samples[1]) if len(samples) > 1 else hold_out(samples[0], options.held_out, options.seed)
+
+
+def _generated(options: TrainOptions, reader: Reader, files: Sequence[str | Path]) -> list[str | Path]:
+    """The files with completions of the prompts in `files`; what a run needs besides is tried out before the work."""
+    from ...spec_decode.training.data import check_held_out
+    from ...spec_decode.training.run import load
+
+    jobs = {
+        Path(options.output) / name: reader.prompts(f)
+        for name, f in zip((GENERATED, GENERATED_EVAL), files, strict=False)
+    }
+    if options.eval_data is None:
+        check_held_out(options.held_out, len(next(iter(jobs.values()))))
+    kept = kept_files(options)
+    if all(file.name in kept and _whole_lines(file) >= len(prompts) for file, prompts in jobs.items()):
+        prepare_output(options)
+    else:
+        load(options)
+        gc.collect()  # the engine needs the room
+        generate(options, jobs, begin=lambda: prepare_output(options))
+    return list(jobs)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Train; returns the exit status."""
-    options = prepare_output(resolve(namespace))
+    options = resolve(namespace)
+    check_output(options)
     samples, held_out = load_samples(options)
     from ...spec_decode.training.run import train_draft
 
+    def begin() -> None:
+        if not options.generate:  # else it has been done before the completions were written
+            prepare_output(options)
+
     print(f"{options.method}: {len(samples)} samples to learn from, {len(held_out)} to measure on", flush=True)
     try:
-        measured = train_draft(options, samples, held_out, report=_report)
+        measured = train_draft(options, samples, held_out, _report, begin)
     except KeyboardInterrupt:
         print(
             f"interrupted; the same command with --resume goes on from the checkpoint in {options.output}", flush=True

@@ -322,7 +322,7 @@ class AsyncLLM:
             except EngineDeadError:
                 raise
             except OutriderError as error:
-                logger.error("Adapter %s cannot be loaded again: %s", name, error.message)
+                logger.error("Adapter %r cannot be loaded again: %r", name, error.message)
                 self._adapters.pop(name, None)
 
     # --- adapters and statistics ----------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ OTHER = "other"
 """Stands for all names beyond the bound."""
 MAX_TENANTS = 100
 """Tenants with a label value of their own."""
+MAX_ADAPTERS = 200
+"""Adapters with one, loaded or not: each has some 70 series for its requests alone."""
 
 
 class LabelValues:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import InvalidRequestError
 
@@ -28,26 +30,24 @@ class LoRARequest:
         self,
         lora_name: str,
         lora_int_id: int = 0,
-        lora_path: str | None = None,
+        lora_path: str | os.PathLike[str] | None = None,
         *,
-        path: str | None = None,
-        draft_path: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        draft_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        where = lora_path if path is None else path
+        """InvalidRequestError names the field that is wrong."""
         if not isinstance(lora_name, str) or not lora_name:
             raise InvalidRequestError("lora_name must be a non-empty string", param="lora_name")
         if not isinstance(lora_int_id, int):
             raise InvalidRequestError(
                 f"lora_int_id must be an integer, not {lora_int_id!r}; give the folder as path=...", param="lora_int_id"
             )
-        if where is None or not str(where):
-            raise InvalidRequestError("lora_path must name the adapter's folder", param="lora_path")
+        where = _folder("lora_path", lora_path if path is None else path, "the adapter's folder")
+        drafts = None if draft_path is None else _folder("draft_path", draft_path, "the draft weights' folder")
         object.__setattr__(self, "lora_name", lora_name)
         object.__setattr__(self, "lora_int_id", lora_int_id)
-        if draft_path is not None and not str(draft_path):
-            raise InvalidRequestError("draft_path must name the draft weights' folder", param="draft_path")
-        object.__setattr__(self, "lora_path", str(where))
-        object.__setattr__(self, "draft_path", None if draft_path is None else str(draft_path))
+        object.__setattr__(self, "lora_path", where)
+        object.__setattr__(self, "draft_path", drafts)
 
     @property
     def name(self) -> str:
@@ -58,3 +58,11 @@ class LoRARequest:
     def path(self) -> str:
         """The adapter's folder."""
         return self.lora_path
+
+
+def _folder(field: str, path: Any, what: str) -> str:
+    """A path as text: no other object is, whatever its `str` would be."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        raise InvalidRequestError(f"{field} must name {what}: a string or a path object", param=field)
+    return text

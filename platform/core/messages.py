@@ -123,9 +123,11 @@ class AdapterInfo:
     name: str
     path: str
     digest: str
+    """In hexadecimal; "" until its files have been read."""
     rank: int
+    """Largest rank of the base model's modules."""
     rows: int
-    """Rank rows that it takes on the device."""
+    """Rank rows that it takes on the device: more than `rank` where its draft weights have a larger one."""
     level: str
     """"device", "host" or "disk"."""
     pinned: bool = False
@@ -139,6 +141,8 @@ class AdapterInfo:
 class EngineStats:
     """A snapshot of the engine. Counters are cumulative since the engine started."""
 
+    run_id: str = ""
+    """Of the engine's run: another one, and the counters have started anew."""
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_by_reason: dict[str, int] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any
+from uuid import uuid4
 
 from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs
@@ -36,6 +37,7 @@ class EngineCore:
         self._runner = parts.runner
         self._adapters = parts.adapters
         self._random = random.Random(args.seed)
+        self._run_id = uuid4().hex
         self._num_steps = 0
         self._speculation = SpeculationTotals()
 
@@ -119,6 +121,7 @@ class EngineCore:
         """A snapshot for metrics."""
         cache, adapters = self.scheduler.prefix_cache, self._adapters.stats()
         return EngineStats(
+            run_id=self._run_id,
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_waiting_by_reason=self.scheduler.waiting_by_reason(),

@@ -129,23 +129,38 @@ class Scheduler:
         """Plan a step under the token budget: running sequences first, then new ones, each in the policy's order."""
         rows: list[RowPlan] = []
         budget = self.config.max_num_batched_tokens
+        for_drafts = self._tokens_for_drafts()
         preempted = self.num_preemptions
         index = 0
         while index < len(self._running) and budget > 0:
-            row = self._plan_row(self._running[index], budget)
+            share = for_drafts // (len(self._running) - index)
+            row = self._plan_row(self._running[index], budget, share)
             if row is None:  # it was the least urgent itself, and gave way
                 break
             rows.append(row)
             budget -= row.num_tokens
+            for_drafts -= row.num_drafts
             index += 1
         if self.num_preemptions == preempted:
             self._admit(rows, budget)
         return StepPlan(rows)
 
-    def _plan_row(self, request: Request, budget: int) -> RowPlan | None:
+    def _tokens_for_drafts(self) -> int:
+        """How much of a step's budget drafts may take, all together: what the sequences' own tokens leave. Of long
+        prompts, and of those that wait, a quarter of the budget counts, so that neither they nor drafts stand still."""
+        budget = self.config.max_num_batched_tokens
+        if not self._draft_limits.num_drafts:
+            return 0
+        quarter = max(1, budget // 4)
+        own = sum(min(len(request.tokens) - request.num_computed, quarter) for request in self._running)
+        if self._waiting and len(self._running) < self.config.max_num_seqs:
+            own += quarter
+        return max(0, budget - own)
+
+    def _plan_row(self, request: Request, budget: int, draft_share: int) -> RowPlan | None:
         """The row of a running sequence, with blocks for it; preempts less urgent ones if it must."""
         while True:
-            row = self._fit(request, budget)
+            row = self._fit(request, budget, draft_share)
             if row is not None:
                 return row
             victim = self._running[-1]
@@ -153,17 +168,17 @@ class Scheduler:
             if victim is request:
                 return None
 
-    def _fit(self, request: Request, budget: int) -> RowPlan | None:
+    def _fit(self, request: Request, budget: int, draft_share: int) -> RowPlan | None:
         """The largest row that budget and free blocks allow: with room for new drafts, without, without drafts at
-        all."""
+        all. `draft_share`: most drafts to verify now, and to propose for the next step."""
         known = len(request.tokens) - request.num_computed
-        drafts = request.drafts.truncated(max(0, min(budget - known, self._draft_room(request, 0))))
+        drafts = request.drafts.truncated(max(0, min(budget - known, draft_share, self._draft_room(request, 0))))
         plain = NO_DRAFTS
         for use, lookahead in ((drafts, True), (drafts, False), (plain, False)):
             num_tokens = min(known + len(use.token_ids), budget)
             end = request.num_computed + num_tokens
             samples = num_tokens >= known
-            new_drafts = self._draft_room(request, len(use.token_ids) + 1) if samples else 0
+            new_drafts = min(draft_share, self._draft_room(request, len(use.token_ids) + 1)) if samples else 0
             extra = new_drafts if self._draft_limits.extra_slots else 0
             if lookahead is False and extra:
                 new_drafts = extra = 0
@@ -284,7 +299,7 @@ class Scheduler:
         whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
         if whole > self.pool.num_free and not alone:
             return None
-        return self._fit(request, budget)
+        return self._fit(request, budget, self._tokens_for_drafts() // (len(self._running) + 1))
 
     # ----------------------------------------------------------------- commit
 

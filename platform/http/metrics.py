@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ..core.labels import MAX_TENANTS, LabelValues
+from ..core.labels import MAX_ADAPTERS, MAX_TENANTS, LabelValues
 from ..core.messages import EngineStats, SpeculationCounts
 from ..core.outputs import RequestOutput
 
@@ -26,6 +28,37 @@ DEFAULT_TENANT = "default"
 """The label of requests without a tenant."""
 
 Labels = tuple[str, ...]
+
+
+class SeriesLabels:
+    """The labels (adapter, tenant) of what is counted: bounded, and for good the same for the same names."""
+
+    def __init__(self) -> None:
+        self._adapter, self._tenant = LabelValues(MAX_ADAPTERS), LabelValues(MAX_TENANTS)
+
+    def __call__(self, adapter: str, tenant: str) -> Labels:
+        """Requests without a tenant have a label too: an empty one is as good as none for Prometheus. The base model's
+        is empty, and its own however many adapters there are."""
+        return adapter and self._adapter(adapter), self._tenant(tenant) or DEFAULT_TENANT
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What an engine counts, over one of its runs or several."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    speculation: dict[Labels, SpeculationCounts] = field(default_factory=dict)
+    """By (adapter, tenant)."""
+
+    def add(self, stats: EngineStats, labels: SeriesLabels) -> None:
+        """Add one run's, as of a snapshot."""
+        self.prefix_cache_queries += stats.prefix_cache_queries
+        self.prefix_cache_hits += stats.prefix_cache_hits
+        self.num_preemptions += stats.num_preemptions
+        for entry in stats.speculation:  # several may share labels
+            self.speculation.setdefault(labels(entry.adapter, entry.tenant), SpeculationCounts()).add(entry.counts)
 
 
 class RequestRecorder:
@@ -88,21 +121,31 @@ class Metrics:
             "e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, _END_TO_END
         )
         self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
-        self._tenant = LabelValues(MAX_TENANTS)
+        self._labels = SeriesLabels()
         self._stats = EngineStats()
+        self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`
         registry.register(_EngineCollector(self))
 
     def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
         """For one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for none."""
-        return RequestRecorder(self, (adapter, _tenant_label(self._tenant(tenant))))
+        return RequestRecorder(self, self._labels(adapter, tenant))
 
     @property
     def stats(self) -> EngineStats:
         """The engine's latest snapshot."""
         return self._stats
 
+    @property
+    def counters(self) -> EngineCounters:
+        """The engine's counts as of the latest snapshot, with those of its runs that have died: they never fall."""
+        counters = copy.deepcopy(self._ended)
+        counters.add(self._stats, self._labels)
+        return counters
+
     def update(self, stats: EngineStats) -> None:
-        """Take the engine's latest snapshot."""
+        """Take the engine's latest snapshot. What a run counted between its last one and its death is lost."""
+        if stats.run_id != self._stats.run_id:
+            self._ended.add(self._stats, self._labels)
         self._stats = stats
         for seconds in stats.lora_load_seconds:
             self._lora_load.observe(seconds)
@@ -120,9 +163,9 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry for each scrape."""
-        stats = self._metrics.stats
-        yield from _engine_families(stats)
-        yield from _speculation_families(stats)
+        stats, counters = self._metrics.stats, self._metrics.counters
+        yield from _engine_families(stats, counters)
+        yield from _speculation_families(counters.speculation)
         yield from _lora_families(stats)
 
 
@@ -140,26 +183,18 @@ def _gauge(name: str, help_text: str, labels: Labels, values: Mapping[Any, float
     return family
 
 
-def _engine_families(stats: EngineStats) -> Iterator[Metric]:
+def _engine_families(stats: EngineStats, counters: EngineCounters) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Sequences in the running batch.", (), {(): stats.num_running})
     yield _gauge("num_requests_waiting", "Sequences waiting to be scheduled.", (), {(): stats.num_waiting})
     reasons = {(reason,): float(count) for reason, count in stats.num_waiting_by_reason.items()}
     yield _gauge("num_requests_waiting_by_reason", "What waiting sequences wait for.", ("reason",), reasons)
     yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", (), {(): stats.kv_cache_usage})
-    yield _counter("prefix_cache_queries", "Prompt tokens looked up.", (), {(): stats.prefix_cache_queries})
-    yield _counter("prefix_cache_hits", "Prompt tokens found in the cache.", (), {(): stats.prefix_cache_hits})
-    yield _counter("num_preemptions", "Sequences that lost their blocks.", (), {(): stats.num_preemptions})
+    yield _counter("prefix_cache_queries", "Prompt tokens looked up.", (), {(): counters.prefix_cache_queries})
+    yield _counter("prefix_cache_hits", "Prompt tokens found in the cache.", (), {(): counters.prefix_cache_hits})
+    yield _counter("num_preemptions", "Sequences that lost their blocks.", (), {(): counters.num_preemptions})
 
 
-def _tenant_label(tenant: str) -> str:
-    """Requests without a tenant have one too: an empty label is as good as none for Prometheus."""
-    return tenant or DEFAULT_TENANT
-
-
-def _speculation_families(stats: EngineStats) -> Iterator[Metric]:
-    counts: dict[Labels, SpeculationCounts] = {}
-    for entry in stats.speculation:  # a tenant may be called what the others are called together
-        counts.setdefault((entry.adapter, _tenant_label(entry.tenant)), SpeculationCounts()).add(entry.counts)
+def _speculation_families(counts: Mapping[Labels, SpeculationCounts]) -> Iterator[Metric]:
     labels: Labels = ("adapter", "tenant")
     drafts = {key: c.num_drafts for key, c in counts.items()}
     drafted = {key: c.num_draft_tokens for key, c in counts.items()}

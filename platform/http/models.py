@@ -21,13 +21,17 @@ MAX_ADAPTER_NAME = 256
 @router.get("/v1/models", response_model=None)
 async def list_models(request: Request) -> Response:
     """The base model and the adapters."""
-    return JSONResponse({"object": "list", "data": serving_of(request).models.cards()})
+    models = serving_of(request).models
+    await models.refresh()
+    return JSONResponse({"object": "list", "data": models.cards()})
 
 
 @router.get("/v1/models/{model:path}", response_model=None)
 async def retrieve_model(request: Request, model: str) -> Response:
     """One model's card."""
-    return JSONResponse(serving_of(request).models.card(model))
+    models = serving_of(request).models
+    await models.refresh()
+    return JSONResponse(models.card(model))
 
 
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented(LoadAdapterRequest))

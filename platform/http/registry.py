@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import InvalidUserInputError, NotFoundError
+from ..core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from ..core.lora_request import LoRARequest
 from .text import shorten
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+REFRESH_TIMEOUT = 2.0
+"""Seconds that the engine gets to say what its adapters are; after that its last word is shown again."""
 
 
 class ModelRegistry:
@@ -25,7 +32,7 @@ class ModelRegistry:
         self._llm = llm
         self._base_names = base_names
         self._created: dict[str, int] = dict.fromkeys(base_names, int(time.time()))
-        self._draft: dict[str, str] = {}  # `AdapterInfo.draft` as of the adapter's registration
+        self._draft: dict[str, str] = {}  # `AdapterInfo.draft` as the engine said last
 
     @property
     def base_name(self) -> str:
@@ -91,8 +98,20 @@ class ModelRegistry:
         self._created.pop(name, None)
         self._draft.pop(name, None)
 
+    async def refresh(self) -> None:
+        """Ask the engine what became of adapters' draft weights: after a restart, or out of memory, it has read the
+        files again."""
+        if not self.adapters or self._llm.state != "ready":
+            return
+        try:
+            infos = await asyncio.wait_for(self._llm.list_adapters(), REFRESH_TIMEOUT)
+        except (OutriderError, TimeoutError) as error:
+            logger.debug("no list of adapters from the engine: %s", error)
+            return
+        self._draft.update({info.name: info.draft for info in infos if info.digest})  # else not read yet
+
     def cards(self) -> list[dict[str, Any]]:
-        """One OpenAI model card a name."""
+        """One OpenAI model card a name, as of the last `refresh`."""
         info = self._llm.info
         bases = [self._card(name, info.model, None, info.max_model_len) for name in self._base_names]
         adapters = self.adapters.values()

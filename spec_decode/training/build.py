@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...models.config import DecoderConfig, FamilyTraits, decoder_config
 from ...models.loader import resolve_model_path
-from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError
 from .data import Sample, frequent_tokens
 from .draft_lora import DraftModelLora, HeadLora
 from .drafter import Drafter
 from .eagle_head import Eagle1Head, Eagle3Head, EagleHead, Shared
 from .layers import HeadShape
 from .medusa_heads import MedusaHeads
-from .options import TrainOptions, wrong
+from .options import TrainOptions, reason, wrong
 from .target import Target, load_causal_lm
 
 _EAGLE3_UNROLL, _EAGLE1_UNROLL = 4, 1
@@ -47,6 +48,8 @@ def head_shape(target: Target, options: TrainOptions) -> HeadShape:
     head_dim = options.head_dim or int(getattr(config, "head_dim", None) or target.hidden_size // num_heads)
     if num_heads % kv_heads:
         raise wrong("num_kv_heads", f"{kv_heads} must divide --num-heads {num_heads}")
+    if hidden % 2:
+        raise wrong("hidden_size", f"must be even, got {hidden}")
     if head_dim % 2:
         raise wrong("head_dim", f"must be even, got {head_dim}")
     draft_vocab = options.draft_vocab_size or target.vocab_size
@@ -107,12 +110,14 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
 def _draft_lora(options: TrainOptions, target: Target, shared: Shared) -> Drafter:
     draft = options.draft or ""
     alpha = options.alpha or 2.0 * options.rank
-    folder = resolve_model_path(draft)
+    folder = draft_folder(draft)
     if is_head(folder):
         head = load_head(folder, target, shared, options.unroll)
         return HeadLora(head, options.rank, alpha, options.base_name or draft)
     device = shared.lm_head.device
-    causal = load_causal_lm(draft, torch.float32, device)
+    if options.unroll is not None:
+        raise wrong("unroll", f"is for heads, and {draft} is a model of its own")
+    causal = load_causal_lm(str(folder), torch.float32, device, option="draft")
     if int(causal.config.vocab_size) != target.vocab_size:
         raise InvalidRequestError(
             f"--draft: the draft model has a vocabulary of {causal.config.vocab_size} tokens, the target one of "
@@ -122,17 +127,52 @@ def _draft_lora(options: TrainOptions, target: Target, shared: Shared) -> Drafte
     return DraftModelLora(causal, options.rank, alpha, options.base_name or draft)
 
 
-def read_head_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the nested part of the speculators format lifted up.
+def draft_folder(draft: str) -> Path:
+    """The folder of --draft: as it is, or from a hub.
 
     Raises:
         NotFoundError: there is none.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise NotFoundError(f"--draft: cannot read {folder / 'config.json'}: {error}", param="draft") from error
-    return {**config.get("transformer_layer_config", {}), **config}
+        return resolve_model_path(draft, draft=True)
+    except NotFoundError as error:
+        raise NotFoundError(f"--draft: {error.message}", param="draft") from error
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the nested part of the speculators format lifted up.
+
+    Raises:
+        NotFoundError: there is none.
+        InvalidRequestError: it is no JSON object, or names a rotary embedding that is not computed here.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise NotFoundError(f"--draft: cannot read {file}: {reason(error)}", param="draft") from error
+    if not isinstance(config, dict):
+        raise wrong("draft", f"{file} is not a JSON object")
+    nested = config.get("transformer_layer_config") or {}
+    if not isinstance(nested, dict):
+        raise wrong("draft", f"{file}: transformer_layer_config is not an object")
+    for part in (config, nested):
+        _refuse_scaled_rope(part, file)
+    return {**nested, **{name: value for name, value in config.items() if value is not None}}
+
+
+def _refuse_scaled_rope(config: dict[str, Any], file: Path) -> None:
+    """The layer that is trained turns queries and keys without scaling; the engine would scale, and guess otherwise."""
+    for field in ("rope_scaling", "rope_parameters"):
+        given = config.get(field) or {}
+        if not isinstance(given, dict):
+            raise wrong("draft", f"{file}: {field} is not an object")
+        for key in ("rope_type", "type"):
+            if given.get(key, "default") not in ("default", None):
+                raise wrong(
+                    "draft",
+                    f"{file}: {field} of type {given[key]!r}: draft weights are trained for the default type alone",
+                )
 
 
 def is_head(folder: Path) -> bool:
@@ -142,15 +182,17 @@ def is_head(folder: Path) -> bool:
         try:
             with safe_open(single, framework="pt") as opened:
                 return "fc.weight" in opened.keys()  # noqa: SIM118  # not a mapping
-        except SafetensorError as error:
-            raise NotFoundError(f"--draft: cannot read {single}: {error}", param="draft") from error
+        except Exception as error:  # safetensors' errors, and the system's
+            raise NotFoundError(f"--draft: cannot read {single}: {reason(error)}", param="draft") from error
     return (folder / "pytorch_model.bin").is_file() and "fc.weight" in _tensors(folder)
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
     """Whether the head is an EAGLE-3 one."""
-    named = any("Eagle3" in name for name in config.get("architectures") or ())
-    return named or "draft_vocab_size" in config or config.get("speculators_model_type") == "eagle3"
+    named = config.get("architectures")
+    if isinstance(named, list) and any("Eagle3" in str(name) for name in named):
+        return True
+    return "draft_vocab_size" in config or config.get("speculators_model_type") == "eagle3"
 
 
 def load_head(folder: Path, target: Target, shared: Shared, unroll: int | None = None) -> EagleHead:
@@ -166,17 +208,16 @@ def load_head(folder: Path, target: Target, shared: Shared, unroll: int | None =
         raise wrong(
             "draft", f"{folder} is a head with {refused or 'a bias on fc'}, whose draft weights are not trained"
         )
-    shape = _stored_shape(config, target)
+    shape = _stored_shape(config, target, folder)
     head: EagleHead
     if is_eagle3(config):
-        d2t = tensors.pop("d2t", None)
-        tensors.pop("t2d", None)
+        tokens = _draft_tokens(tensors, shape, folder)
         head = Eagle3Head(
             shape,
             shared,
             _stored_aux_layers(config, target, folder),
             unroll=unroll or _EAGLE3_UNROLL,
-            draft_tokens=None if d2t is None else (d2t + torch.arange(len(d2t))).tolist(),
+            draft_tokens=tokens,
             own=("embed_tokens.weight" in tensors, "lm_head.weight" in tensors),
             norm_before_residual=bool(config.get("norm_before_residual")),
         )
@@ -193,25 +234,56 @@ def load_head(folder: Path, target: Target, shared: Shared, unroll: int | None =
     return head.to(shared.lm_head.device)
 
 
-def _stored_shape(config: dict[str, Any], target: Target) -> HeadShape:
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    vocab_size = int(config.get("vocab_size", target.vocab_size))
+def _stored_shape(config: dict[str, Any], target: Target, folder: Path) -> HeadShape:
+    """Sizes of a head from its config.json, which is read as the engine reads it."""
+    layer = _stored_layer(config, target, folder)
+    vocab_size = layer.vocab_size
     if vocab_size != target.vocab_size:
         raise wrong("draft", f"has a vocabulary of {vocab_size} tokens, the target one of {target.vocab_size}")
-    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000.0))
+    if layer.num_layers != 1 or layer.windows != (None,):
+        raise wrong("draft", f"{folder} is not a head of one layer without a window")
+    sizes = {"target_hidden_size": layer.hidden_size, "draft_vocab_size": vocab_size}
+    for name, default in sizes.items():
+        value = default if config.get(name) is None else config[name]
+        if type(value) is not int or not 1 <= value <= max(vocab_size, target.hidden_size):
+            raise wrong("draft", f"{folder / 'config.json'}: {name} is {value!r:.40}")
+        sizes[name] = value
     return HeadShape(
-        hidden_size=hidden,
-        target_hidden_size=int(config.get("target_hidden_size") or hidden),
-        intermediate_size=int(config["intermediate_size"]),
-        num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads", heads)),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
         vocab_size=vocab_size,
-        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(theta),
-        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        rms_norm_eps=layer.rms_norm_eps,
+        rope_theta=layer.rope.theta,
+        max_position_embeddings=layer.max_position_embeddings,
+        **sizes,
     )
+
+
+def _stored_layer(config: dict[str, Any], target: Target, folder: Path) -> DecoderConfig:
+    defaults = {"vocab_size": target.vocab_size, "max_position_embeddings": 2048}
+    try:
+        return decoder_config(config, "eagle", torch.float32, FamilyTraits(defaults=defaults, window_switch=True))
+    except OutriderError as error:
+        raise wrong("draft", f"{folder}: {error.message}") from error
+    except (TypeError, ValueError) as error:
+        raise wrong("draft", f"{folder / 'config.json'} holds a value of a wrong type: {reason(error)}") from error
+
+
+def _draft_tokens(tensors: dict[str, Tensor], shape: HeadShape, folder: Path) -> list[int] | None:
+    """The target's ids of the draft vocabulary; takes the tables out of `tensors`."""
+    d2t = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    if d2t is None:
+        return None
+    if d2t.shape != (shape.draft_vocab_size,) or d2t.is_floating_point():
+        raise wrong("draft", f"{folder}: d2t is not a list of {shape.draft_vocab_size} integers")
+    tokens: list[int] = (d2t + torch.arange(len(d2t))).tolist()
+    if not all(0 <= token < shape.vocab_size for token in tokens):
+        raise wrong("draft", f"{folder}: d2t names tokens beyond the target's {shape.vocab_size}")
+    return tokens
 
 
 def _stored_aux_layers(config: dict[str, Any], target: Target, folder: Path) -> tuple[int, ...]:
@@ -222,10 +294,18 @@ def _stored_aux_layers(config: dict[str, Any], target: Target, folder: Path) -> 
 
 
 def stored_aux_layers(config: dict[str, Any]) -> tuple[int, ...] | None:
-    """The layers that a head's config.json names, if it does."""
-    nested = config.get("eagle_config") or {}
-    layers = config.get("eagle_aux_hidden_state_layer_ids", nested.get("eagle_aux_hidden_state_layer_ids"))
-    return None if layers is None else tuple(int(layer) for layer in layers)
+    """The layers that a head's config.json names, if it does.
+
+    Raises:
+        InvalidRequestError: they are no list of integers.
+    """
+    nested, name = config.get("eagle_config") or {}, "eagle_aux_hidden_state_layer_ids"
+    layers = config.get(name, nested.get(name) if isinstance(nested, dict) else None)
+    if layers is None:
+        return None
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise wrong("draft", f"config.json of the head: {name} must be a list of integers, got {layers!r:.40}")
+    return tuple(layers)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -237,6 +317,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             if file.is_file()
             else torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
         )
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise NotFoundError(f"--draft: cannot read the weights in {folder}: {error}", param="draft") from error
-    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise TypeError("it holds more than tensors")
+        return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    except Exception as error:  # a broken file raises whatever the library runs into
+        raise NotFoundError(f"--draft: cannot read the weights in {folder}: {reason(error)}", param="draft") from error

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from .options import reason
 
 _POOL = 32  # batches' worth of samples that are sorted by length together
 _MIN_LABELS = 2  # a sample with fewer tokens to learn teaches nothing: the first is the target's own
@@ -141,7 +142,7 @@ class Reader:
         try:
             text = self._tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like; jinja's errors have no common base either
-            raise _bad(where, f"the chat template refuses the messages: {error}") from error
+            raise _bad(where, f"the chat template refuses the messages: {reason(error)}") from error
         prompt = self._encode(text, where, special=False)
         return prompt, None if answer is None else self._answer(answer, where)
 
@@ -150,6 +151,10 @@ class Reader:
         return self._encode(text, where, special=False) + ([] if eos is None else [eos])
 
     def _encode(self, text: str, where: str, special: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise _bad(where, f"the text holds half of a surrogate pair: {reason(error)}") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         if ids and max(ids) >= self._vocab_size:
             raise _bad(where, f"the tokenizer gives token {max(ids)}, the model has {self._vocab_size}")
@@ -179,16 +184,21 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise _bad(str(path), "the file has no lines")
 
 
+def check_held_out(count: int, available: int) -> None:
+    """Raises InvalidRequestError when nothing would be left to learn from."""
+    if count >= available:
+        raise InvalidRequestError(
+            f"--held-out {count} leaves nothing of {available} samples to learn from", param="held_out"
+        )
+
+
 def hold_out(samples: Sequence[Sample], count: int, seed: int) -> tuple[list[Sample], list[Sample]]:
     """Split into samples to learn from and `count` to measure on.
 
     Raises:
         InvalidRequestError: nothing would be left to learn from.
     """
-    if count >= len(samples):
-        raise InvalidRequestError(
-            f"--held-out {count} leaves nothing of {len(samples)} samples to learn from", param="held_out"
-        )
+    check_held_out(count, len(samples))
     chosen = set(Random(f"held out {seed}").sample(range(len(samples)), count))
     return [s for i, s in enumerate(samples) if i not in chosen], [samples[i] for i in sorted(chosen)]
 

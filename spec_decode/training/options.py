@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,12 @@ OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
 NO_EFFECT_ON_RESULT = frozenset({"output", "resume", "overwrite", "save_every", "progress", "device"})
 """Options that may differ when a run is resumed."""
+_PATHS = ("model", "data", "output", "adapter", "draft", "eval_data", "base_name")
+_EAGLE = ("eagle3", "eagle")
 
 
 def _option(default: Any, text: str, group: str, **more: Any) -> Any:
+    """A field with its flag; `methods`: the only ones for which it means anything."""
     return field(default=default, metadata={"help": text, "group": group, **more})
 
 
@@ -32,8 +36,8 @@ class TrainOptions:
     draft: str | None = _option(
         None, "draft-lora: the draft model, or EAGLE head, that the weights are for", "draft-lora"
     )
-    rank: int = _option(8, "rank of the draft weights", "draft-lora")
-    alpha: float | None = _option(None, "their alpha (default: twice the rank)", "draft-lora")
+    rank: int = _option(8, "rank of the draft weights", "draft-lora", methods=("draft-lora",))
+    alpha: float | None = _option(None, "their alpha (default: twice the rank)", "draft-lora", methods=("draft-lora",))
     generate: bool = _option(False, "let the target write the completions, through the engine", "data")
     temperature: float = _option(0.0, "of generated completions; 0 is greedy", "data")
     max_tokens: int = _option(256, "longest generated completion, in tokens", "data")
@@ -46,7 +50,11 @@ class TrainOptions:
     lr: float = _option(1e-3, "highest learning rate (of AdamW)", "training")
     matrix_lr: float = _option(0.02, "the same for Muon", "training")
     optimizer: str = _option(
-        "adamw", "muon: Muon for the matrices of layers, AdamW for the rest", "training", choices=OPTIMIZERS
+        "adamw",
+        "muon: Muon for the matrices of layers, AdamW for the rest",
+        "training",
+        choices=OPTIMIZERS,
+        methods=("eagle3", "eagle", "medusa"),
     )
     warmup: int = _option(50, "steps over which the rate rises; then it falls linearly to zero", "training")
     clip: float = _option(1.0, "largest norm of a step's gradient", "training")
@@ -68,34 +76,55 @@ class TrainOptions:
     )
     progress: bool = _option(True, "show a progress bar", "output")
     unroll: int | None = _option(
-        None, "steps of the head on its own output in training (default: eagle3 4, eagle 1)", "heads"
+        None,
+        "steps of the head on its own output in training (default: eagle 1, others 4)",
+        "heads",
+        methods=(*_EAGLE, "draft-lora"),
     )
-    step_decay: float = _option(0.8, "weight of each further step or Medusa head in the loss", "heads")
-    hidden_size: int | None = _option(None, "eagle3: hidden size of the head (default: the target's)", "heads")
-    intermediate_size: int | None = _option(None, "of the head's MLP (default: the target's)", "heads")
-    num_heads: int | None = _option(None, "attention heads (default: the target's)", "heads")
-    num_kv_heads: int | None = _option(None, "KV heads (default: the target's)", "heads")
-    head_dim: int | None = _option(None, "size of an attention head (default: the target's)", "heads")
+    step_decay: float = _option(
+        0.8, "weight of each further step or Medusa head in the loss", "heads", methods=(*_EAGLE, "medusa")
+    )
+    hidden_size: int | None = _option(
+        None, "eagle3: hidden size of the head (default: the target's)", "heads", methods=("eagle3",)
+    )
+    intermediate_size: int | None = _option(None, "of the head's MLP (default: the target's)", "heads", methods=_EAGLE)
+    num_heads: int | None = _option(None, "attention heads (default: the target's)", "heads", methods=_EAGLE)
+    num_kv_heads: int | None = _option(None, "KV heads (default: the target's)", "heads", methods=_EAGLE)
+    head_dim: int | None = _option(None, "size of an attention head (default: the target's)", "heads", methods=_EAGLE)
     aux_layers: tuple[int, ...] | None = _option(
-        None, "eagle3: three target layers whose inputs are read, as 2,16,29", "heads"
+        None, "eagle3: three target layers whose inputs are read, as 2,16,29", "heads", methods=("eagle3",)
     )
     draft_vocab_size: int | None = _option(
-        None, "eagle3: the head knows only the most frequent tokens (default: all)", "heads"
+        None, "eagle3: the head knows only the most frequent tokens (default: all)", "heads", methods=("eagle3",)
     )
-    own_embeddings: bool = _option(False, "eagle3: the head trains embeddings of its own", "heads")
-    own_lm_head: bool = _option(False, "eagle3: the head trains an lm_head of its own", "heads")
-    regression_weight: float = _option(1.0, "eagle: weight of the hidden states' smooth L1 loss", "heads")
-    token_weight: float = _option(0.1, "eagle: weight of the tokens' cross entropy", "heads")
-    feature_noise: float = _option(0.1, "eagle: half width of the uniform noise on features", "heads")
-    medusa_heads: int = _option(4, "Medusa heads", "heads")
-    medusa_layers: int = _option(1, "residual layers of each Medusa head", "heads")
+    own_embeddings: bool = _option(False, "eagle3: the head trains embeddings of its own", "heads", methods=("eagle3",))
+    own_lm_head: bool = _option(False, "eagle3: the head trains an lm_head of its own", "heads", methods=("eagle3",))
+    regression_weight: float = _option(
+        1.0, "eagle: weight of the hidden states' smooth L1 loss", "heads", methods=("eagle",)
+    )
+    token_weight: float = _option(0.1, "eagle: weight of the tokens' cross entropy", "heads", methods=("eagle",))
+    feature_noise: float = _option(
+        0.1, "eagle: half width of the uniform noise on features", "heads", methods=("eagle",)
+    )
+    medusa_heads: int = _option(4, "Medusa heads", "heads", methods=("medusa",))
+    medusa_layers: int = _option(1, "residual layers of each Medusa head", "heads", methods=("medusa",))
 
-    def check(self) -> None:
+    def check(self, given: Collection[str] | None = None) -> None:
         """Refuse values that no run can have; what depends on the model is checked when it is loaded.
+
+        Args:
+            given: names of the options that the user named; None for those that are not their defaults.
 
         Raises:
             InvalidRequestError: names the option and the limit.
         """
+        for name in _PATHS:
+            text = getattr(self, name)
+            if text is not None and "\0" in text:
+                raise wrong(name, "holds a NUL character")
+        # In Python, `data` may be empty: samples are passed.
+        if empty := next((name for name in _PATHS if name != "data" and getattr(self, name) == ""), None):
+            raise wrong(empty, "must not be empty")
         for name, choices in (("method", METHODS), ("optimizer", OPTIMIZERS), ("dtype", DTYPES)):
             if getattr(self, name) not in choices:
                 raise wrong(name, f"must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
@@ -113,15 +142,38 @@ class TrainOptions:
             raise wrong(
                 "draft", "names the drafter that --method draft-lora trains weights for; give it there, and only there"
             )
-        for name in _EAGLE3_ONLY:
-            if self.method != "eagle3" and getattr(self, name) not in (None, False):
-                raise wrong(name, f"is for --method eagle3, not for {self.method}")
+        for name in ("hidden_size", "head_dim"):
+            if (getattr(self, name) or 0) % 2:
+                raise wrong(name, f"must be even, got {getattr(self, name)}")
+        fields = dataclasses.fields(self)
+        self._check_used(given if given is not None else {f.name for f in fields if getattr(self, f.name) != f.default})
+
+    def _check_used(self, given: Collection[str]) -> None:
+        """Refuse options that would have no effect."""
+        for f in dataclasses.fields(self):
+            methods = f.metadata.get("methods", METHODS)
+            if f.name in given and self.method not in methods:
+                raise wrong(f.name, f"is for --method {' and '.join(methods)}, not for {self.method}")
+        if "matrix_lr" in given and self.optimizer != "muon":
+            raise wrong("matrix_lr", "is for --optimizer muon")
+        for name in ("temperature", "max_tokens"):
+            if name in given and not self.generate:
+                raise wrong(name, "is for --generate")
 
     def comparable(self) -> dict[str, Any]:
-        """The options that decide the result, as JSON would have them."""
+        """The options that decide the result, as JSON would have them; data count by content, in `run_folder`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["aux_layers"] = list(self.aux_layers) if self.aux_layers else None
-        return {name: value for name, value in values.items() if name not in NO_EFFECT_ON_RESULT}
+        return {
+            name: value for name, value in values.items() if name not in NO_EFFECT_ON_RESULT | {"data", "eval_data"}
+        }
+
+    def generation(self) -> dict[str, Any] | None:
+        """The options that decide what --generate writes; None without it."""
+        if not self.generate:
+            return None
+        names = ("model", "adapter", "dtype", "temperature", "max_tokens")
+        return {name: getattr(self, name) for name in names} | {"seed": self.seed if self.temperature else None}
 
 
 _INTEGERS = (
@@ -159,9 +211,14 @@ _NUMBERS = (
     ("token_weight", 0.0, 1e6),
     ("feature_noise", 0.0, 10.0),
 )
-_EAGLE3_ONLY = ("hidden_size", "aux_layers", "draft_vocab_size", "own_embeddings", "own_lm_head")
 
 
 def wrong(name: str, message: str) -> InvalidRequestError:
     """The error about an option."""
     return InvalidRequestError(f"--{name.replace('_', '-')} {message}", param=name)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says: libraries' errors go on for many, and may say nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from ...models.loader import resolve_model_path
 from .acceptance import Measured
-from .build import is_eagle3, is_head, new_drafter, read_head_config, stored_aux_layers
+from .build import draft_folder, is_eagle3, is_head, new_drafter, read_head_config, stored_aux_layers
 from .data import Sample
+from .drafter import Drafter
 from .options import TrainOptions, wrong
 from .target import Target, load_target
 from .trainer import Trainer
@@ -30,22 +31,48 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+class Loaded(NamedTuple):
+    """What a run trains, and from what."""
+
+    target: Target
+    drafter: Drafter
+    device: torch.device
+
+
+def load(options: TrainOptions, samples: Sequence[Sample] = ()) -> Loaded:
+    """Everything before the first step: whatever does not fit is found here.
+
+    Args:
+        samples: the head's vocabulary is chosen from them; without any it is an arbitrary one.
+
+    Raises:
+        OutriderError: the typed error for what does not fit.
+    """
+    device = choose_device(options.device)
+    target = _target(options, device)
+    return Loaded(target, new_drafter(options, target, samples).to(device), device)
+
+
 def train_draft(
     options: TrainOptions,
     samples: Sequence[Sample],
     held_out: Sequence[Sample],
     report: Callable[[str], None] = lambda line: None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Train and write what `options` ask for into `options.output`, a folder that exists.
+    """Train and write what `options` ask for into `options.output`, a folder that exists once `begin` has been called.
+
+    Args:
+        begin: called when everything has been loaded, before anything is written.
 
     Raises:
         OutriderError: the typed error for what does not fit.
         KeyboardInterrupt: Ctrl-C; `options.resume` goes on from the checkpoint.
     """
-    device = choose_device(options.device)
-    target = _target(options, device)
-    drafter = new_drafter(options, target, samples).to(device)
-    measured = Trainer(drafter, target, samples, held_out, options, device).run(report)
+    target, drafter, device = load(options, samples)
+    trainer = Trainer(drafter, target, samples, held_out, options, device)
+    begin()
+    measured = trainer.run(report)
     drafter.export(Path(options.output))
     return measured
 
@@ -55,7 +82,7 @@ def _target(options: TrainOptions, device: torch.device) -> Target:
     if options.method == "eagle3":
         layers = options.aux_layers
     elif options.draft is not None:
-        folder = resolve_model_path(options.draft)
+        folder = draft_folder(options.draft)
         config = read_head_config(folder)
         layers = stored_aux_layers(config) if is_head(folder) and is_eagle3(config) else ()
     if layers and len(layers) != _NUM_AUX:

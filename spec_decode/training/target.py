@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...models.config import read_json
 from ...models.loader import resolve_model_path
 from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
 from .data import Batch
-from .options import wrong
+from .options import reason, wrong
 
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MISSING_EXTRA = "training with adapters needs peft: pip install 'outrider[train]'"
 
 
@@ -55,8 +58,11 @@ def import_peft() -> Any:
     return peft
 
 
-def load_causal_lm(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+def load_causal_lm(path: str, dtype: torch.dtype, device: torch.device, option: str = "model") -> Any:
     """A transformers model, frozen and in evaluation mode.
+
+    Args:
+        option: the one that named it, for errors.
 
     Raises:
         NotFoundError, UnsupportedModelError: it cannot be loaded.
@@ -66,8 +72,9 @@ def load_causal_lm(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     folder = resolve_model_path(path)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UnsupportedModelError(f"--model {path}: transformers cannot load it: {error}", param="model") from error
+    except Exception as error:  # broken files raise whatever the libraries run into
+        message = f"--{option} {path}: transformers cannot load it: {reason(error)}"
+        raise UnsupportedModelError(message, param=option) from error
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -156,6 +163,8 @@ def load_target(
         NotFoundError, UnsupportedModelError, AdapterError: it cannot be loaded.
         InvalidRequestError: the target has no such layers.
     """
+    if adapter is not None:
+        _check_adapter(adapter)
     causal = load_causal_lm(model, dtype, device)
     num_layers = int(causal.config.num_hidden_layers)
     layers = choose_aux_layers(num_layers) if aux_layers is None else aux_layers
@@ -165,13 +174,26 @@ def load_target(
         )
     if adapter is not None:
         peft = import_peft()
-        if not Path(adapter).is_dir():
-            raise AdapterError(f"--adapter: there is no folder {adapter}", param="adapter")
         try:
             causal = peft.PeftModel.from_pretrained(causal, adapter).eval().requires_grad_(False).get_base_model()
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise AdapterError(f"--adapter {adapter}: PEFT cannot load it: {error}", param="adapter") from error
+        except Exception as error:  # broken files raise whatever the libraries run into
+            raise AdapterError(f"--adapter {adapter}: PEFT cannot load it: {reason(error)}", param="adapter") from error
     return Target(causal, layers)
+
+
+def _check_adapter(adapter: str) -> None:
+    """PEFT asks a hub for what a folder lacks, and takes much for a configuration: look first."""
+    folder = Path(adapter)
+    if not os.path.isdir(folder):
+        raise AdapterError(f"--adapter: there is no folder {adapter}", param="adapter")
+    if not any((folder / name).is_file() for name in _ADAPTER_WEIGHTS):
+        raise AdapterError(f"--adapter: {adapter} has no {' or '.join(_ADAPTER_WEIGHTS)}", param="adapter")
+    try:
+        config = read_json(folder / "adapter_config.json")
+    except OutriderError as error:
+        raise AdapterError(f"--adapter: {error.message}", param="adapter") from error
+    if config.get("peft_type") != "LORA" or type(config.get("r")) is not int:
+        raise AdapterError(f"--adapter: {adapter}/adapter_config.json describes no LoRA with a rank r", param="adapter")
 
 
 def choose_aux_layers(num_layers: int) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -120,8 +121,8 @@ class Trainer:
                     self._save(done)
                 if interrupt.wanted and done < self.steps:
                     raise KeyboardInterrupt
-        # A run that had ended before: there is nothing left to train.
-        return measured if measured is not None else self._measure(self.steps, None, report)
+        # A run that had ended before: there is nothing left to train, and the log is complete.
+        return measured if measured is not None else self._measure(self.steps, None, report, log=False)
 
     def _batches(self, first: int) -> Iterator[Batch]:
         """Batches from step `first` on."""
@@ -152,7 +153,7 @@ class Trainer:
         """Products in bfloat16 where that is asked for."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")
 
-    def _measure(self, step: int, loss: float | None, report: Callable[[str], None]) -> Measured:
+    def _measure(self, step: int, loss: float | None, report: Callable[[str], None], *, log: bool = True) -> Measured:
         options = self._options
         plan = plan_epoch(self._held_out, options.batch_tokens, 0, 0)
         batches = (collate([self._held_out[i] for i in indices], self._device) for indices in plan)
@@ -160,22 +161,26 @@ class Trainer:
         with self._precision():
             measured = measure(self._drafter, self._target, batches, options.k)
         torch.set_rng_state(rng)
-        line = {
-            "step": step,
-            "loss": None if loss is None else round(loss, 5),
-            "held_out_loss": round(measured.loss, 5),
-            "k": options.k,
-            "acceptance_length": round(measured.acceptance_length, 4),
-            "per_position": [round(share, 4) for share in measured.per_position],
-        }
-        with (self._folder / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        if log:
+            self._log(step, loss, measured)
         report(
             f"step {step}/{self.steps}: held-out loss {measured.loss:.4f}, acceptance length "
             f"{measured.acceptance_length:.3f} of {options.k + 1}, per position "
             + " ".join(f"{share:.2f}" for share in measured.per_position)
         )
         return measured
+
+    def _log(self, step: int, loss: float | None, measured: Measured) -> None:
+        line = {
+            "step": step,
+            "loss": None if loss is None else round(loss, 5),
+            "held_out_loss": round(measured.loss, 5),
+            "k": self._options.k,
+            "acceptance_length": round(measured.acceptance_length, 4),
+            "per_position": [round(share, 4) for share in measured.per_position],
+        }
+        with (self._folder / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _save(self, step: int) -> None:
         state = {
@@ -214,7 +219,15 @@ class Trainer:
     def _cut_log(self, step: int) -> None:
         path = self._folder / LOG
         if path.is_file():
-            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
             aside = path.with_name(path.name + ".new")
-            aside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            aside.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
             os.replace(aside, path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of the log; infinity for one that was half written when the process ended."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return math.inf

@@ -32,18 +32,42 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Te
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def run(rows: list[tuple[int, int]], *, shape=(4, 2, 8), block_size=4, window=None, dtype=torch.float32, seed=0):
+def leave_behind(kv: LayerKV, kind: str) -> None:
+    """Fill a cache with what former owners of its blocks may have written."""
+    if kind == "large":
+        for cache in kv:
+            cache.fill_(1e3)
+        return
+    heads, blocks, size, dim = kv.k.shape
+    slots = torch.arange(blocks * size)
+    huge = torch.full((len(slots), heads, dim), torch.finfo(kv.k.dtype).max, dtype=kv.k.dtype)
+    huge[..., ::2] *= -1
+    if kind == "one sign":
+        huge = huge.abs()
+    write_kv(huge.clone(), huge.clone(), kv, slots)
+
+
+def run(
+    rows: list[tuple[int, int]],
+    *,
+    shape=(4, 2, 8),
+    block_size=4,
+    window=None,
+    dtype=torch.float32,
+    seed=0,
+    left="large",
+    batch_invariant=False,
+):
     """Attention of `rows` (start, query_len) in one batch; returns it and what it should be, [T, H*D] each."""
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
     spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"))
-    backend = make_attention(spec)
+    backend = make_attention(spec, "invariant") if batch_invariant else make_attention(spec)
     needed = [-(-(start + count) // block_size) for start, count in rows]
     order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
     kv = allocate_kv([KVLayerSpec(kv_heads, dim)], sum(needed) + 3, block_size, dtype)[0]
-    for cache in kv:  # what others left behind
-        cache.fill_(1e3)
+    leave_behind(kv, left)
     expected, queries, new_keys, new_values = [], [], [], []
     for (start, count), table in zip(rows, tables, strict=True):
         k, v = (torch.randn(start + count, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
@@ -144,3 +168,15 @@ def test_unknown_backend_names_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match="torch") as caught:
         make_attention(spec, "nosuch")
     assert caught.value.param == "attention_backend"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("left", ["one sign", "both signs"])
+def test_what_an_overflowing_neighbour_left_behind_reaches_nobody(left, dtype, batch_invariant):
+    """Rows of different lengths together: the shorter ones are padded with keys that are not theirs."""
+    got, expected = run(
+        [(0, 1), (5, 1), (9, 3), (2, 1), (30, 2)], dtype=dtype, left=left, batch_invariant=batch_invariant
+    )
+    tolerance = {torch.float16: 1e-2}.get(dtype, TOLERANCE.get(dtype))
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)

@@ -308,6 +308,39 @@ def test_drafts_never_reach_past_max_tokens_or_the_context():
             scheduler.commit(plan, device.run(plan))
 
 
+@pytest.mark.parametrize("num_drafts", [3, 7])
+def test_drafts_take_only_what_the_sequences_own_tokens_leave(num_drafts):
+    """Wrong drafts, and a budget below rows * (1 + k): nobody is slower than without drafts, and a new one starts."""
+    limits = DraftLimits(num_drafts, extra_slots=True)
+    scheduler = make(400, limits, max_num_seqs=33, max_num_batched_tokens=64, max_model_len=256)
+    device = Device(400, limits, skill=0.0)
+    for index in range(32):
+        scheduler.add(request(f"{index}", [index + 1] * 4, max_tokens=20))
+    for _ in range(8):
+        plan = scheduler.schedule()
+        scheduler.commit(plan, device.run(plan))
+    scheduler.add(request("new", [50] * 12, max_tokens=20))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert len(plan.rows) == len(scheduler.running), "a sequence stood still"
+        scheduler.commit(plan, device.run(plan))
+    assert next(r for r in scheduler.running if r.request_id == "new").num_output_tokens > 0
+    finish(scheduler, device)
+
+
+def test_drafts_share_what_is_left_evenly():
+    limits = DraftLimits(7)
+    scheduler = make(400, limits, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=256)
+    device = Device(400, limits)
+    for index in range(4):
+        scheduler.add(request(f"{index}", [index + 1] * 2, max_tokens=40))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        scheduler.commit(plan, device.run(plan))
+    assert {row.max_new_drafts for row in plan.rows} == {3}
+    assert all(row.num_drafts <= 3 for row in plan.rows)
+
+
 def test_a_stop_token_inside_accepted_drafts_ends_the_text_there():
     limits = DraftLimits(4)
     scheduler, device = make(limits=limits), Device(16, limits, skill=1.0)

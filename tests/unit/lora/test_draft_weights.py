@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +102,73 @@ def test_named_draft_weights(tmp_path):
     assert read(path, draft=None, draft_path="/nowhere").draft == ""
 
 
+def deep_folder(root, length):
+    """A folder whose path has `length` characters, with the configuration where there is room for its name."""
+    path = str(root)
+    while length - len(path) > 250:
+        path += "/" + "d" * 100
+    path += "/" + "d" * (length - len(path) - 1)
+    os.makedirs(path)
+    if length + len("/adapter_config.json") < 4096:
+        shutil.copy(root / "x" / "adapter_config.json", path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("length", "exists"), [(300, False), (4070, True), (4085, True), (5000, False), (10**6, False)]
+)
+def test_paths_that_no_file_system_takes(tmp_path, length, exists):
+    """Linux takes 4095 bytes: a folder's path may be short enough, and its files' not."""
+    path = write_adapter(tmp_path / "x")
+    long = deep_folder(tmp_path, length) if exists else "/" + "a" * length
+    for options in ({"draft_path": long}, {"path": long}):
+        with pytest.raises(AdapterError) as error:
+            read(**{"path": path} | options)
+        assert len(error.value.message) < 600
+        assert error.value.param == ("draft_path" if "draft_path" in options else "lora_path")
+
+
+def test_a_mismatch_names_the_model_that_it_is_about(tmp_path):
+    adapter = write_adapter(tmp_path / "x", tensors(2, modules=("q_proj",)), rank=2)
+    write_adapter(tmp_path / "x" / "draft", tensors(2, layers=(1,)), rank=2)
+    assert "the drafter has no linear module 'model.layers.1" in read(adapter).draft
+    with pytest.raises(AdapterError, match="the drafter has no linear module") as error:
+        read(adapter, draft_path=str(tmp_path / "x" / "draft"))
+    assert "served model" not in error.value.message
+    state = {key: value[:, 1:] if "lora_A" in key else value for key, value in tensors(2, layers=(0,)).items()}
+    write_adapter(tmp_path / "x" / "draft", {key: value.contiguous() for key, value in state.items()}, rank=2)
+    assert "in the drafter)" in read(adapter).draft
+
+
+def link_loop(path):
+    path.symlink_to(path)
+
+
+def unreadable_weights(path):
+    (path / "adapter_config.json").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("where", "make", "reason"),
+    [
+        ("draft", os.mkdir, "holds no draft weights"),
+        ("draft", link_loop, "not a folder"),
+        ("draft", lambda path: path.write_text("x"), "not a folder"),
+        ("draft", lambda path: (path / "checkpoint-5").mkdir(parents=True), "holds no draft weights"),
+        ("draft", unreadable_weights, "no adapter_config.json"),
+        ("draft/draft_model", os.mkdir, "no adapter_config.json"),
+        ("draft/draft_model", link_loop, "not a folder"),
+        ("draft/draft_model", lambda path: path.write_text("x"), "not a folder"),
+    ],
+)
+def test_draft_weights_that_cannot_be_used_say_why(tmp_path, where, make, reason):
+    path = write_adapter(tmp_path)
+    (tmp_path / where).parent.mkdir(exist_ok=True)
+    make(tmp_path / where)
+    assert reason in read(path).draft
+    assert read(path).digest == read(path, draft=None).digest
+
+
 def test_the_fingerprint_is_of_both_parts_where_both_are_used(tmp_path):
     source = AdapterSource(write_both(tmp_path))
     whole, alone = fingerprint(source, "draft_model"), fingerprint(source)
@@ -114,9 +182,31 @@ def test_the_request():
     request = LoRARequest("x", 1, "/a", draft_path="/d")
     assert (request.lora_path, request.draft_path) == ("/a", "/d")
     assert LoRARequest("x", path="/a").draft_path is None
+    request = LoRARequest("x", path=Path("/a"), draft_path=Path("/d"))
+    assert (request.lora_path, request.draft_path) == ("/a", "/d")
+
+
+class BytesPath:
+    def __fspath__(self):
+        return b"/x"
+
+
+@pytest.mark.parametrize("wrong", ["", 5, True, ["a"], {}, b"/x", BytesPath()])
+@pytest.mark.parametrize("field", ["lora_path", "draft_path"])
+def test_paths_are_strings_or_path_objects(field, wrong):
     with pytest.raises(InvalidRequestError) as error:
-        LoRARequest("x", path="/a", draft_path="")
-    assert error.value.param == "draft_path"
+        LoRARequest("x", **{"lora_path": "/a", field: wrong})
+    assert error.value.param == field
+
+
+def test_names_cannot_forge_lines_of_the_log(make_drafted, tmp_path, caplog):
+    path = write_both(tmp_path)
+    state = {f"a\nb.{key}": value for key, value in tensors(2, layers=(0,)).items()}
+    write_adapter(tmp_path / "draft", state, rank=2)
+    make_drafted().load(LoRARequest("x\nERROR forged", path=path))
+    (record,) = caplog.records
+    assert "without its draft weights" in record.getMessage()
+    assert "\n" not in record.getMessage()
 
 
 def drafted_output(manager, request, features=24):
@@ -144,10 +234,10 @@ def test_rows_of_the_drafter_go_with_the_adapters(make_drafted, tmp_path):
         request = admitted(manager, name, paths[name])
         torch.testing.assert_close(drafted_output(manager, request), expected[name], atol=1e-4, rtol=1e-5)
         manager.forget(request)
-    assert {info.name: (info.rows, info.draft) for info in manager.list()} == {
-        "large": (8, "loaded"),
-        "small": (8, "loaded"),
-        "none": (4, ""),
+    assert {info.name: (info.rank, info.rows, info.draft) for info in manager.list()} == {
+        "large": (2, 8, "loaded"),
+        "small": (8, 8, "loaded"),
+        "none": (4, 4, ""),
     }
 
 
@@ -160,12 +250,26 @@ def test_requests_for_other_draft_weights_get_another_version(make_drafted, tmp_
     second = make_request("x", path)
     second.lora = LoRARequest("x", path=path, draft_path=others)
     manager.resolve(second)
+    assert first.adapter is not second.adapter
+    while manager.admit(second) is not None:
+        manager.wait(10)
     third = make_request("x", path)
     manager.resolve(third)
-    assert first.adapter is not second.adapter
     assert second.adapter is third.adapter  # names no draft weights: those registered
     for request in (first, second, third):
         manager.forget(request)
+
+
+@pytest.mark.parametrize("bad", ["/nowhere", "/" + "a" * 5000, "/a\0", "/\ud800"])
+def test_a_request_with_a_wrong_draft_path_changes_nothing(make_drafted, tmp_path, bad):
+    manager = make_drafted()
+    before = manager.load(LoRARequest("x", path=write_both(tmp_path)), pinned=True)
+    request = make_request("x", str(tmp_path))
+    request.lora = LoRARequest("x", path=str(tmp_path), draft_path=bad)
+    with pytest.raises(AdapterError, match=r"^draft_path: the folder .* does not exist$") as error:
+        manager.resolve(request)
+    assert (error.value.param, len(error.value.message) < 300) == ("draft_path", True)
+    assert manager.list() == [before]
 
 
 def test_changed_draft_weights_are_read_again_once_out_of_memory(make_drafted, tmp_path):

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from outrider.lora import files as files_module
 from outrider.lora import manager as manager_module
 from outrider.lora.manager import LOADING
 from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
@@ -150,6 +151,91 @@ def test_another_path_is_another_version(make_manager, folder):
         manager.forget(request)
 
 
+def pending(manager, name, path, **options):
+    """A request that names folders which nobody has read yet."""
+    request = make_request(name, path, "newcomer")
+    request.lora = LoRARequest(name, path=path, **options)
+    manager.resolve(request)
+    return request
+
+
+def test_a_newcomer_takes_the_name_once_it_has_been_read(make_manager, folder, monkeypatch):
+    manager, gate, real = make_manager(), threading.Event(), files_module.parse
+    before = manager.load(LoRARequest("a", path=folder("a")), pinned=True)
+
+    def parse(*args, **options):
+        assert gate.wait(10)
+        return real(*args, **options)
+
+    monkeypatch.setattr(files_module, "parse", parse)
+    new = pending(manager, "a", folder("b"))
+    same, old = pending(manager, "a", folder("b")), admitted(manager, "a", folder("a"))
+    assert same.adapter is new.adapter
+    assert [(info.digest, info.pinned) for info in manager.list()] == [(before.digest, True)]
+    gate.set()
+    while manager.admit(new) is not None:
+        manager.wait(10)
+    assert [(info.path, info.pinned) for info in manager.list()] == [(folder("b"), False)]
+    assert manager.namespace(old) == bytes.fromhex(before.digest)
+    for request in (new, same, old):
+        manager.forget(request)
+    assert before.digest not in [digest.hex() for digest in manager._residency.pool.digests()]
+
+
+@pytest.mark.parametrize("broken", ["too large", "no weights", "vanished"])
+def test_a_newcomer_that_cannot_be_read_takes_nothing(make_manager, folder, tmp_path, broken):
+    """Of the adapter whose name it is: its pin and its place stay."""
+    manager = make_manager()
+    before = manager.load(LoRARequest("a", path=folder("a")), pinned=True)
+    path = folder("b", rank=9 if broken == "too large" else 4)
+    if broken == "no weights":
+        (tmp_path / "b" / "adapter_model.safetensors").unlink()
+    if broken == "vanished":
+        manager._loader.submit = lambda ticket, source, submit=manager._loader.submit: (
+            shutil.rmtree(path),
+            submit(ticket, source),
+        )
+    new = pending(manager, "a", path)
+    manager.wait(10)
+    with pytest.raises(AdapterError):
+        manager.admit(new)
+    assert manager.list() == [before]
+    assert manager._residency.pool.is_pinned(bytes.fromhex(before.digest))
+    request = admitted(manager, "a", folder("a"))
+    assert manager.namespace(request) == bytes.fromhex(before.digest)
+    manager.forget(request)
+
+
+def test_a_newcomer_gets_the_name_of_one_that_cannot_be_read(make_manager, folder):
+    manager = make_manager()
+    broken, new = pending(manager, "a", folder("a", rank=9)), pending(manager, "a", folder("b"))
+    manager.wait(10)
+    with pytest.raises(AdapterError):
+        manager.admit(broken)
+    while manager.admit(new) is not None:
+        manager.wait(10)
+    assert [info.path for info in manager.list()] == [folder("b")]
+    manager.forget(new)
+
+
+@pytest.mark.parametrize("ending", ["load_inplace", "unload"])
+def test_a_newcomer_does_not_outlive_an_order(make_manager, folder, ending):
+    """It serves those that asked for it, and no longer waits for the name."""
+    manager = make_manager()
+    manager.load(LoRARequest("a", path=folder("a")))
+    new = pending(manager, "a", folder("b"))
+    if ending == "unload":
+        manager.unload("a")
+    else:
+        manager.load(LoRARequest("a", path=folder("c")), load_inplace=True)
+    registered = manager.list()
+    while manager.admit(new) is not None:
+        manager.wait(10)
+    assert [info.path for info in manager.list()] == [info.path for info in registered]
+    manager.forget(new)
+    assert len(list(manager._registry)) == len(registered)
+
+
 def test_files_that_change_in_place_are_not_noticed_while_in_memory(make_manager, folder):
     manager = make_manager()
     first = admitted(manager, "a", folder("a"))
@@ -228,13 +314,13 @@ def test_a_preempted_request_of_an_adapter_still_registered_keeps_its_content(ma
 
 
 def test_requests_for_an_adapter_that_is_queued_to_load_share_one_version(make_manager, folder, monkeypatch):
-    parsed, real = [], manager_module.parse
+    parsed, real = [], files_module.parse
 
     def parse(path, *args, **options):
         parsed.append(path)
         return real(path, *args, **options)
 
-    monkeypatch.setattr(manager_module, "parse", parse)
+    monkeypatch.setattr(files_module, "parse", parse)
     manager = make_manager(max_loras=1, max_cpu_loras=1)
     busy, path = admitted(manager, "a", folder("a")), folder("b")
     requests = [make_request("b", path, str(i)) for i in range(50)]
@@ -294,14 +380,14 @@ def test_an_adapter_whose_files_vanish_fails_only_when_it_must_be_read_again(mak
 
 
 def test_an_unforeseen_error_in_the_thread_is_one_adapters_error(make_manager, folder, monkeypatch):
-    real = manager_module.parse
+    real = files_module.parse
 
     def parse(path, *args, **options):
         if path.endswith("bad"):
             raise MemoryError("no room")
         return real(path, *args, **options)
 
-    monkeypatch.setattr(manager_module, "parse", parse)
+    monkeypatch.setattr(files_module, "parse", parse)
     manager = make_manager()
     request = make_request("bad", folder("bad"))
     manager.resolve(request)
@@ -315,13 +401,13 @@ def test_an_unforeseen_error_in_the_thread_is_one_adapters_error(make_manager, f
 
 
 def test_loading_does_not_block_and_close_ends_the_thread(make_manager, folder, monkeypatch):
-    gate, real = threading.Event(), manager_module.parse
+    gate, real = threading.Event(), files_module.parse
 
     def parse(*args, **options):
         assert gate.wait(10)
         return real(*args, **options)
 
-    monkeypatch.setattr(manager_module, "parse", parse)
+    monkeypatch.setattr(files_module, "parse", parse)
     manager = make_manager()
     request = make_request("a", folder("a"))
     manager.resolve(request)

@@ -74,7 +74,7 @@ class ManagerMachine(RuleBasedStateMachine):
             AdapterHooks(draft_method="draft_model", draft_linears=self.draft_linears, on_gone=self._forget),
             clock=lambda: self.now,
         )
-        self.manager._parse, self.manager._loader = self._parse, StepLoader(self._parse)
+        self.manager._files.read, self.manager._loader = self._parse, StepLoader(self._parse)
         self.waiting, self.running, self.seen = [], [], {}
 
     def teardown(self):
@@ -133,9 +133,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.drafts[name] = draft
         self._write(name)
 
-    @rule(name=NAMES, priority=st.integers(-1, 1))
-    def resolve(self, name, priority):
-        request = make_request(name, self._path(name), priority=priority)
+    @rule(name=NAMES, folder=NAMES, elsewhere=st.booleans(), priority=st.integers(-1, 1))
+    def resolve(self, name, folder, elsewhere, priority):
+        request = make_request(name, self._path(folder if elsewhere else name), priority=priority)
         self.manager.resolve(request)
         self.waiting.append(request)
 
@@ -158,7 +158,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def wait(self):
+        served = {info.name for info in self.manager.list() if info.digest}
         self.manager.wait(1)
+        assert served <= {info.name for info in self.manager.list()}, "a request took an adapter's name away"
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), preempt=st.booleans())

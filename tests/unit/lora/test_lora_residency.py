@@ -20,7 +20,7 @@ def test_lru_over_rows(make_manager, folder):
 def test_an_adapter_takes_the_rows_of_its_rank(make_manager, folder):
     manager = make_manager(max_loras=4, max_lora_rank=8)  # 32 rows
     requests = [admitted(manager, f"a{rank}", folder(f"a{rank}", rank=rank)) for rank in (8, 2, 4)]
-    assert manager._residency.pool.num_free_rows == 32 - 14
+    assert len(manager._residency.pool._free) == 32 - 14
     for request in requests:
         manager.forget(request)
 

@@ -1,0 +1,195 @@
+"""The output folder of a training run: whether it may be used, what describes the run, what --overwrite deletes.
+
+`run.json` holds the options that decide the result, those that decide what --generate writes, and what the files that
+a run reads were: by content, for a name may come to mean another file. It is written only when everything has been
+loaded, so that a start that fails leaves nothing behind. Nothing is deleted in a folder without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ...platform.core.errors import InvalidRequestError, NotFoundError
+from .options import METHODS, TrainOptions, reason, wrong
+
+RUN_FILE = "run.json"
+GENERATED, GENERATED_EVAL = "generated.jsonl", "generated_eval.jsonl"
+_STATE = os.path.join("checkpoint", "state.pt")
+_RESULTS = ("model.safetensors", "medusa_lm_head.pt", "adapter_model.safetensors", _STATE)
+OURS = (RUN_FILE, GENERATED, GENERATED_EVAL, "training_log.jsonl", "config.json", "adapter_config.json", *_RESULTS)
+"""All that a run writes."""
+_INPUTS = ("model", "adapter", "draft", "data", "eval_data")
+_DESCRIBING = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""Files of a model's or adapter's folder that stand for it; a model's weights are too large to be read for that."""
+
+
+def check_output(options: TrainOptions) -> None:
+    """Refuse a folder that this run must not write to; changes nothing.
+
+    Raises:
+        InvalidRequestError: it is an input, holds something else, or the run to resume was another.
+        NotFoundError: an input cannot be read.
+    """
+    folder = Path(options.output)
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise wrong("output", f"{folder} is not a folder")
+    _check_apart(options)
+    found = next((name for name in OURS if os.path.lexists(folder / name)), None)
+    if options.resume:
+        _check_same_run(options, folder)
+    elif options.overwrite and found is not None:
+        _check_deletable(folder, found)
+    elif found is not None:
+        raise wrong(
+            "output",
+            f"{folder} holds a model or an earlier run ({found}); give --resume to go on or --overwrite to delete it",
+        )
+
+
+def prepare_output(options: TrainOptions) -> None:
+    """Make the folder ready: delete what --overwrite deletes, and write `run.json`.
+
+    Raises:
+        InvalidRequestError, NotFoundError: as `check_output`, or the folder cannot be written.
+    """
+    check_output(options)
+    folder = Path(options.output)
+    described, kept = describe(options), kept_files(options)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if options.overwrite:
+            for name in OURS:
+                if name not in kept:
+                    (folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not there, or something else is in it
+                (folder / _STATE).parent.rmdir()
+        aside = folder / (RUN_FILE + ".new")
+        aside.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        os.replace(aside, folder / RUN_FILE)
+    except OSError as error:
+        raise wrong("output", f"{folder} cannot be written: {reason(error)}") from error
+
+
+def kept_files(options: TrainOptions) -> set[str]:
+    """Files of generated completions in the output folder that are what this run would generate."""
+    if options.resume:
+        return {GENERATED, GENERATED_EVAL}
+    before = _read_run(Path(options.output))
+    if not options.generate or before is None:
+        return set()
+    now, then = describe(options), before.get("files")
+    if before.get("generation") != now["generation"]:
+        return set()
+    if not isinstance(then, dict) or any(then.get(name) != now["files"][name] for name in ("model", "adapter")):
+        return set()
+    inputs = {GENERATED: "data", GENERATED_EVAL: "eval_data"}
+    return {file for file, name in inputs.items() if then.get(name) == now["files"][name]}
+
+
+def describe(options: TrainOptions) -> dict[str, Any]:
+    """What `run.json` holds.
+
+    Raises:
+        NotFoundError: an input cannot be read.
+    """
+    digests = {name: _digest(name, getattr(options, name)) for name in _INPUTS}
+    return options.comparable() | {"generation": options.generation(), "files": digests}
+
+
+def _digest(option: str, path: str | None) -> str | None:
+    """SHA-256 of a file, or of what describes a model's folder; None for what is on a hub, a pipe, or not given."""
+    if not path:
+        return None
+    place = _place(option, path)
+    files = [place]
+    if option not in ("data", "eval_data"):
+        files = [os.path.join(place, name) for name in _DESCRIBING]
+    elif not os.path.exists(place):
+        raise NotFoundError(f"--{option.replace('_', '-')}: cannot read {path}: there is no such file", param=option)
+    files = [file for file in files if os.path.isfile(file)]
+    digest = hashlib.sha256()
+    try:
+        for file in files:
+            with open(file, "rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+    except OSError as error:
+        raise NotFoundError(
+            f"--{option.replace('_', '-')}: cannot read {path}: {reason(error)}", param=option
+        ) from error
+    return digest.hexdigest() if files else None
+
+
+def _place(option: str, path: str) -> str:
+    """Where an input lies; `~` is expanded for models alone, as when they are loaded."""
+    return os.path.expanduser(path) if option in ("model", "draft") else path
+
+
+def _check_apart(options: TrainOptions) -> None:
+    """Inputs are neither the output folder nor in it. (The draft weights of an adapter may go into its folder.)"""
+    folder = os.path.realpath(options.output)
+    for name in _INPUTS:
+        path = getattr(options, name)
+        if not path:
+            continue
+        place = os.path.realpath(_place(name, path))
+        if os.path.lexists(place) and os.path.commonpath((folder, place)) == folder:
+            what = "is" if place == folder else "contains"
+            raise wrong(
+                "output", f"{options.output} {what} what --{name.replace('_', '-')} names; choose another folder"
+            )
+
+
+def _read_run(folder: Path) -> dict[str, Any] | None:
+    """`run.json`; None where there is none of ours."""
+    try:
+        value = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and value.get("method") in METHODS else None
+
+
+def _check_deletable(folder: Path, found: str) -> None:
+    if _read_run(folder) is None:
+        raise wrong(
+            "overwrite",
+            f"deletes only an earlier run, and {folder} holds {found} without the {RUN_FILE} of one; delete it "
+            "yourself or choose another --output",
+        )
+    unexpected = next((folder / name for name in OURS if os.path.isdir(folder / name)), None)
+    if unexpected is not None:
+        raise wrong("overwrite", f"does not delete folders, and {unexpected} is one")
+
+
+def _check_same_run(options: TrainOptions, folder: Path) -> None:
+    """What has been trained must have had the same options; before that, only what has been generated counts."""
+    if not os.path.lexists(folder / RUN_FILE):
+        raise wrong("resume", f"there is no run in {folder}")
+    before, now = _read_run(folder), describe(options)
+    if before is None:
+        raise wrong("resume", f"{folder / RUN_FILE} describes no run")
+    then, files = before.get("files"), now.pop("files")
+    for name, digest in files.items():
+        if not isinstance(then, dict) or then.get(name) != digest:
+            raise InvalidRequestError(
+                f"--resume: what --{name.replace('_', '-')} names is not what the run in {folder} read; "
+                "its content has changed",
+                param=name,
+            )
+    if any(os.path.lexists(folder / name) for name in _RESULTS):
+        _refuse_changes(before, now, folder)
+    elif before.get("generation") != now["generation"]:
+        _refuse_changes(before, {"generate": options.generate, **(now["generation"] or {})}, folder)
+
+
+def _refuse_changes(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    changed = next((name for name in now if now[name] != before.get(name)), None)
+    if changed is not None:
+        raise InvalidRequestError(
+            f"--resume: the run in {folder} had {changed} {before.get(changed)!r}, this one has {now[changed]!r}",
+            param=changed,
+        )
