@@ -41,7 +41,16 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        """From a config.json."""
+        """From a config.json.
+
+        Raises:
+            GrowthError: a size is missing, or is none.
+        """
+        needed = ("num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size")
+        for name in (*needed, "num_key_value_heads", "head_dim"):
+            value = config.get(name)
+            if (value is not None or name in needed) and (type(value) is not int or value < 1):
+                raise GrowthError(f"config.json: {name} must be a positive integer, got {value!r}")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return cls(
             hidden=hidden,

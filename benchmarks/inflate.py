@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from outrider.models.config import DTYPES
 from outrider.platform.cli.bench.session import INFLATION_FILE
+from outrider.platform.core.errors import OutriderError
 from outrider.spec_decode.checkpoint import StoredTensor, read_tensors
 from outrider.spec_decode.medusa_model import canonical_names
 
@@ -40,8 +43,18 @@ _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """A JSON file of a model's folder."""
-    return json.loads((folder / name).read_text(encoding="utf-8"))
+    """A JSON file of a model's folder.
+
+    Raises:
+        GrowthError: it cannot be read, or is no object.
+    """
+    try:
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GrowthError(f"cannot read {folder / name}: {error}") from error
+    if not isinstance(config, dict):
+        raise GrowthError(f"{folder / name} is not a JSON object")
+    return config
 
 
 def write_config(folder: Path, config: dict[str, Any], name: str = "config.json") -> None:
@@ -84,6 +97,16 @@ def stored_tensors(source: Path) -> dict[str, StoredTensor]:
     """The tensors of a model or a head; Medusa's by their names in the original format."""
     tensors = read_tensors(source, MEDUSA_FILES)
     return tensors if any("self_attn" in name for name in tensors) else canonical_names(tensors)
+
+
+def kind_of(source: Path) -> str:
+    """What the tensors in a folder are: "model", or a head's method."""
+    names = stored_tensors(source)
+    if not any("self_attn" in name for name in names):
+        return "medusa"
+    if not any(name.removeprefix("model.") == "fc.weight" for name in names):
+        return "model"
+    return "eagle3" if any(name.endswith("hidden_norm.weight") for name in names) else "eagle"
 
 
 def grown_tensors(source: Path, growth: Growth, dtype: torch.dtype | None, *, tied: bool = False) -> Iterator[Any]:
@@ -202,9 +225,12 @@ def inflate_adapter(source: Path, target: Path, growth: Growth) -> None:
 def _adapter_tensors(source: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    if (source / ADAPTER_FILE).is_file():
-        return load_file(source / ADAPTER_FILE)
-    return torch.load(source / "adapter_model.bin", map_location="cpu", weights_only=True)
+    try:
+        if (source / ADAPTER_FILE).is_file():
+            return load_file(source / ADAPTER_FILE)
+        return torch.load(source / "adapter_model.bin", map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken file raises whatever the library runs into
+        raise GrowthError(f"cannot read the adapter's weights in {source}: {error}") from error
 
 
 def inflate_draft_weights(source: Path, target: Path, drafters: dict[str, Growth]) -> list[str]:
@@ -213,24 +239,63 @@ def inflate_draft_weights(source: Path, target: Path, drafters: dict[str, Growth
     for folder in (source / "draft", *sorted(path for path in (source / "draft").glob("*") if path.is_dir())):
         if not (folder / "adapter_config.json").is_file():
             continue
-        method = folder.name if folder.name != "draft" else _method_of(folder)
+        method = folder.name if folder != source / "draft" else _method_of(folder, drafters)
         if method in drafters:
             inflate_adapter(folder, target / folder.relative_to(source), drafters[method])
             found.append(method)
     return found
 
 
-def _method_of(folder: Path) -> str:
-    """For which drafter the weights in a plain `draft/` are: a draft model's modules are "model.layers..."."""
-    names = [name.removeprefix("base_model.model.") for name in _adapter_tensors(folder)]
-    if any(name.startswith("model.layers.") for name in names):
+def _method_of(folder: Path, drafters: dict[str, Growth]) -> str | None:
+    """For which drafter the weights in a plain `draft/` are; None for one that was not grown.
+
+    A draft model's modules are "model.layers...". Of heads, EAGLE's attention reads one state and its `fc` two,
+    EAGLE-3's two and three.
+
+    Raises:
+        GrowthError: they could be for both heads.
+    """
+    shapes = {name.removeprefix("base_model.model."): tensor.shape for name, tensor in _adapter_tensors(folder).items()}
+    if any(name.startswith("model.layers.") for name in shapes):
         return "draft_model"
-    return "eagle3"
+    found = [method for method in ("eagle", "eagle3") if method in drafters and _fits(shapes, method, drafters[method])]
+    if len(found) > 1:
+        raise GrowthError(f"{folder} could be for each of {', '.join(found)}: name one, as draft/{found[0]}")
+    return found[0] if found else None
 
 
-def inflate_set(options: argparse.Namespace) -> list[str]:
-    """Everything that the command line names; returns what was done, a line each."""
-    source, target = Path(options.source), Path(options.target)
+def _fits(shapes: dict[str, torch.Size], method: str, growth: Growth) -> bool:
+    """Whether what the LoRAs of a head read has the sizes of this head."""
+    read = {"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2} if method == "eagle3" else {"fc": 2}
+    for name, shape in shapes.items():
+        module, part = name.removesuffix(".weight").rsplit(".", 1)
+        last = module.rsplit(".", 1)[-1]
+        reads_states = part == "lora_A" and last in ("fc", "q_proj", "k_proj", "v_proj")
+        if reads_states and shape[1] != read.get(last, 1) * growth.old.hidden:
+            return False
+    return True
+
+
+def check_inputs(options: argparse.Namespace) -> None:
+    """Look at what the command line names, before gigabytes are written.
+
+    Raises:
+        GrowthError, OutriderError: something is not there, or is something else.
+    """
+    for option, wanted in (("draft", "model"), ("eagle3", "eagle3"), ("eagle", "eagle"), ("medusa", "medusa")):
+        folder = getattr(options, option)
+        if folder:
+            read_config(Path(folder))
+            if (kind := kind_of(Path(folder))) != wanted:
+                raise GrowthError(f"--{option} {folder}: its tensors are those of kind {kind}, not {wanted}")
+    for folder in map(Path, options.adapters):
+        read_config(folder, "adapter_config.json")
+
+
+def inflate_set(options: argparse.Namespace, target: Path) -> list[str]:
+    """Everything that the command line names, into the empty folder `target`; returns what was done, a line each."""
+    source = Path(options.source)
+    check_inputs(options)
     config = read_config(source)
     old = Shape.of(config)
     base = Growth(old, _wanted(old, options, ""), qk_norm=_has_qk_norm(config))
@@ -285,15 +350,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Grow and say what was written."""
+    """Grow and say what was written; what fails leaves nothing behind."""
     options = parse(arguments)
     target = Path(options.target)
-    if target.exists() and any(target.iterdir()):
-        raise SystemExit(f"{target} is not empty")
     try:
-        print(*inflate_set(options), sep="\n")
-    except GrowthError as error:
+        is_new = not os.path.lexists(target)
+        if not is_new and not target.is_dir():
+            raise GrowthError(f"{target} is not a folder")
+        if not is_new and any(target.iterdir()):
+            raise GrowthError(f"{target} is not empty")
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryDirectory(dir=target) as work:
+                lines = inflate_set(options, Path(work))
+                for part in Path(work).iterdir():
+                    part.rename(target / part.name)
+        except BaseException:
+            if is_new:
+                target.rmdir()
+            raise
+    except (GrowthError, OutriderError, OSError) as error:
         raise SystemExit(f"inflate: {error}") from None
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

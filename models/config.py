@@ -198,8 +198,10 @@ def _shown(value: object) -> str:
 
 def _positive(values: Mapping[str, Any], field: str, default: int | None = None) -> int:
     value, most = values.get(field, default), _MOST.get(field, _MOST_ELSE)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise _wrong(field, f"must be a positive integer of at most {most}, got {_shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong(field, f"must be a positive integer, got {_shown(value)}")
+    if value > most:
+        raise _wrong(field, f"must be at most {most}, got {_shown(value)}")
     return value
 
 
@@ -218,7 +220,9 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
-        raise _wrong("quantization_config", f"({method}) is not supported: quantized checkpoints cannot be served")
+        raise _wrong(
+            "quantization_config", f"({_shown(method)}) is not supported: quantized checkpoints cannot be served"
+        )
 
 
 def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
@@ -263,5 +267,7 @@ def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -
         raise _wrong("layer_types", f"has {len(types)} entries for {num_layers} layers")
     for name in types:
         if name not in ("full_attention", "sliding_attention"):
-            raise _wrong("layer_types", f"{_shown(name)} is not supported; known are full_attention and sliding_attention")
+            raise _wrong(
+                "layer_types", f"{_shown(name)} is not supported; known are full_attention and sliding_attention"
+            )
     return tuple(window if name == "sliding_attention" else None for name in types)

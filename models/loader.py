@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +20,16 @@ from .decoder import Decoder
 from .layers.embedding import LM_HEAD
 from .layers.weights import WeightSlot
 from .registry import config_from_hf
+from .weight_files import INDEX_SUFFIX, StoredTensor, load_into, misfits, read_safetensors, shards
 
 INDEX = "model.safetensors.index.json"
+_MAX_SHOWN = 200
+_ONLY_SAFETENSORS = ' (only safetensors checkpoints are read; load_format="dummy" needs none)'
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # Draft heads are often published as pickles of tensors.
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 # Buffers that old checkpoints store though they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
-# How many tensor names an error lists of each kind.
-_MAX_NAMED = 8
 
 
 def resolve_model_path(name_or_path: str | Path, *, draft: bool = False) -> Path:
@@ -38,11 +38,16 @@ def resolve_model_path(name_or_path: str | Path, *, draft: bool = False) -> Path
     Raises:
         NotFoundError: it is neither.
     """
-    local = Path(name_or_path).expanduser()
-    if local.is_dir():
-        return local
     name = str(name_or_path)
-    if local.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
+    try:
+        local = Path(name_or_path).expanduser()
+        if local.is_dir():
+            return local
+        exists = local.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; "~nobody"
+        reason = getattr(error, "strerror", None) or str(error)
+        raise NotFoundError(f"model {name[:_MAX_SHOWN]!r}: {reason}", param="model") from error
+    if exists or name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise NotFoundError(f"model {name!r}: there is no such directory", param="model")
     from huggingface_hub import snapshot_download
 
@@ -112,93 +117,42 @@ def load_model(
     slots = model.weight_slots()
     tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
     for tensor_name, tensor in tqdm(
-        tensors, desc="Loading weights", total=len(slots), disable=not progress, unit="tensor", leave=False
+        tensors.items(), desc="Loading weights", disable=not progress, unit="tensor", leave=False
     ):
-        slots[tensor_name].load(tensor)
+        load_into(slots[tensor_name], tensor_name, tensor, "model")
     return model
 
 
-def _random_tensors(slots: Mapping[str, WeightSlot], model: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _random_tensors(slots: Mapping[str, WeightSlot], model: Decoder, seed: int) -> dict[str, StoredTensor]:
     """Weights that keep activations near 1; each tensor depends on the seed and its name alone."""
-    for name, slot in slots.items():
-        tensor = torch.ones(slot.shape, dtype=model.config.dtype)
-        if slot.scale:
-            # 32 bits: torch's generator on CPU uses no more of its seed.
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            tensor.normal_(0.0, slot.scale, generator=generator)
-        yield name, tensor
+    dtype = model.config.dtype
+    return {name: StoredTensor(slot.shape, partial(_random, name, slot, dtype, seed)) for name, slot in slots.items()}
 
 
-def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The slots' tensors file by file, once the headers of all files have shown that everything is there."""
-    from safetensors import SafetensorError, safe_open
-
-    with ExitStack() as stack:
-        files = []
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file in _weight_files(path):
-            try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise InvalidRequestError(
-                    f"{file} is not a readable safetensors file: {error}", param="model"
-                ) from error
-            files.append(opened)
-            shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
-        ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
-        _check_tensors(path, slots, {n: s for n, s in shapes.items() if n not in ignored and not _COMPUTED.search(n)})
-        for opened in files:
-            for name in opened.keys():  # noqa: SIM118  # not a mapping
-                if name in slots:
-                    yield name, opened.get_tensor(name)
+def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int) -> Tensor:
+    tensor = torch.ones(slot.shape, dtype=dtype)
+    if slot.scale:
+        # 32 bits: torch's generator on CPU uses no more of its seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        tensor.normal_(0.0, slot.scale, generator=generator)
+    return tensor
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory, each once.
+def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Decoder) -> dict[str, StoredTensor]:
+    """The slots' tensors in the order of the files, once the headers of all files have shown that everything is there.
 
     Raises:
-        NotFoundError: none, or one that the index names is missing.
-        InvalidRequestError: the index is broken.
+        NotFoundError: a file is missing.
+        InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
-    if (path / INDEX).exists():
-        weight_map: Any = read_json(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise InvalidRequestError(f"{path / INDEX} has no weight_map", param="model")
-        files = [path / name for name in sorted({Path(str(name)).name for name in weight_map.values()})]
-    else:
-        files = [path / "model.safetensors"]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise NotFoundError(
-            f"{path} lacks {', '.join(missing)} (only safetensors checkpoints are read; "
-            'load_format="dummy" needs none)',
-            param="model",
-        )
-    return files
-
-
-def _check_tensors(path: Path, slots: Mapping[str, WeightSlot], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare what the files hold with what the model needs.
-
-    Raises:
-        InvalidRequestError: names what is missing, unexpected or of the wrong shape.
-    """
-    problems = {
-        "missing": [name for name in slots if name not in shapes],
-        "unexpected": [name for name in shapes if name not in slots],
-        "of the wrong shape": [
-            f"{name} {list(shapes[name])} instead of {list(slot.shape)}"
-            for name, slot in slots.items()
-            if name in shapes and shapes[name] != slot.shape
-        ],
-    }
-    found = [f"{what}: {_listed(names)}" for what, names in problems.items() if names]
-    if found:
-        raise InvalidRequestError(
-            f"the weights in {path} do not fit its config.json; {'; '.join(found)}", param="model"
-        )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
+    index = path / INDEX
+    files = shards(index if index.exists() else path / INDEX.removesuffix(INDEX_SUFFIX), "model", _ONLY_SAFETENSORS)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors |= read_safetensors(file, "model")
+    ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
+    shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
+    problems = misfits(slots, shapes)
+    if problems:
+        raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
+    return {name: tensor for name, tensor in tensors.items() if name in slots}

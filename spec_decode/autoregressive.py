@@ -9,6 +9,7 @@ of tokens, shortest lag first, and a row that does not get through drafts nothin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,9 +22,11 @@ from .drawing import Drafting
 from .proposer import DraftRow, Proposal
 from .verification import choose_rule
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
-class DraftLimits:
+class CatchUpLimits:
     """How far and how much a drafter computes."""
 
     block_size: int
@@ -55,11 +58,22 @@ class TokenDrafter(Protocol):
         ...
 
 
-def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: DraftLimits) -> list[Proposal]:
+def warn_of_short_reach(model: str | None, max_positions: int, max_model_len: int) -> None:
+    """Say so when `model`, which was made for `max_positions`, does not draft for the longest sequences."""
+    if max_positions < max_model_len:
+        log.warning(
+            "speculative_config: %s makes no drafts beyond its max_position_embeddings of %d tokens (2048 where its "
+            "config.json has none); max_model_len is %d",
+            model,
+            max_positions,
+            max_model_len,
+        )
+
+
+def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: CatchUpLimits) -> list[Proposal]:
     """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
-    if all(
-        row.max_drafts == 0 for row in rows
-    ):  # k = 0 costs nothing: prompts, too, are computed when drafts are wanted
+    if all(row.max_drafts == 0 for row in rows):
+        # k = 0 costs nothing: prompts, too, are computed when drafts are wanted.
         return [Proposal(NO_DRAFTS, max(row.num_draft_valid, limits.first_position)) for row in rows]
     sequences = [_drafting(row, limits) for row in rows]
     # Rows that ask for nothing are fed along with others, never for their own sake.
@@ -70,7 +84,7 @@ def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: DraftLimits
     return [Proposal(s.drafts, s.start) for s in sequences]
 
 
-def _drafting(row: DraftRow, limits: DraftLimits) -> Drafting:
+def _drafting(row: DraftRow, limits: CatchUpLimits) -> Drafting:
     start = max(row.num_draft_valid, limits.first_position)
     rule = choose_rule(row.request, limits.invariant)
     if row.request.params.max_drafts == 0:

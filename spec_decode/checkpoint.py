@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..models.config import read_json
 from ..models.layers.weights import WeightSlot
+from ..models.weight_files import StoredTensor, load_into, misfits, read_safetensors, shards
 from ..platform.core.errors import InvalidRequestError, NotFoundError
+
+__all__ = ["StoredTensor", "fill", "fill_randomly", "read_tensors", "refuse"]
 
 # In the order in which they are looked for.
 SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-# How many tensor names an error lists of each kind.
-_MAX_NAMED = 8
+PARAM = "speculative_config"
+"""The field that all errors are about."""
+# Tensors that are no weights: the target's token ids, as offsets.
+_TABLES = ("d2t",)
 
 
 def refuse(message: str) -> InvalidRequestError:
     """The error for a draft that cannot be used."""
-    return InvalidRequestError(f"speculative_config: {message}", param="speculative_config")
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint that is read when it is needed."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    return InvalidRequestError(f"{PARAM}: {message}", param=PARAM)
 
 
 def read_tensors(path: Path, extra: Iterable[str] = ()) -> dict[str, StoredTensor]:
@@ -49,36 +44,11 @@ def read_tensors(path: Path, extra: Iterable[str] = ()) -> dict[str, StoredTenso
     names = (*SAFETENSORS, *PICKLES, *extra)
     found = next((path / name for name in names if (path / name).is_file()), None)
     if found is None:
-        raise NotFoundError(f"{path} has no weights; looked for {', '.join(names)}", param="speculative_config")
-    files = _sharded(found) if found.name.endswith(".index.json") else [found]
+        raise NotFoundError(f"{path} has no weights; looked for {', '.join(names)}", param=PARAM)
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors |= _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    for file in shards(found, PARAM):
+        tensors |= read_safetensors(file, PARAM) if file.suffix == ".safetensors" else _read_pickle(file)
     return tensors
-
-
-def _sharded(index: Path) -> list[Path]:
-    weight_map: Any = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise refuse(f"{index} has no weight_map")
-    files = [index.parent / name for name in sorted({Path(str(name)).name for name in weight_map.values()})]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise NotFoundError(f"{index.parent} lacks {', '.join(missing)}", param="speculative_config")
-    return files
-
-
-def _read_safetensors(file: Path) -> dict[str, StoredTensor]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        opened = safe_open(file, framework="pt")
-        return {
-            name: StoredTensor(tuple(opened.get_slice(name).get_shape()), partial(opened.get_tensor, name))
-            for name in opened.keys()  # noqa: SIM118  # not a mapping
-        }
-    except (OSError, SafetensorError) as error:
-        raise refuse(f"{file} is not a readable safetensors file: {error}") from error
 
 
 def _read_pickle(file: Path) -> dict[str, StoredTensor]:
@@ -99,22 +69,13 @@ def fill(path: Path, slots: Mapping[str, WeightSlot], tensors: Mapping[str, Stor
     """Load `tensors` into the `slots` of the same names.
 
     Raises:
-        InvalidRequestError: names what is missing, unexpected or of the wrong shape, with both shapes.
+        InvalidRequestError: names what is missing, unexpected, of the wrong shape, with both shapes, or no weight.
     """
-    problems = {
-        "missing": [name for name in slots if name not in tensors],
-        "unexpected": [name for name in tensors if name not in slots],
-        "of the wrong shape": [
-            f"{name} {list(tensors[name].shape)} instead of {list(slot.shape)}"
-            for name, slot in slots.items()
-            if name in tensors and tensors[name].shape != slot.shape
-        ],
-    }
-    found = [f"{what}: {_listed(names)}" for what, names in problems.items() if names]
-    if found:
-        raise refuse(f"the weights in {path} do not fit its config.json or the target; {'; '.join(found)}")
+    problems = misfits(slots, {name: tensor.shape for name, tensor in tensors.items()})
+    if problems:
+        raise refuse(f"the weights in {path} do not fit its config.json or the target; {problems}")
     for name, slot in slots.items():
-        slot.load(tensors[name].read())
+        load_into(slot, name, tensors[name], PARAM, integers=name in _TABLES)
 
 
 @torch.inference_mode()
@@ -126,8 +87,3 @@ def fill_randomly(slots: Mapping[str, WeightSlot], seed: int) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             tensor.normal_(0.0, slot.scale, generator=generator)
         slot.load(tensor)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more

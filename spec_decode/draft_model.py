@@ -15,7 +15,7 @@ from torch import Tensor
 from ..models.batch import LayerKV, SequenceRows, build_batch
 from ..platform.core.errors import InvalidRequestError
 from ..platform.core.speculative_config import SpeculativeConfig
-from .autoregressive import DraftLimits, propose
+from .autoregressive import CatchUpLimits, propose, warn_of_short_reach
 from .drawing import Drafting, EditLogits, draw
 from .factory import ProposerContext
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
@@ -50,6 +50,7 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
         progress=context.progress,
         seed=context.seed,
     )
+    warn_of_short_reach(config.model, facts.max_position_embeddings, context.max_model_len)
     return DraftModelProposer(
         model,
         invariant=config.rejection_sample_method == "invariant",
@@ -79,6 +80,7 @@ class DraftModelProposer:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._edit_logits = edit_logits
         self._kv: Sequence[LayerKV] = ()
+        self._limits: CatchUpLimits | None = None
         self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
@@ -90,6 +92,12 @@ class DraftModelProposer:
         """Its layers of the engine's cache; all of one block size."""
         self._kv = kv
         self._prepare_adapters = prepare_adapters
+        self._limits = CatchUpLimits(
+            block_size=kv[0].k.shape[2],
+            num_positions=self._model.config.max_position_embeddings,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            invariant=self._invariant,
+        )
 
     def forget_adapter(self, digest: bytes) -> None:
         """Nothing outlives a request."""
@@ -97,13 +105,8 @@ class DraftModelProposer:
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
-        limits = DraftLimits(
-            block_size=self._kv[0].k.shape[2],
-            num_positions=self._model.config.max_position_embeddings,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            invariant=self._invariant,
-        )
-        return propose(self, rows, limits)
+        assert self._limits is not None, "bind comes first"
+        return propose(self, rows, self._limits)
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> Tensor:
         """See `TokenDrafter`; the state is the last tokens' hidden states [B, H]."""

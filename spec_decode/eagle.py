@@ -27,7 +27,7 @@ from ..models.batch import LayerKV, SequenceRows, build_batch
 from ..models.config import read_json
 from ..platform.core.speculative_config import SpeculativeConfig
 from . import autoregressive
-from .autoregressive import DraftLimits
+from .autoregressive import CatchUpLimits
 from .checkpoint import fill, fill_randomly, read_tensors
 from .drawing import Drafting, EditLogits, draw
 from .eagle_config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
@@ -68,6 +68,7 @@ def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProp
         }
         head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
         fill(path, head.weight_slots(), stored)
+    autoregressive.warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
     return EagleProposer(
         head,
         invariant=config.rejection_sample_method == "invariant",
@@ -102,7 +103,7 @@ class EagleProposer:
         self._eagle3 = head.config.eagle3
         self._store = HiddenStore(head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3)
         self._kv: Sequence[LayerKV] = ()
-        self._limits: DraftLimits | None = None
+        self._limits: CatchUpLimits | None = None
         self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
@@ -119,7 +120,7 @@ class EagleProposer:
         self._kv = kv[:1]
         self._store.bind(kv[1], prepare_adapters)
         self._prepare_adapters = prepare_adapters
-        self._limits = DraftLimits(
+        self._limits = CatchUpLimits(
             block_size=kv[0].k.shape[2],
             num_positions=self._head.config.layer.max_position_embeddings + 1,  # the first one is not computed
             max_num_batched_tokens=self._max_num_batched_tokens,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models.config import DTYPES, DecoderConfig, FamilyTraits, decoder_config, read_json
+from ..models.config import DTYPES, DecoderConfig, FamilyTraits, decoder_config, named_architectures, read_json
 from .checkpoint import refuse
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ ARCHITECTURES = {
 """By method: names in `architectures`."""
 _TRAITS = FamilyTraits(defaults={"vocab_size": 32000, "max_position_embeddings": 2048}, window_switch=True)
 _LAYER = "layers.0."
-# Tensors that only EAGLE-3 has, and that every one has.
+# Every EAGLE-3 head has this tensor, and no EAGLE-1/2 head.
 _HIDDEN_NORM = f"{_LAYER}hidden_norm.weight"
 
 
@@ -88,7 +88,7 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, target: DecoderConfig
     if "vocab_size" in flat and layer.vocab_size != target.vocab_size:
         raise refuse(f"the head's vocabulary has {layer.vocab_size} tokens, the target's {target.vocab_size}")
     if eagle3:
-        own = (flat.get("eagle_config") or {}) | flat
+        own = {**_object(flat, "eagle_config"), **flat}
         config = EagleConfig(
             eagle3=True,
             layer=dataclasses.replace(layer, vocab_size=target.vocab_size),
@@ -159,19 +159,25 @@ def eagle_kv_bytes_per_token(path: str | Path, dtype_name: str) -> int:
 
 def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the layer's fields on top (the speculators format nests them)."""
-    nested = raw.get("transformer_layer_config")
-    if nested is None:
-        return dict(raw)
-    if not isinstance(nested, Mapping):
-        raise refuse("config.json: transformer_layer_config is not an object")
+    nested = _object(raw, "transformer_layer_config")
     return {**nested, **{key: value for key, value in raw.items() if value is not None}}
+
+
+def _object(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """The object `field`, an empty one where it is absent or null."""
+    value = raw.get(field)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise refuse(f"config.json: {field} is not an object")
+    return value
 
 
 def _check_architecture(raw: Mapping[str, Any], method: str) -> None:
     kind = raw.get("speculators_model_type")
     if kind is not None and kind != method:
         raise refuse(f"config.json: speculators_model_type is {kind!r}, the method {method!r}")
-    named = [str(name) for name in raw.get("architectures") or []]
+    named = named_architectures(raw)
     known = ARCHITECTURES[method]
     if any(name in known for name in named) or (kind is not None and not named):
         return
@@ -192,8 +198,11 @@ def _target_hidden_size(flat: Mapping[str, Any], layer: DecoderConfig, target: D
 def _aux_layers(own: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     given = own.get("eagle_aux_hidden_state_layer_ids")
     layers: Sequence[Any] = (2, num_layers // 2, num_layers - 3) if given is None else given
-    if not isinstance(layers, (list, tuple)) or not layers:
-        raise refuse(f"eagle_aux_hidden_state_layer_ids must be a list of layers, got {layers!r}")
+    if not isinstance(layers, (list, tuple)) or not 1 <= len(layers) <= num_layers + 1:
+        got = f"{len(layers)} of them: {list(layers[:8])}" if isinstance(layers, (list, tuple)) else repr(layers)
+        raise refuse(
+            f"eagle_aux_hidden_state_layer_ids must be a list of 1 to {num_layers + 1} layers of the target, got {got}"
+        )
     for index in layers:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index <= num_layers:
             default = " (the default: the head names none)" if given is None else ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +34,9 @@ from ..models.layers.weights import WeightSlot
 from .checkpoint import refuse
 from .drawing import DraftVocabulary
 from .eagle_config import EagleConfig
+from .proposer import Adapters
 
 LAYER = "layers.0"
-
-
-class Adapters(NamedTuple):
-    """The adapters of some rows, where no whole batch is needed."""
-
-    adapters: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +171,6 @@ class EagleHead:
         self._head = pack(tensor.to(self.device, self.config.layer.dtype, copy=True))
 
     def _load_vocabulary(self, offsets: Tensor) -> None:
-        if offsets.dtype.is_floating_point or offsets.dtype == torch.bool:
-            raise refuse(f"d2t of the head is {offsets.dtype}, it must be of integers")
         ids = torch.arange(len(offsets)) + offsets.cpu().long()
         size, low, high = self.config.layer.vocab_size, int(ids.min()), int(ids.max())
         if low < 0 or high >= size:

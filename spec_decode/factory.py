@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..platform.core.errors import OutriderError
 from ..platform.core.speculative_config import SpeculativeConfig
 from .proposer import NoProposer, Proposer
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
     from .drawing import EditLogits
+
+PARAM = "speculative_config"
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +86,14 @@ def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) ->
     """The drafter that `config` asks for; None is no speculation.
 
     Raises:
-        InvalidRequestError: the drafter does not fit the target; `param` is "speculative_config".
-        NotFoundError: its model does not exist.
+        InvalidRequestError: the drafter does not fit the target, or its files are damaged.
+        UnsupportedModelError: something it would need is not supported.
+        NotFoundError: its model does not exist. `param` is "speculative_config" for all of these.
     """
     if config is None:
         return NoProposer()
-    proposer = _FACTORIES[config.method](config, context)
+    with _naming(config.model):
+        proposer = _FACTORIES[config.method](config, context)
     if config.adaptive:
         from .adaptive import make_adaptive
 
@@ -107,9 +114,26 @@ def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str) -> in
         return 0
     from ..models.loader import read_facts, resolve_model_path
 
-    path = resolve_model_path(config.model, draft=config.method != "draft_model")
-    if config.method == "draft_model":
-        return read_facts(path, dtype).kv_bytes_per_token
-    from .eagle import eagle_kv_bytes_per_token
+    with _naming(config.model):
+        path = resolve_model_path(config.model, draft=config.method != "draft_model")
+        if config.method == "draft_model":
+            return read_facts(path, dtype).kv_bytes_per_token
+        from .eagle import eagle_kv_bytes_per_token
 
-    return eagle_kv_bytes_per_token(path, dtype)
+        return eagle_kv_bytes_per_token(path, dtype)
+
+
+@contextmanager
+def _naming(model: str | None) -> Iterator[None]:
+    """What is wrong with a draft's files is said of `model` and of the speculative_config, whoever finds it: the same
+    code reads the target's."""
+    try:
+        yield
+    except OutriderError as error:
+        if model is None:
+            raise
+        shown = model if len(model) <= _MAX_SHOWN else f"{model[:_MAX_SHOWN]}..."
+        message = error.message.removeprefix(f"{PARAM}: ")
+        if model not in message:
+            message = f"{shown}: {message}"
+        raise type(error)(f"{PARAM}: {message}", param=PARAM) from error

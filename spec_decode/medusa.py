@@ -23,7 +23,8 @@ def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaPr
     """Load `config.model` as Medusa heads for the target.
 
     Raises:
-        InvalidRequestError: they do not fit the target, or are fewer than the drafts asked for; with both figures.
+        InvalidRequestError: they do not fit the target, or are fewer than the drafts that the user asked for; with both
+            figures. (Where no number was given, a step gets as many drafts as there are heads.)
         NotFoundError: files are missing.
     """
     from ..models.loader import resolve_model_path
@@ -34,7 +35,7 @@ def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaPr
     if context.load_format != "dummy":
         stored = canonical_names(read_tensors(path, extra=_WEIGHTS))
         heads_config = with_tensors(heads_config, stored)
-    if config.num_speculative_tokens > heads_config.num_heads:
+    if config.drafts_given and config.num_speculative_tokens > heads_config.num_heads:
         raise refuse(
             f"num_speculative_tokens is {config.num_speculative_tokens}, but {config.model} has "
             f"{heads_config.num_heads} Medusa heads: each makes one draft"

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..models.config import DecoderConfig
+from ..models.config import DecoderConfig, named_architectures
 from ..models.layers.linear import Linear
 from ..models.layers.weights import WeightSlot
 from .checkpoint import StoredTensor, refuse
-from .eagle_model import Adapters
+from .proposer import Adapters
 
 ARCHITECTURES = ("MedusaModel", "MedusaForCausalLM", "MedusaLlamaForCausalLM", "MedusaMistralForCausalLM")
 _PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
@@ -51,7 +51,7 @@ def read_medusa_config(raw: Mapping[str, Any], target: DecoderConfig) -> MedusaC
     Raises:
         InvalidRequestError: it names other sizes than the target's, with both figures, or is not Medusa's.
     """
-    named = [str(name) for name in raw.get("architectures") or []]
+    named = named_architectures(raw)
     is_medusa = raw.get("model_type") == "medusa" or "medusa_num_heads" in raw or any(n in ARCHITECTURES for n in named)
     if not is_medusa:
         raise refuse(

@@ -21,6 +21,12 @@ def no_adapters(rows: Sequence[tuple[Any, int]]) -> None:
     """The `AdapterPreparer` of an engine whose adapters bring no draft weights."""
 
 
+class Adapters(NamedTuple):
+    """What an `AdapterPreparer` gave, for projections of some rows where no whole `ForwardBatch` is needed."""
+
+    adapters: Any
+
+
 class DraftRow(NamedTuple):
     """One request after a step."""
 

@@ -221,12 +221,7 @@ class StepCosts:
         self._shares = [GUESSED_DRAFT_SHARE if passes else GUESSED_LOOKUP_SHARE for passes in has_passes]
         self._catch_up = [0.0 for _ in has_passes]  # seconds a token that a drafter lags
         self._gaps: deque[float] = deque(maxlen=16)
-        self._step = 0.0
-
-    @property
-    def step_seconds(self) -> float:
-        """A step of the target, smoothed, whatever it computed."""
-        return self._step
+        self._step = 0.0  # seconds of a step of the target, smoothed, whatever it computed
 
     @property
     def host_seconds(self) -> float:

@@ -97,9 +97,8 @@ def resolve(namespace: argparse.Namespace) -> TrainOptions:
     Raises:
         InvalidRequestError: an option is wrong.
     """
-    given = {
-        f.name: value for f in dataclasses.fields(TrainOptions) if (value := getattr(namespace, f.name, f)) is not f
-    }
+    named = (field.name for field in dataclasses.fields(TrainOptions))
+    given: dict[str, Any] = {name: getattr(namespace, name) for name in named if hasattr(namespace, name)}
     options = TrainOptions(**given)
     if options.model == DEMO_MODEL_NAME:
         options = dataclasses.replace(options, model=str(demo_model_path()))
@@ -135,8 +134,8 @@ def _check_lengths(prompts: Sequence[list[int]], room: int, option: str) -> None
     longest = max(range(len(prompts)), key=lambda number: len(prompts[number]))
     if len(prompts[longest]) >= room:
         raise InvalidRequestError(
-            f"prompt {longest + 1} of the {option.replace('_', '-')} has {len(prompts[longest])} tokens; the model takes "
-            f"{room} with its completion",
+            f"prompt {longest + 1} of the {option.replace('_', '-')} has {len(prompts[longest])} tokens; "
+            f"the model takes {room} with its completion",
             param=option,
         )
 

@@ -42,11 +42,14 @@ class SpeculativeConfig:
     they are, for benchmarks: the text is meaningless."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     """Share of the drafts at each position that is accepted: of all, not only of those whose predecessors were."""
+    drafts_given: bool = True
+    """Whether the user said how many, by `num_speculative_tokens` or by the number of rates. Derived, never written."""
 
 
+_FIELDS = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name != "drafts_given")
 # method -> the fields of a `speculative_config` that mean nothing to it.
 _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
-_SUFFIX = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name.startswith("suffix_decoding_"))
+_SUFFIX = tuple(name for name in _FIELDS if name.startswith("suffix_decoding_"))
 _NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
     "ngram": ("model", *_SUFFIX),
     "suffix": ("model", *_LOOKUP),
@@ -86,27 +89,24 @@ def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | N
     if not isinstance(config, Mapping):
         raise _wrong(f"it must be an object with a method, got {config!r}")
     given = {name: value for name, value in config.items() if value is not None}
-    known = set(SpeculativeConfig.__dataclass_fields__)
-    unknown = next((name for name in given if name not in known), None)
-    if unknown is not None:
-        raise _wrong(f"unknown field {unknown!r}; known are {', '.join(sorted(known))}")
+    unknown = [name for name in given if name not in _FIELDS]
+    if unknown:
+        raise _wrong(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
     method = given.get("method", "draft_model" if "model" in given else None)
     if method in ("off", "none"):
         return None
     if method not in METHODS:
         raise _wrong(f"method must be one of {', '.join(METHODS)}; got {method!r}")
-    unfit = next((name for name in _NOT_FOR_METHOD[method] if name in given), None)
-    if unfit is not None:
-        raise _wrong(f"{unfit} means nothing to method {method}")
     if method in MODEL_METHODS and (not isinstance(given.get("model"), str) or not given["model"]):
         raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
     _check_values(given)
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
-    adaptive = rates is None and "num_speculative_tokens" not in given
-    defaults = {"num_speculative_tokens": drafts, "adaptive": adaptive}
+    drafts_given = "num_speculative_tokens" in given or rates is not None
+    defaults = {"num_speculative_tokens": drafts, "adaptive": not drafts_given}
     values = {**defaults, **given, "method": method, "synthetic_acceptance_rates": rates}
-    result = SpeculativeConfig(**values)
+    result = SpeculativeConfig(**values, drafts_given=drafts_given)
+    _check_fit(result, given)
     if result.prompt_lookup_min > result.prompt_lookup_max:
         raise _wrong(
             f"prompt_lookup_min {result.prompt_lookup_min} exceeds prompt_lookup_max {result.prompt_lookup_max}"
@@ -117,6 +117,15 @@ def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | N
             f"{result.num_speculative_tokens}"
         )
     return result
+
+
+def _check_fit(config: SpeculativeConfig, given: Mapping[str, Any]) -> None:
+    """Nothing is given that means nothing."""
+    for name in _NOT_FOR_METHOD[config.method]:
+        fallback = name in _LOOKUP and config.method in MODEL_METHODS  # adaptive, it falls back on prompt lookup
+        if name in given and not (fallback and config.adaptive):
+            hint = " unless it is adaptive" if fallback else ""
+            raise _wrong(f"{name} means nothing to method {config.method}{hint}")
 
 
 def _check_values(given: Mapping[str, Any]) -> None:

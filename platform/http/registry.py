@@ -101,14 +101,16 @@ class ModelRegistry:
     async def refresh(self) -> None:
         """Ask the engine what became of adapters' draft weights: after a restart, or out of memory, it has read the
         files again."""
-        if not self.adapters or self._llm.state != "ready":
+        known = self.adapters
+        if not known or self._llm.state != "ready":
             return
         try:
             infos = await asyncio.wait_for(self._llm.list_adapters(), REFRESH_TIMEOUT)
         except (OutriderError, TimeoutError) as error:
             logger.debug("no list of adapters from the engine: %s", error)
             return
-        self._draft.update({info.name: info.draft for info in infos if info.digest})  # else not read yet
+        # One without a digest has not been read yet.
+        self._draft.update({info.name: info.draft for info in infos if info.digest and info.name in known})
 
     def cards(self) -> list[dict[str, Any]]:
         """One OpenAI model card a name, as of the last `refresh`."""

@@ -153,9 +153,13 @@ def read_head_config(folder: Path) -> dict[str, Any]:
         raise NotFoundError(f"--draft: cannot read {file}: {reason(error)}", param="draft") from error
     if not isinstance(config, dict):
         raise wrong("draft", f"{file} is not a JSON object")
-    nested = config.get("transformer_layer_config") or {}
+    nested = config.get("transformer_layer_config")
+    nested = {} if nested is None else nested
     if not isinstance(nested, dict):
         raise wrong("draft", f"{file}: transformer_layer_config is not an object")
+    named = config.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise wrong("draft", f"{file}: architectures must be a list of names, got {named!r:.40}")
     for part in (config, nested):
         _refuse_scaled_rope(part, file)
     return {**nested, **{name: value for name, value in config.items() if value is not None}}
@@ -164,7 +168,9 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 def _refuse_scaled_rope(config: dict[str, Any], file: Path) -> None:
     """The layer that is trained turns queries and keys without scaling; the engine would scale, and guess otherwise."""
     for field in ("rope_scaling", "rope_parameters"):
-        given = config.get(field) or {}
+        given = config.get(field)
+        if given is None:
+            continue
         if not isinstance(given, dict):
             raise wrong("draft", f"{file}: {field} is not an object")
         for key in ("rope_type", "type"):
@@ -189,10 +195,8 @@ def is_head(folder: Path) -> bool:
 
 def is_eagle3(config: dict[str, Any]) -> bool:
     """Whether the head is an EAGLE-3 one."""
-    named = config.get("architectures")
-    if isinstance(named, list) and any("Eagle3" in str(name) for name in named):
-        return True
-    return "draft_vocab_size" in config or config.get("speculators_model_type") == "eagle3"
+    named = any("Eagle3" in name for name in config.get("architectures") or ())
+    return named or "draft_vocab_size" in config or config.get("speculators_model_type") == "eagle3"
 
 
 def load_head(folder: Path, target: Target, shared: Shared, unroll: int | None = None) -> EagleHead:

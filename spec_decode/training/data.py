@@ -167,7 +167,7 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         # `splitlines` would also break at separators that JSON allows inside strings.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotFoundError(f"--data: cannot read {path}: {error}", param="data") from error
+        raise NotFoundError(f"cannot read {path}: {reason(error)}", param="data") from error
     empty = True
     for number, line in enumerate(lines, 1):
         if not line.strip():

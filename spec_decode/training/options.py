@@ -54,7 +54,6 @@ class TrainOptions:
         "muon: Muon for the matrices of layers, AdamW for the rest",
         "training",
         choices=OPTIMIZERS,
-        methods=("eagle3", "eagle", "medusa"),
     )
     warmup: int = _option(50, "steps over which the rate rises; then it falls linearly to zero", "training")
     clip: float = _option(1.0, "largest norm of a step's gradient", "training")
@@ -70,7 +69,9 @@ class TrainOptions:
     save_every: int = _option(200, "steps between checkpoints", "training")
     k: int = _option(4, "drafts a round when acceptance is measured", "training")
     resume: bool = _option(False, "go on from the checkpoint in the output folder", "output")
-    overwrite: bool = _option(False, "delete what an earlier run left in the output folder", "output")
+    overwrite: bool = _option(
+        False, "delete an earlier run in the output folder; completions that would be the same are kept", "output"
+    )
     base_name: str | None = _option(
         None, "what the files name as their base (default: as on the command line)", "output"
     )
@@ -154,6 +155,8 @@ class TrainOptions:
             methods = f.metadata.get("methods", METHODS)
             if f.name in given and self.method not in methods:
                 raise wrong(f.name, f"is for --method {' and '.join(methods)}, not for {self.method}")
+        if self.optimizer == "muon" and self.method == "draft-lora":
+            raise wrong("optimizer", "muon is for the matrices of heads, of which draft-lora trains none")
         if "matrix_lr" in given and self.optimizer != "muon":
             raise wrong("matrix_lr", "is for --optimizer muon")
         for name in ("temperature", "max_tokens"):

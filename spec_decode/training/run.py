@@ -85,6 +85,7 @@ def _target(options: TrainOptions, device: torch.device) -> Target:
         folder = draft_folder(options.draft)
         config = read_head_config(folder)
         layers = stored_aux_layers(config) if is_head(folder) and is_eagle3(config) else ()
-    if layers and len(layers) != _NUM_AUX:
-        raise wrong("aux_layers", f"must name {_NUM_AUX} layers, got {len(layers)}")
-    return load_target(options.model, options.adapter, _DTYPES[options.dtype], device, layers)
+    option = "aux_layers" if options.draft is None else "draft"
+    if layers is not None and len(layers) not in (0, _NUM_AUX):
+        raise wrong(option, f"must name {_NUM_AUX} layers, got {len(layers)}")
+    return load_target(options.model, options.adapter, _DTYPES[options.dtype], device, layers, option)

@@ -152,12 +152,18 @@ def _plain_weight(module: nn.Module) -> Tensor:
 
 
 def load_target(
-    model: str, adapter: str | None, dtype: torch.dtype, device: torch.device, aux_layers: tuple[int, ...] | None = ()
+    model: str,
+    adapter: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    aux_layers: tuple[int, ...] | None = (),
+    option: str = "aux_layers",
 ) -> Target:
     """Load a target.
 
     Args:
         aux_layers: whose inputs are wanted; None chooses them as EAGLE-3 does (`choose_aux_layers`).
+        option: what named them, for errors.
 
     Raises:
         NotFoundError, UnsupportedModelError, AdapterError: it cannot be loaded.
@@ -169,9 +175,8 @@ def load_target(
     num_layers = int(causal.config.num_hidden_layers)
     layers = choose_aux_layers(num_layers) if aux_layers is None else aux_layers
     if any(not 0 <= layer <= num_layers for layer in layers):
-        raise wrong(
-            "aux_layers", f"must be in [0, {num_layers}], the target's layers; got {', '.join(map(str, layers))}"
-        )
+        given = ", ".join(map(str, layers))
+        raise wrong(option, f"names layers that must be in [0, {num_layers}], the target's; got {given}")
     if adapter is not None:
         peft = import_peft()
         try:

@@ -138,6 +138,18 @@ def test_adapters(http, tmp_path, make):
     error_of(http.post("/v1/completions", json={"model": "bad", "prompt": "x"}), 404)
 
 
+@pytest.mark.parametrize("field", ["lora_path", "draft_path"])
+@pytest.mark.parametrize("path", ["/nowhere", "/" + "a" * 5000, "/" + "a" * 1_000_000, "/a\0b"])
+def test_paths_of_adapters(server, http, tmp_path, field, path):
+    """Also those that no file system takes: one short answer, and nothing in the log."""
+    logged = len(server.output)
+    body = {"lora_name": "bad", "lora_path": str(copy_adapter(tmp_path))} | {field: path}
+    error = error_of(http.post("/v1/load_lora_adapter", json=body), 400)
+    assert error["param"] == field
+    assert len(error["message"]) < 500
+    assert server.output[logged:] == ""
+
+
 def test_adapters_come_and_go(http, tmp_path):
     folder = str(copy_adapter(tmp_path))
     load = {"lora_name": "extra", "lora_path": folder}

@@ -77,6 +77,10 @@ def test_impatient_client_without_stream_aborts(server):
 
 def test_dead_engine_fails_its_requests_and_comes_back(own_server, own_http):
     engine = own_server.engine()
+    own_http.post("/v1/completions", json={"model": "sql", "prompt": "All", "max_tokens": 20, "ignore_eos": True})
+    drafts, looked_up = "spec_decode_num_drafts_total", "prefix_cache_queries_total"
+    before = own_server.metric(drafts, adapter="sql"), own_server.metric(looked_up)
+    assert min(before) > 0
     with own_http.stream("POST", "/v1/completions", json=LONG) as response:
         lines = response.iter_lines()
         next(lines)
@@ -93,6 +97,10 @@ def test_dead_engine_fails_its_requests_and_comes_back(own_server, own_http):
     assert own_server.engine().pid != engine.pid
     answer = own_http.post("/v1/completions", json={"model": "sql", "prompt": "All", "max_tokens": 2})
     assert answer.status_code == 200, answer.text  # the adapters are back too
+    card = own_http.get("/v1/models/sql").json()
+    assert card["draft"] == "loaded"
+    assert own_server.metric(drafts, adapter="sql") >= before[0], "a counter fell"
+    assert own_server.metric(looked_up) > before[1]
 
 
 def test_sigterm_drains(own_server, own_http):

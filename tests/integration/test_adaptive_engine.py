@@ -1,8 +1,11 @@
 """The controller in the engine: the same text as without speculation, whatever it decides."""
 
+import random
+
 import pytest
 
 from outrider import SamplingParams
+from outrider.spec_decode.controller import Controller
 
 NAMES = [None, "a", "b", None, "a", "c"]
 PARAMS = {
@@ -50,6 +53,58 @@ def test_text_is_byte_equal_with_and_without(models, make_engine, plain_engine, 
             assert text(outcomes) == want, name
             num_drafted += sum(o.speculation.num_drafts for o in outcomes if o.speculation)
     assert num_drafted > 0
+
+
+class Recording:
+    """A drafter that notes what it drafted: (tokens, adapter's name, drafts)."""
+
+    def __init__(self, drafter) -> None:
+        self._drafter, self.log = drafter, []
+
+    def __getattr__(self, name):
+        return getattr(self._drafter, name)
+
+    def propose(self, rows, target):
+        proposals = self._drafter.propose(rows, target)
+        for row, proposal in zip(rows, proposals, strict=True):
+            if proposal.drafts.token_ids:
+                name = row.request.lora.name if row.request.lora else None
+                self.log.append((tuple(row.tokens), name, list(proposal.drafts.token_ids)))
+        return proposals
+
+
+@pytest.fixture
+def random_decisions(monkeypatch):
+    """In place of those that follow from a clock: in each step another drafter and number for each row, or none."""
+    generator = random.Random(5)
+
+    def decide(self, rows, prompt_tokens):
+        for row in rows:
+            row.drafter = generator.randrange(len(row.rates))
+            row.num_drafts = min(generator.choice((0, 0, 1, 3, 5)), row.limit)
+
+    monkeypatch.setattr(Controller, "decide", decide)
+
+
+@pytest.mark.parametrize("options", ["plain", "chunked", "preempted"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
+def test_drafters_that_take_turns(models, make_engine, plain_engine, run, jobs, random_decisions, method, options):
+    """The text is the same, both drafters are asked, and one that lagged drafts as one does that never did."""
+    engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **OPTIONS[options])
+    drafters = engine._runner._proposer._drafters
+    neural, lookup = drafters[:] = [Recording(drafter) for drafter in drafters]
+    for name in ("seeded", "greedy", "greedy"):  # the last one from the prefix cache
+        mark = len(neural.log)
+        assert text(run(engine, jobs(name))) == text(run(plain_engine, jobs(name))), name
+    assert len(neural.log) > mark > 10
+    assert len(lookup.log) > 10
+    fixed = make_engine(speculative_config=models.speculative(method, 5), enable_prefix_caching=False, **LORA)
+    fresh = fixed._runner._proposer = Recording(fixed._runner._proposer)
+    params = PARAMS["greedy"].clone(max_tokens=7)
+    run(fixed, [(tokens[:-1], params, models.lora(name)) for tokens, name, _ in neural.log[mark:]])
+    longest = {(tokens, name): drafts for tokens, name, drafts in sorted(fresh.log, key=lambda entry: len(entry[2]))}
+    for tokens, name, drafts in neural.log[mark:]:
+        assert longest[tokens, name][: len(drafts)] == drafts
 
 
 def test_requests_switch_it_off_or_cap_it(models, make_engine, run, prompts):

@@ -48,7 +48,14 @@ def options(models, **changed):
 
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize(("method", "k"), [(None, 0), *((m, k) for m in ("ngram", "draft_model") for k in (1, 3, 5))])
+@pytest.mark.parametrize(
+    ("method", "k"),
+    [
+        (None, 0),
+        *((method, k) for method in ("ngram", "draft_model") for k in (1, 3, 5)),
+        *((method, 4) for method in ("suffix", "eagle", "eagle3", "medusa")),
+    ],
+)
 def test_mixed_adapters_speculation_and_caching_give_the_bytes_of_each_alone(
     models, make_engine, run, prompts, tiny_texts, method, k, caching, seed
 ):
@@ -58,6 +65,7 @@ def test_mixed_adapters_speculation_and_caching_give_the_bytes_of_each_alone(
     assert said(run(engine, wanted)) == tiny_texts[seed]
     again = run(engine, wanted[::-1])[::-1]
     assert said(again) == tiny_texts[seed]
+    assert (method is None) == all(outcome.speculation is None for outcome in again)
     if caching:
         assert any(outcome.num_cached_tokens for outcome in again)
 

@@ -26,13 +26,22 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def drafted(models, tmp_path_factory):
-    """Folders by name: the tiny models' adapters, each with draft weights.
+def bare(models, tmp_path_factory):
+    """Folders by name: the tiny models' adapters without the draft weights that some of them have."""
+    root = tmp_path_factory.mktemp("bare")
+    for name, path in models.adapters.items():
+        shutil.copytree(path, root / name, ignore=shutil.ignore_patterns("draft"))
+    return {name: str(root / name) for name in models.adapters}
+
+
+@pytest.fixture(scope="module")
+def drafted(bare, tmp_path_factory):
+    """The same, each with draft weights.
 
     The draft model is the target with noise, so what an adapter does to the one is right for the other.
     """
     root, folders = tmp_path_factory.mktemp("drafted"), {}
-    for name, path in models.adapters.items():
+    for name, path in bare.items():
         folders[name] = root / name
         shutil.copytree(path, folders[name])
         shutil.copytree(path, folders[name] / "draft")
@@ -65,7 +74,7 @@ def request_of(name, folder):
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7, "seed": 5}], ids=["greedy", "seeded"])
-def test_same_text_and_more_drafts_accepted(models, engine_of, plain_engine, run, prompts, drafted, params, k):
+def test_same_text_and_more_drafts_accepted(bare, engine_of, plain_engine, run, prompts, drafted, params, k):
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, **params)
 
     def jobs(folders):
@@ -74,21 +83,21 @@ def test_same_text_and_more_drafts_accepted(models, engine_of, plain_engine, run
         return [(p, sampling, request_of(n, folders[n]) if n else None) for p, n in zip(prompt, names, strict=True)]
 
     texts, accepted = {}, {}
-    for kind, folders in {"with": drafted, "without": models.adapters}.items():
+    for kind, folders in {"with": drafted, "without": bare}.items():
         outcomes = run(engine_of(k=k), jobs(folders))
         texts[kind] = [o.token_ids for o in outcomes]
         accepted[kind] = {name: rounds(outcomes[i::4])[0] for i, name in enumerate(("", "a", "b", "c"))}
-    plain = [o.token_ids for o in run(plain_engine, jobs(models.adapters))]
+    plain = [o.token_ids for o in run(plain_engine, jobs(bare))]
     assert texts["with"] == texts["without"] == plain
     for name in "abc":
         assert accepted["with"][name] > accepted["without"][name] + 0.15, name
     assert accepted["with"][""] == accepted["without"][""]
 
 
-def test_some_adapters_with_and_some_without(models, engine_of, plain_engine, run, prompts, greedy, drafted):
+def test_some_adapters_with_and_some_without(bare, engine_of, plain_engine, run, prompts, greedy, drafted):
     """In one batch each request is drafted for by its own weights, or by the plain draft model."""
     engine = engine_of()
-    folders = {"a": drafted["a"], "b": models.adapters["b"], "c": drafted["c"]}
+    folders = {"a": drafted["a"], "b": bare["b"], "c": drafted["c"]}
     jobs = [(p, greedy, request_of(n, folders[n])) for p in prompts for n in folders]
     mixed = run(engine, jobs)
     assert [o.token_ids for o in mixed] == [o.token_ids for o in run(plain_engine, jobs)]
@@ -98,7 +107,7 @@ def test_some_adapters_with_and_some_without(models, engine_of, plain_engine, ru
     assert {info.name: info.draft for info in engine.list_adapters()} == {"a": "loaded", "b": "", "c": "loaded"}
 
 
-def test_a_draft_pass_equals_peft_on_the_draft_model(models, drafted):
+def test_a_draft_pass_equals_peft_on_the_draft_model(models, drafted, bare):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -107,7 +116,7 @@ def test_a_draft_pass_equals_peft_on_the_draft_model(models, drafted):
     config = LoRAConfig(max_loras=3, max_cpu_loras=3, max_lora_rank=8)
     manager = AdapterManager(target.linears(), config, torch.float32, "cpu", hooks)
     requests, lengths = [], [9, 70, 4, 33, 1]
-    for index, folder in enumerate((None, drafted["a"], models.adapters["b"], drafted["c"], drafted["a"])):
+    for index, folder in enumerate((None, drafted["a"], bare["b"], drafted["c"], drafted["a"])):
         lora = request_of(f"{folder}", folder) if folder else None
         requests.append(Request(str(index), [3], 1, SamplingParams(), seed_key=0, lora=lora, order=(0, index)))
         manager.resolve(requests[-1])
@@ -164,10 +173,10 @@ def test_eviction_and_reload_bring_the_draft_weights_back(engine_of, run, prompt
     assert sorted(info.level for info in crowded.list_adapters()) == ["device", "disk", "disk"]
 
 
-def test_rows_hold_the_larger_of_both_ranks(engine_of, drafted, models, tmp_path):
+def test_rows_hold_the_larger_of_both_ranks(engine_of, drafted, bare, tmp_path):
     folder = tmp_path / "x"
-    shutil.copytree(models.adapters["a"], folder)  # rank 4
-    shutil.copytree(models.adapters["b"], folder / "draft")  # rank 8
+    shutil.copytree(bare["a"], folder)  # rank 4
+    shutil.copytree(bare["b"], folder / "draft")  # rank 8
     assert engine_of().load_adapter(request_of("x", folder)).rows == 8
     assert engine_of("ngram").load_adapter(request_of("x", folder)).rows == 4
 
@@ -196,7 +205,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_draft_weights(engine_of, plain_engine, models, run, prompts, greedy, drafted, tmp_path, caplog, case):
+def test_broken_draft_weights(engine_of, plain_engine, bare, run, prompts, greedy, drafted, tmp_path, caplog, case):
     """The folder's own ones: the adapter is served without. Named ones: it is refused."""
     damage, reason = BROKEN[case]
     folder = tmp_path / "x"
@@ -210,38 +219,65 @@ def test_broken_draft_weights(engine_of, plain_engine, models, run, prompts, gre
     assert reason in info.draft
     assert engine.list_adapters()[0].draft == info.draft
     assert [reason in record.getMessage() for record in caplog.records] == [True]
-    (expected,) = run(plain_engine, [(prompts[1], greedy, models.lora("a"))])
+    (expected,) = run(plain_engine, [(prompts[1], greedy, request_of("a", bare["a"]))])
     assert outcome.token_ids == expected.token_ids
     with pytest.raises(AdapterError, match="draft_path") as error:
-        engine.load_adapter(LoRARequest("y", path=models.adapters["a"], draft_path=str(folder / "draft")))
+        engine.load_adapter(LoRARequest("y", path=bare["a"], draft_path=str(folder / "draft")))
     assert error.value.param == "draft_path"
     assert [info.name for info in engine.list_adapters()] == ["x", "b"]
 
 
-def test_draft_path(engine_of, models, run, prompts, greedy, drafted):
+def test_draft_path(engine_of, bare, run, prompts, greedy, drafted):
     """Draft weights from elsewhere; a request that names none means those registered, one that does names others."""
     engine, own = engine_of(), engine_of()
-    named = LoRARequest("a", path=models.adapters["a"], draft_path=str(drafted["a"] / "draft"))
+    named = LoRARequest("a", path=bare["a"], draft_path=str(drafted["a"] / "draft"))
     info = engine.load_adapter(named)
     assert info.draft == "loaded"
     assert info.digest == own.load_adapter(request_of("a", drafted["a"])).digest
-    got = run(engine, [(prompts[2], greedy, models.lora("a"))])
+    got = run(engine, [(prompts[2], greedy, request_of("a", bare["a"]))])
     assert rounds(got) == rounds(run(own, [(prompts[2], greedy, request_of("a", drafted["a"]))]))
-    other = LoRARequest("a", path=models.adapters["a"], draft_path=str(drafted["c"] / "draft"))
+    other = LoRARequest("a", path=bare["a"], draft_path=str(drafted["c"] / "draft"))
     run(engine, [(prompts[2], greedy, other)])
     assert engine.list_adapters()[0].digest != info.digest
-    nowhere = LoRARequest("z", path=models.adapters["a"], draft_path="/nowhere/at/all")
+    nowhere = LoRARequest("z", path=bare["a"], draft_path="/nowhere/at/all")
     with pytest.raises(AdapterError, match=r"draft_path.*nowhere") as error:
         engine.load_adapter(nowhere)
     assert error.value.param == "draft_path"
-    (failed,) = run(engine, [(prompts[2], greedy, nowhere)])
-    assert (failed.error.type, failed.error.param) == ("InvalidAdapter", "draft_path")
+    with pytest.raises(AdapterError, match=r"draft_path.*nowhere"):
+        run(engine, [(prompts[2], greedy, nowhere)])
     assert engine_of("ngram").load_adapter(nowhere).draft == ""  # nothing there would read them
 
 
-def test_a_folder_for_each_method(engine_of, models, drafted, tmp_path):
+def test_a_wrong_draft_path_of_one_request_takes_nothing_from_others(
+    engine_of, run, prompts, greedy, drafted, tmp_path
+):
+    """Nor does one whose files turn out to be broken: the adapter stays, with its pin and its place on the device."""
+    engine = engine_of()
+    good = request_of("a", drafted["a"])
+    engine.load_adapter(good, pinned=True)
+    run(engine, [(prompts[1], greedy, good)])
+    before = engine.list_adapters()
+    shutil.copytree(drafted["c"] / "draft", tmp_path / "broken")
+    (tmp_path / "broken" / WEIGHTS).write_bytes(b"x")
+    for wrong in ("/nowhere", "/" + "a" * 5000):
+        with pytest.raises(AdapterError, match="draft_path"):
+            run(engine, [(prompts[1], greedy, LoRARequest("a", path=good.path, draft_path=wrong))])
+    broken = LoRARequest("a", path=good.path, draft_path=str(tmp_path / "broken"))
+    failed, served = run(engine, [(prompts[1], greedy, broken), (prompts[2], greedy, good)])
+    assert (failed.error.type, failed.error.param) == ("InvalidAdapter", "draft_path")
+    assert served.finish_reason == "length"
+    assert engine.list_adapters() == before
+    assert (before[0].pinned, before[0].level, before[0].draft) == (True, "device", "loaded")
+
+
+def test_every_run_of_an_engine_has_its_own_id(engine_of):
+    one, other = engine_of("ngram"), engine_of("ngram")
+    assert one.stats().run_id == one.stats().run_id != other.stats().run_id != ""
+
+
+def test_a_folder_for_each_method(engine_of, bare, drafted, tmp_path):
     folder = tmp_path / "x"
-    shutil.copytree(models.adapters["a"], folder)
+    shutil.copytree(bare["a"], folder)
     for method in ("eagle3", "draft_model"):
         shutil.copytree(drafted["a"] / "draft", folder / "draft" / method)
     change(folder / "draft" / "eagle3", lambda t: {"base_model.model.fc.lora_A.weight": torch.ones(4, 2)})
@@ -332,12 +368,12 @@ def eagle3_head(models, tmp_path):
 
 
 def test_draft_weights_for_an_eagle3_head(
-    models, make_engine, plain_engine, run, prompts, greedy, drafted, eagle3_head, tmp_path
+    models, make_engine, plain_engine, run, prompts, greedy, drafted, eagle3_head, tmp_path, bare
 ):
     """The head's canonical names; draft weights for a draft model, in the same place, do not fit it."""
     head, lora = eagle3_head
     folder = tmp_path / "x"
-    shutil.copytree(models.adapters["a"], folder)
+    shutil.copytree(bare["a"], folder)
     nested = folder / "draft" / "eagle3"
     nested.mkdir(parents=True)
     save_file(lora, nested / WEIGHTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from ....models.demo import DEMO_MODEL_NAME, demo_adapters, demo_draft_path, dem
 from ...core.config import DTYPES
 from ...core.errors import InvalidRequestError
 from .modes import MODES, available_modes, make_modes
+from .workload import check_adapter_names
 
 _MODEL_OPTIONS = ("draft_model", "eagle3", "eagle", "medusa")
 _DESCRIPTION = """\
@@ -65,9 +67,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def split(text: str) -> list[Any]:
         try:
-            return [parse(part.strip()) for part in text.split(",") if part.strip()]
+            values = [parse(part.strip()) for part in text.split(",") if part.strip()]
         except ValueError:
             raise argparse.ArgumentTypeError(f"not a list of values: {text!r}") from None
+        if not values:
+            raise argparse.ArgumentTypeError(f"there is no value in {text!r}")
+        return values
 
     return split
 
@@ -88,6 +93,7 @@ def _adapter(text: str) -> tuple[str, str]:
 
 def run(namespace: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
+    check_adapter_names([name for name, _ in namespace.lora or []])
     is_demo = namespace.model in (None, DEMO_MODEL_NAME)
     adapters = dict(namespace.lora or [])
     if is_demo and not adapters:
@@ -98,9 +104,7 @@ def run(namespace: argparse.Namespace) -> int:
         k = len(rates)
     modes = make_modes(namespace.modes or available_modes(models), models, k, rates)
     for option in ("output_json", "plot"):
-        folder = (getattr(namespace, option) or Path("x")).absolute().parent
-        if not folder.is_dir():  # found out now, and not after an hour
-            raise InvalidRequestError(f"there is no folder {folder}", param=option)
+        _check_writable(option, getattr(namespace, option))
     if namespace.plot is not None:
         from .plot import check_can_plot
 
@@ -117,6 +121,17 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
+def _check_writable(option: str, file: Path | None) -> None:
+    """Better before the measurement than an hour later."""
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if not os.path.isdir(folder):
+        raise InvalidRequestError(f"there is no folder {folder}", param=option)
+    if os.path.isdir(file) or not os.access(file if os.path.exists(file) else folder, os.W_OK):
+        raise InvalidRequestError(f"--{option.replace('_', '-')}: {file} cannot be written as a file", param=option)
+
+
 def _draft_models(namespace: argparse.Namespace, is_demo: bool) -> dict[str, str]:
     """method -> path, as given; the demo's own where nothing is."""
     given = {method: getattr(namespace, method) for method in _MODEL_OPTIONS}
@@ -130,9 +145,12 @@ def _publish(report: dict[str, Any], namespace: argparse.Namespace) -> None:
     from .report import format_table
 
     print(format_table(report))
-    if namespace.output_json is not None:
-        namespace.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if namespace.plot is not None:
-        from .plot import draw
+    try:
+        if namespace.output_json is not None:
+            namespace.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if namespace.plot is not None:
+            from .plot import draw
 
-        draw(report, namespace.plot)
+            draw(report, namespace.plot)
+    except OSError as error:
+        raise InvalidRequestError(f"the result cannot be written: {error}") from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from ...core.lora_request import LoRARequest
 from .prompts import DEMO_PROMPTS
 
 BASE, RANDOM = "base", "random text"
+"""Names of tasks, which no adapter may have."""
+_BARE = "-without-draft"
 PLAIN, WITH_DRAFT, WITHOUT_DRAFT, RANDOM_TEXT = "base model", "with draft weights", "without draft weights", "random"
 """Kinds of rows in the result. An adapter under a mode that takes no draft weights counts as without."""
 _RANDOM_PROMPTS, _RANDOM_LENGTH = 8, 32
@@ -50,26 +54,61 @@ def read_prompts(path: Path) -> list[Prompt]:
         NotFoundError, InvalidRequestError: there is no such file, or a line is something else.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # `splitlines` would also break at separators that JSON allows inside strings.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise NotFoundError(f"prompts file {path}: {error}", param="prompts") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"prompts file {path} is not UTF-8: {error}", param="prompts") from None
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
-            raise InvalidRequestError(f"{path}, line {number}: not JSON: {error}", param="prompts") from None
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{path}, line {number}: not valid JSON: {error}", param="prompts") from None
         keys = [key for key in ("prompt", "messages", "prompt_token_ids") if isinstance(value, dict) and key in value]
         if len(keys) != 1:
             raise InvalidRequestError(
                 f"{path}, line {number}: needs exactly one of prompt, messages, prompt_token_ids", param="prompts"
             )
-        found.append(Prompt(value[keys[0]], value.get("adapter")))
+        ids = value.get("prompt_token_ids", [])
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise InvalidRequestError(
+                f"{path}, line {number}: prompt_token_ids must be a list of integers", param="prompts"
+            )
+        adapter = value.get("adapter")
+        if adapter is not None and not isinstance(adapter, str):
+            raise InvalidRequestError(
+                f"{path}, line {number}: adapter must be a name, got {adapter!r:.40}", param="prompts"
+            )
+        found.append(Prompt(value[keys[0]], adapter))
     if not found:
         raise InvalidRequestError(f"{path} holds no prompts", param="prompts")
     return found
+
+
+def check_adapter_names(names: Sequence[str]) -> None:
+    """Refuse names that stand for something else, or for two adapters.
+
+    Raises:
+        InvalidRequestError: names the adapter.
+    """
+    for number, name in enumerate(names):
+        if name in (BASE, RANDOM):
+            raise InvalidRequestError(
+                f"--lora: no adapter can be called {name!r}, which is a task's name", param="lora"
+            )
+        if name in names[:number]:
+            raise InvalidRequestError(f"--lora: there are two adapters called {name!r}", param="lora")
+        if name.endswith(_BARE):
+            raise InvalidRequestError(
+                f"--lora: no adapter can be called {name!r}: adapters without their draft weights get names that end "
+                f"in {_BARE}",
+                param="lora",
+            )
 
 
 def make_tasks(
@@ -92,7 +131,7 @@ def make_tasks(
         stranger = next((p.adapter for p in prompts if p.adapter is not None and p.adapter not in adapters), None)
         if stranger is not None:
             raise InvalidRequestError(f"a prompt names the adapter {stranger!r}; give it with --lora", param="prompts")
-    wanted = list(names) if names is not None else [BASE, *adapters]
+    wanted = list(dict.fromkeys(names)) if names is not None else [BASE, *adapters]
     tasks = []
     for name in wanted:
         if name != BASE and name not in adapters:
@@ -118,7 +157,7 @@ def encode(tokenizer: Any, content: Any) -> list[int]:
         content = [{"role": "user", "content": content}]
     if not isinstance(content, list) or not content:
         raise InvalidRequestError(f"a prompt must be text, messages or token ids, got {content!r}", param="prompts")
-    if all(isinstance(item, int) for item in content):
+    if all(type(item) is int for item in content):
         return content
     return list(tokenizer.encode(render_messages(tokenizer, content, ChatOptions()), add_special_tokens=False))
 
@@ -133,9 +172,9 @@ def random_task(vocab_size: int, special_ids: Collection[int] = ()) -> Task:
 
 def without_draft_weights(task: Task, folder: Path) -> Task:
     """`task` with a copy of its adapter, in `folder`, that lacks the draft weights; itself when there are none."""
-    if task.adapter is None or not (Path(task.adapter.path) / "draft").is_dir():
+    if task.adapter is None or not os.path.isdir(Path(task.adapter.path) / "draft"):
         return task
-    copy = folder / f"{task.name}-without-draft"
+    copy = Path(tempfile.mkdtemp(dir=folder)) / "adapter"  # not by the name, which may hold anything
     shutil.copytree(task.adapter.path, copy, ignore=shutil.ignore_patterns("draft"))
-    bare = LoRARequest(f"{task.name}-without-draft", path=str(copy))
+    bare = LoRARequest(task.name + _BARE, path=str(copy))
     return Task(task.name, task.prompts, task.adapter, bare)

@@ -223,3 +223,30 @@ def test_ranks_by_layer_are_refused(inflate, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "rank_pattern": {"layers.1.mlp.up_proj": 8}}))
     with pytest.raises(SystemExit, match="tenant: a rank_pattern"):
         inflate.main([str(small), str(tmp_path / "large"), *LARGER, "--adapters", str(adapter)])
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("{0}/none {0}/large", "cannot read .*none/config.json"),
+        ("{0}/small {0}/file", "file is not a folder"),
+        ("{0}/small {0}/small", "small is not empty"),
+        ("{0}/small {0}/large --eagle3 {0}/none", "cannot read .*none/config.json"),
+        ("{0}/small {0}/large --draft {0}/none", "cannot read .*none/config.json"),
+        ("{0}/small {0}/large --adapters {0}/none", "cannot read .*none/adapter_config.json"),
+        ("{0}/small {0}/large --adapters {0}/adapter", "cannot read the adapter's weights"),
+        ("{0}/broken {0}/large", "hidden_size must be a positive integer, got 'x'"),
+        ("{0}/small {0}/large --heads 1", "heads would shrink"),
+    ],
+)
+def test_what_fails_is_told_and_leaves_nothing_behind(more, words, inflate, tmp_path):
+    config = json.loads((save_small(tmp_path / "small") / "config.json").read_text())
+    for folder in ("adapter", "broken"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "broken" / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit, match=f"^inflate: .*{words}"):
+        inflate.main([*more.format(tmp_path).split(" --")[0].split(), *LARGER, *more.format(tmp_path).split()[2:]])
+    assert sorted(tmp_path.rglob("*")) == before

@@ -200,6 +200,57 @@ def test_drafts_are_the_small_heads(name, adapted, inflate, tmp_path):
     assert len(set(drafts)) > 5
 
 
+def test_a_head_of_another_kind_is_refused(inflate, tmp_path):
+    target = make_target(tmp_path / "target")
+    made = {name: HEADS_BY_NAME[name][1](tmp_path / name) for name in ("eagle3", "eagle", "medusa")}
+    made["draft"] = target
+    for option in made:
+        for name, folder in made.items():
+            if name == option:
+                continue
+            with pytest.raises(SystemExit, match=f"--{option} .* are those of kind"):
+                inflate.main(f"{target} {tmp_path / 'large'} {LARGER} --{option} {folder}".split())
+            assert not (tmp_path / "large").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "grown", "found"),
+    [
+        ("eagle", "eagle eagle3", "eagle"),
+        ("eagle3", "eagle eagle3", "eagle3"),
+        ("eagle", "eagle3", "no drafter"),
+        ("eagle3", "eagle", "no drafter"),
+    ],
+)
+def test_plain_draft_weights_go_to_their_head(method, grown, found, inflate, tmp_path, capsys):
+    target = make_target(tmp_path / "target")
+    adapter = make_adapter(tmp_path / "tenant", eagle3=False)
+    (adapter / "draft").mkdir()
+    (adapter / "draft" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    read = 2 * HIDDEN if method == "eagle3" else HIDDEN
+    prefix = "base_model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{prefix}.lora_A.weight": weight(4, read), f"{prefix}.lora_B.weight": weight(HEADS * DIM, 4)}
+    save_file(tensors, adapter / "draft" / "adapter_model.safetensors")
+    heads = " ".join(f"--{name} {HEADS_BY_NAME[name][1](tmp_path / name)}" for name in grown.split())
+    inflate.main(f"{target} {tmp_path / 'large'} {LARGER} {heads} --adapters {adapter}".split())
+    assert f"adapter tenant: draft weights for {found}\n" in capsys.readouterr().out
+    assert (tmp_path / "large" / "adapters" / "tenant" / "draft").exists() == (found != "no drafter")
+
+
+def test_draft_weights_that_fit_two_heads_are_refused(inflate, tmp_path):
+    target = make_target(tmp_path / "target")
+    adapter = make_adapter(tmp_path / "tenant", eagle3=False)
+    (adapter / "draft").mkdir()
+    (adapter / "draft" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    prefix = "base_model.model.layers.0.mlp.down_proj"
+    tensors = {f"{prefix}.lora_A.weight": weight(4, INNER), f"{prefix}.lora_B.weight": weight(HIDDEN, 4)}
+    save_file(tensors, adapter / "draft" / "adapter_model.safetensors")
+    heads = " ".join(f"--{name} {HEADS_BY_NAME[name][1](tmp_path / name)}" for name in ("eagle", "eagle3"))
+    with pytest.raises(SystemExit, match="could be for each of eagle, eagle3"):
+        inflate.main(f"{target} {tmp_path / 'large'} {LARGER} {heads} --adapters {adapter}".split())
+    assert not (tmp_path / "large").exists()
+
+
 def test_a_head_of_another_width_is_refused(inflate, tmp_path):
     target, head = make_target(tmp_path / "target"), make_eagle3(tmp_path / "head")
     config = json.loads((head / "config.json").read_text())

@@ -1,14 +1,17 @@
 """`outrider bench speculation`: the arithmetic of its figures, and the command from options to files."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from outrider.platform.cli.bench.limit import full_steps, measure_limit, trimmed_mean
 from outrider.platform.cli.bench.modes import MODES, Mode, available_modes, make_modes
 from outrider.platform.cli.bench.observer import StepTimes
+from outrider.platform.cli.bench.workload import Prompt, Task, read_prompts, without_draft_weights
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.lora_request import LoRARequest
 
 # --- modes ----------------------------------------------------------------------------------------------------------
 
@@ -213,6 +216,11 @@ def test_own_prompts_go_to_their_adapters(tmp_path):
         ("--modes off --output-json /does/not/exist/x.json", "there is no folder"),
         ("--modes ngram --synthetic-acceptance 0.2,0.9", "never rise"),
         ("--modes off --max-tokens 5000", "exceeds the model's 2048"),
+        ("--modes off --output-json .", "--output-json: . cannot be written as a file"),
+        ("--modes off --plot .", "--plot: . cannot be written as a file"),
+        ("--modes off --lora base=x", "no adapter can be called 'base'"),
+        ("--modes off --lora a=x --lora a=y", "two adapters called 'a'"),
+        ("--modes off --lora a=x --lora a-without-draft=y", "'a-without-draft'"),
     ],
 )
 def test_wrong_options_are_told_in_a_line(more, message, capsys):
@@ -220,12 +228,57 @@ def test_wrong_options_are_told_in_a_line(more, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["[1, 2]", '{"text": "x"}', "{", '{"prompt": "x", "messages": []}', '{"prompt": 5}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[1, 2]",
+        b'{"text": "x"}',
+        b"{",
+        b'{"prompt": "x", "messages": []}',
+        b'{"prompt": 5}',
+        b'{"prompt": "a\\ud800b"}',
+        b'{"prompt": "x", "adapter": ["x"]}',
+        b'{"prompt": "\xff"}',
+        b"[" * 99999,
+        b'{"prompt_token_ids": [true]}',
+    ],
+)
 def test_wrong_prompt_lines_are_refused(line, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
-    file.write_text(line)
+    file.write_bytes(line)
     assert main([*QUICK, "--modes", "off", "--prompts", str(file)]) == 1
-    assert "prompt" in capsys.readouterr().err
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "prompt" in error
+
+
+def test_lines_of_prompts_end_at_newlines_alone(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one\u2028two"}\r\n{"prompt": "three", "adapter": "a"}', encoding="utf-8")
+    assert read_prompts(file) == [Prompt("one\u2028two", None), Prompt("three", "a")]
+
+
+def test_the_random_tasks_name_is_no_adapters(capsys):
+    assert main([*QUICK, "--lora", "random text=x"]) == 1
+    assert "'random text', which is a task's name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--tasks", "--batch-sizes", "--modes"])
+def test_lists_without_a_value_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        main([*QUICK, option, " , "])
+    assert "there is no value in" in capsys.readouterr().err
+
+
+def test_copies_without_draft_weights_stay_where_they_belong(tmp_path):
+    source, scratch = tmp_path / "adapter", tmp_path / "deep" / "scratch"
+    (source / "draft").mkdir(parents=True)
+    (source / "adapter_config.json").write_text("{}")
+    scratch.mkdir(parents=True)
+    task = Task("../../x", [[1]], LoRARequest("../../x", path=str(source)))
+    copy = Path(without_draft_weights(task, scratch).bare.path)
+    assert copy.is_relative_to(scratch)
+    assert [file.name for file in copy.iterdir()] == ["adapter_config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "deep"]
 
 
 def test_no_run_teaches_another_its_answers(tmp_path):

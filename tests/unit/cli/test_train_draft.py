@@ -150,13 +150,172 @@ def test_generated_completions_are_the_engines_and_are_kept(command, target, tmp
 def test_a_prompt_that_is_too_long_is_refused_before_anything_is_generated(command, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": "x y " * 200}) + "\n")
-    assert main(command("--generate", data=prompts)) == 1
+    assert main(command("--generate", "--held-out", 1, data=prompts)) == 1
     error = capsys.readouterr().err
     assert "prompt 2 of the data has" in error
     assert "the model takes 128" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_output_that_is_a_file(command, tmp_path):
     (tmp_path / "out").write_text("x")
     with pytest.raises(InvalidRequestError, match="is not a folder"):
         train_draft.prepare_output(options_of(*command()))
+
+
+# --- what is deleted, and when --------------------------------------------------------------------------------------
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def refused(arguments, capsys):
+    """The one line of a refusal."""
+    assert main(list(map(str, arguments))) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "Loading weights" not in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("outrider: error: ")
+    return lines[0]
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A folder as a run leaves it; its files are not read."""
+    out = tmp_path / "out"
+    (out / "checkpoint").mkdir(parents=True)
+    (out / "run.json").write_text(json.dumps({"method": "eagle3"}))
+    for name in ("config.json", "model.safetensors", "generated.jsonl", "checkpoint/state.pt"):
+        (out / name).write_text(name)
+    return out
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("option", ["--model", "--adapter", "--draft", "--data", "--eval-data"])
+def test_an_output_that_is_or_holds_an_input_is_left_alone(option, link, command, run_folder, tmp_path, capsys):
+    given, folder = run_folder, run_folder
+    if "data" in option:
+        given = run_folder / "generated.jsonl"
+    if link:
+        folder = tmp_path / "link"
+        folder.symlink_to(run_folder)
+    more = ["--method", "draft-lora"] if option == "--draft" else []
+    before = contents(run_folder)
+    message = refused([*command("--overwrite", output=folder), *more, option, given], capsys)
+    assert f"what {option} names" in message
+    assert contents(run_folder) == before
+
+
+def test_overwrite_deletes_nothing_without_a_run(command, run_folder, capsys):
+    (run_folder / "run.json").write_text('{"scripts": {}}')
+    before = contents(run_folder)
+    assert "without the run.json of one" in refused(command("--overwrite"), capsys)
+    assert contents(run_folder) == before
+
+
+def test_overwrite_deletes_no_folders(command, run_folder, capsys):
+    (run_folder / "config.json").unlink()
+    (run_folder / "config.json").mkdir()
+    before = contents(run_folder)
+    assert "config.json is one" in refused(command("--overwrite"), capsys)
+    assert contents(run_folder) == before
+
+
+@pytest.mark.parametrize("more", [["--data", "none"], ["--model", "/none"], ["--aux-layers", "0,1,9"]])
+def test_overwrite_deletes_nothing_when_the_start_fails(more, command, run_folder, capsys):
+    before = contents(run_folder)
+    refused([*command("--overwrite"), *more], capsys)
+    assert contents(run_folder) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--num-heads", "3", "--num-kv-heads", "2"], "must divide"),
+        (["--aux-layers", "0,1,9"], "--aux-layers names layers that must be"),
+        (["--method", "draft-lora", "--draft", "/none"], "--draft: model '/none'"),
+        (["--held-out", "20"], "leaves nothing of 20"),
+        (["--adapter", "/none"], "there is no folder"),
+        (["--output", ""], "--output must not be empty"),
+        (["--hidden-size", "7"], "--hidden-size must be even"),
+    ],
+)
+def test_a_start_that_fails_generates_nothing_and_locks_nothing(more, words, command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_draft, "generate", lambda *_, **__: pytest.fail("it was generated"))
+    assert words in refused([*command("--generate"), *more], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_generated_completions_outlive_other_options_of_the_head(command, tmp_path, monkeypatch, capsys):
+    from outrider import LLM
+
+    calls, real = [], LLM.generate
+    monkeypatch.setattr(LLM, "generate", lambda *args, **more: (calls.append(1), real(*args, **more))[1])
+    base = ("--generate", "--max-tokens", 6, "--steps", 1)
+    assert main(command(*base)) == 0
+    assert calls == [1]
+    kept = (tmp_path / "out" / "generated.jsonl").read_bytes()
+    assert main(command(*base, "--overwrite", "--intermediate-size", 24)) == 0
+    assert calls == [1]
+    assert (tmp_path / "out" / "generated.jsonl").read_bytes() == kept
+    # before anything has been trained, a resumed run may have other options too
+    shutil.rmtree(tmp_path / "out" / "checkpoint")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    assert main(command(*base, "--resume", "--intermediate-size", 20)) == 0
+    assert calls == [1]
+    assert main(command("--generate", "--max-tokens", 5, "--steps", 1, "--overwrite")) == 0
+    assert calls == [1, 1]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "other"}) + "\n" + json.dumps({"prompt": "more"}) + "\n")
+    more = ("--held-out", 1, "--overwrite")
+    assert main(command("--generate", "--max-tokens", 5, "--steps", 1, *more)) == 0
+    assert calls == [1, 1, 1]
+    assert (tmp_path / "out" / "generated.jsonl").read_text().count("\n") == 2
+
+
+def test_resuming_with_other_data_is_refused(command, tmp_path, capsys):
+    evaluated = tmp_path / "eval.jsonl"
+    evaluated.write_text((tmp_path / "data.jsonl").read_text())
+    arguments = command("--eval-data", evaluated, "--steps", 1)
+    assert main(arguments) == 0
+    log = tmp_path / "out" / "training_log.jsonl"
+    lines = log.read_text()
+    assert main([*arguments, "--resume"]) == 0
+    assert log.read_text() == lines  # a run that is over gets no second last line
+    for file, name in ((evaluated, "--eval-data"), (tmp_path / "data.jsonl", "--data")):
+        file.write_text(file.read_text() + json.dumps({"text": "one more line"}) + "\n")
+        capsys.readouterr()
+        assert f"what {name} names is not what the run" in refused([*arguments, "--resume"], capsys)
+
+
+def test_a_run_file_that_is_none(command, run_folder, capsys):
+    for text in ("[]", "{", "[" * 9999, '{"method": 5}'):
+        (run_folder / "run.json").write_text(text)
+        assert "describes no run" in refused(command("--resume"), capsys)
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "words"),
+    [
+        ("eagle3", ["--rank", "8"], "--rank is for --method draft-lora, not for eagle3"),
+        ("eagle3", ["--alpha", "1"], "--alpha is for --method draft-lora"),
+        ("eagle3", ["--medusa-heads", "4"], "--medusa-heads is for --method medusa"),
+        ("eagle3", ["--regression-weight", "1"], "--regression-weight is for --method eagle"),
+        ("medusa", ["--num-heads", "4"], "--num-heads is for --method eagle3 and eagle"),
+        ("medusa", ["--unroll", "2"], "--unroll is for"),
+        ("medusa", ["--no-own-lm-head"], "--own-lm-head is for --method eagle3"),
+        ("eagle3", ["--matrix-lr", "0.02"], "--matrix-lr is for --optimizer muon"),
+        ("eagle3", ["--temperature", "0"], "--temperature is for --generate"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(method, more, words, command, tmp_path, capsys):
+    """Also where they are what would be the default."""
+    assert words in refused([*command(), "--method", method, *more], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_broken_target_is_told_in_a_line(file, command, target, tmp_path, capsys):
+    shutil.copytree(target, tmp_path / "broken")
+    (tmp_path / "broken" / file).write_bytes(b"[]")
+    assert "--model" in refused([*command(), "--model", tmp_path / "broken"], capsys)
+    assert not (tmp_path / "out").exists()

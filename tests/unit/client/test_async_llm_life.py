@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -41,13 +42,18 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
     ("death", "reason"), [("raise", "RuntimeError: bug in step"), ("suicide", "SIGKILL"), ("kill", "SIGKILL")]
 )
 def test_death_fails_running_requests_and_restarts(
-    model_path: str, runner: Callable[[Any], Any], death: str, reason: str, tmp_path: Path
+    model_path: str,
+    runner: Callable[[Any], Any],
+    death: str,
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         marker = tmp_path / "marker"
         marker.touch()
         await llm.load_adapter(LoRARequest("a", path="/a"), pinned=True)
-        await llm.load_adapter(LoRARequest("gone", path=f"once:{marker}"))
+        await llm.load_adapter(LoRARequest("gone\nERROR forged", path=f"once:{marker}"))
         running = [await first_output(llm) for _ in range(3)]
         pid = llm.engine_pid
         assert pid is not None
@@ -71,6 +77,8 @@ def test_death_fails_running_requests_and_restarts(
         assert (await collect(llm.generate([5], lora_request="a")))[-1].finished
 
     run(make(model_path, "slow"), scenario, runner)
+    (line,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "be loaded again" in text]
+    assert "\n" not in line
 
 
 def test_calls_fail_when_the_engine_dies(model_path: str) -> None:

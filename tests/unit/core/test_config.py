@@ -102,6 +102,7 @@ def test_wrong_options_are_named(options, param):
         {"method": ["ngram"]},
         {"method": "draft_model", "model": 5},
         {1: 2, "method": "ngram"},
+        {None: 3, "method": "ngram"},
         "ngram",
         ["ngram"],
     ],
@@ -121,13 +122,21 @@ def test_lookup_bounds_that_cross_are_both_named():
     ("config", "field"),
     [
         ({"method": "ngram", "model": "/d"}, "model"),
-        ({"model": "/d", "prompt_lookup_max": 3}, "prompt_lookup_max"),
-        ({"method": "draft_model", "model": "/d", "prompt_lookup_min": 1}, "prompt_lookup_min"),
+        ({"method": "ngram", "drafts_given": True}, "drafts_given"),
+        ({"model": "/d", "prompt_lookup_max": 3, "num_speculative_tokens": 4}, "prompt_lookup_max .* unless"),
+        ({"method": "draft_model", "model": "/d", "prompt_lookup_min": 1, "adaptive": False}, "prompt_lookup_min"),
     ],
 )
 def test_fields_of_another_method_are_not_ignored(config, field):
     with pytest.raises(InvalidRequestError, match=field):
         parse_speculative(config)
+
+
+def test_the_bounds_of_prompt_lookup_go_with_the_fallback_of_adaptive_drafters():
+    config = parse_speculative({"method": "eagle3", "model": "/d", "prompt_lookup_max": 4, "prompt_lookup_min": 2})
+    assert (config.prompt_lookup_min, config.prompt_lookup_max, config.adaptive) == (2, 4, True)
+    said = {"model": "/d", "num_speculative_tokens": 2, "adaptive": True, "prompt_lookup_min": 3}
+    assert parse_speculative(said).prompt_lookup_min == 3
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

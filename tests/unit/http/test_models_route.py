@@ -1,8 +1,12 @@
 """Model names, cards, adapters, tokenizing."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 
-from outrider.platform.core.errors import AdapterError
+from outrider.platform.core.errors import AdapterError, EngineDeadError
+from outrider.platform.http import registry as registry_module
 
 
 def used_adapter(http, llm, model):
@@ -57,6 +61,39 @@ def test_draft_weights(http, llm):
         response = http.load_adapter("x", draft_path=bad)
         assert response.status_code == 400
         assert "draft_path" in response.text
+
+
+def test_draft_weights_are_what_the_engine_says_now(http, llm):
+    """It may have read the files again, after a restart or because they were out of memory."""
+    http.load_adapter("x", draft_path="/drafts")
+
+    def drafts():
+        return http.get("/v1/models").json()["data"][-1]["draft"], http.get("/v1/models/x").json()["draft"]
+
+    assert drafts() == ("loaded", "loaded")
+    llm.in_engine["x"] = replace(llm.in_engine["x"], draft="not a valid safetensors file")
+    assert drafts() == ("not a valid safetensors file",) * 2
+    llm.in_engine["x"] = replace(llm.in_engine["x"], draft="", digest="")
+    assert drafts() == ("not a valid safetensors file",) * 2, "it has not been read yet"
+    llm.in_engine["x"] = replace(llm.in_engine["x"], draft="loaded", digest="digest")
+    llm.state = "restarting"
+    assert drafts() == ("not a valid safetensors file",) * 2, "the engine's last word"
+    llm.state = "ready"
+    assert drafts() == ("loaded", "loaded")
+
+
+def test_cards_do_not_wait_for_a_busy_engine(http, llm, monkeypatch):
+    monkeypatch.setattr(registry_module, "REFRESH_TIMEOUT", 0.01)
+    http.load_adapter("x", draft_path="/drafts")
+
+    async def busy():
+        await asyncio.Event().wait()
+
+    async def dead():
+        raise EngineDeadError("dead")
+
+    for llm.list_adapters in (busy, dead):
+        assert http.get("/v1/models/x").json()["draft"] == "loaded"
 
 
 def test_one_card(http):

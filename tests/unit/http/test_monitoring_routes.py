@@ -118,6 +118,70 @@ def test_tenants_beyond_the_bound_share_a_label(monkeypatch):
     assert found == {"default": 1, "acme": 2, "other": 2}
 
 
+def test_adapters_beyond_the_bound_share_a_label(http, llm, monkeypatch):
+    """The base model keeps its own, and the engine's counts have the labels of the requests'."""
+    monkeypatch.setattr(metrics_module, "MAX_ADAPTERS", 2)
+    http.app.state.serving.metrics = metrics = Metrics()
+    names = ("a", "b", "c", "d", "a")
+    for name in (*names, ""):
+        metrics.recorder(name, "").on_end("stop")
+    llm.snapshot = EngineStats(
+        speculation=[SpeculationEntry(name, "", SpeculationCounts(1, 1, 1, [1])) for name in ("d", "c", "", "b", "a")]
+    )
+    found = {name: {} for name in ("outrider:request_success_total", "outrider:spec_decode_num_drafts_total")}
+    for (name, labels), value in samples(http).items():
+        if name in found:
+            found[name][dict(labels)["adapter"]] = value
+    assert [*found.values()] == [{"a": 2, "b": 1, "other": 2, "": 1}, {"a": 1, "b": 1, "other": 2, "": 1}]
+
+
+def test_names_that_come_and_go_do_not_grow_the_exposition_for_ever():
+    metrics = Metrics()
+
+    def size_after(count):
+        for i in range(count):
+            metrics.recorder(f"adapter-{i}", "").on_end("stop")
+        return metrics.render().count(b"\n")
+
+    assert size_after(metrics_module.MAX_ADAPTERS + 1) == size_after(3 * metrics_module.MAX_ADAPTERS)
+
+
+def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):
+    def snapshot(run_id, times, *adapters):
+        llm.snapshot = EngineStats(
+            run_id=run_id, num_running=times, num_preemptions=times, prefix_cache_queries=10 * times,
+            prefix_cache_hits=3 * times,
+            speculation=[SpeculationEntry(name, "t", SpeculationCounts(times, 4 * times, 2 * times, [times, times]))
+                         for name in adapters],
+        )  # fmt: skip
+        return {key: value for key, value in samples(http).items() if key[0] != "outrider:lora_requests_info"}  # a time
+
+    first = snapshot("1", 2, "", "sql")
+    assert snapshot("1", 2, "", "sql") == first, "the same run is not counted twice"
+    snapshot("1", 5, "", "sql")
+    second = snapshot("2", 0)
+    third = snapshot("2", 1, "sql", "json")
+    labels = {name: (("adapter", name), ("tenant", "t")) for name in ("", "sql", "json")}
+    expected = {
+        ("outrider:num_preemptions_total", ()): (5, 6),
+        ("outrider:prefix_cache_queries_total", ()): (50, 60),
+        ("outrider:prefix_cache_hits_total", ()): (15, 18),
+        ("outrider:num_requests_running", ()): (0, 1),
+        ("outrider:spec_decode_num_drafts_total", labels[""]): (5, 5),
+        ("outrider:spec_decode_num_draft_tokens_total", labels["sql"]): (20, 24),
+        ("outrider:spec_decode_num_accepted_tokens_total", labels["sql"]): (10, 12),
+        ("outrider:spec_decode_num_drafts_total", labels["json"]): (None, 1),
+        (
+            "outrider:spec_decode_num_accepted_tokens_per_pos_total",
+            (labels["sql"][0], ("position", "1"), labels["sql"][1]),
+        ): (5, 6),
+    }
+    assert {key: (second.get(key), third.get(key)) for key in expected} == expected
+    fourth = snapshot("3", 0)
+    counters = {key for key in third if key[0].endswith("_total")}
+    assert {key: fourth[key] for key in counters} == {key: third[key] for key in counters}
+
+
 def test_failed_requests_are_counted_and_refused_ones_are_not(http, llm):
     llm.fail_after = 1
     http.post("/v1/completions", {"prompt": "ab"})

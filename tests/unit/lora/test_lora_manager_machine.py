@@ -135,8 +135,11 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, folder=NAMES, elsewhere=st.booleans(), priority=st.integers(-1, 1))
     def resolve(self, name, folder, elsewhere, priority):
-        request = make_request(name, self._path(folder if elsewhere else name), priority=priority)
+        path = self._path(folder if elsewhere else name)
+        request, before = make_request(name, path, priority=priority), self.manager.list()
         self.manager.resolve(request)
+        if any(info.name == name and info.path != path for info in before):
+            assert self.manager.list() == before, "what nobody has read took an adapter's name"
         self.waiting.append(request)
 
     @rule()

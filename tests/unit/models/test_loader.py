@@ -96,6 +96,25 @@ def test_missing_and_broken_files(tiny: Path, tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_quantized_weights_are_refused(changed: Callable) -> None:
+    def edit(tensors: dict) -> None:
+        tensors["model.norm.weight"] = torch.ones(48, dtype=torch.int8)
+
+    with pytest.raises(InvalidRequestError, match=r"model\.norm\.weight is int8"):
+        load_model(changed(edit))
+
+
+def test_json_nested_too_deep_and_names_too_long(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(InvalidRequestError, match="JSON"):
+        load_model(tmp_path)
+    for name in ("x" * 5000, "~nobody-of-that-name/model"):
+        with pytest.raises(NotFoundError) as caught:
+            resolve_model_path(name)
+        assert caught.value.param == "model"
+        assert len(caught.value.message) < 400
+
+
 def test_dummy_weights_need_only_the_config(tiny: Path, driver: Callable, tmp_path: Path) -> None:
     shutil.copy(tiny / "config.json", tmp_path)
 

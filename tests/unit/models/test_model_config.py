@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.models.config import stored_dtype
+from outrider.models.layers.rope import inverse_frequencies
 from outrider.models.registry import config_from_hf, supported_architectures
 from outrider.platform.core.errors import UnsupportedModelError
 
@@ -59,12 +60,42 @@ def test_a_config_without_architectures_is_refused() -> None:
         ({"head_dim": 15}, "head_dim", "15"),
         ({"vocab_size": "many"}, "vocab_size", "many"),
         ({"hidden_size": None}, "hidden_size", "None"),
+        ({"architectures": -1}, "architectures", "-1"),
+        ({"architectures": [[1]]}, "architectures", "1"),
+        ({"rms_norm_eps": True}, "rms_norm_eps", "True"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps", "inf"),
+        ({"rope_theta": float("nan")}, "rope_scaling", "theta.*nan"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "rope_scaling", "factor"),
+        ({"intermediate_size": 10**30}, "intermediate_size", "at most 16777216"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers", "at most 4096"),
     ],
 )
 def test_refused_by_name(changes: dict[str, Any], param: str, said: str) -> None:
     with pytest.raises(UnsupportedModelError, match=said) as caught:
         read("Llama", **changes)
     assert caught.value.param == param
+
+
+JUNK = ["x", [], {}, [1, "a"], -1, 0, 1.5, float("nan"), float("inf"), 10**30, 10**400, True, None, {"a": {}}, [[1]]]
+FIELDS = [
+    *RAW,
+    *("architectures", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "head_dim", "hidden_act"),
+    *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "quantization_config"),
+    *("attention_bias", "tie_word_embeddings", "partial_rotary_factor", "dtype"),
+]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_junk_in_any_field_is_read_or_refused(field: str) -> None:
+    """And what is read makes a rotary embedding and a norm that can be computed."""
+    window = {"use_sliding_window": True, "sliding_window": 5}
+    for value in JUNK:
+        try:
+            config = read("Qwen2", **{**window, field: value})
+        except UnsupportedModelError:
+            continue
+        assert 0.0 < config.rms_norm_eps < float("inf")
+        assert inverse_frequencies(config.rope, config.head_dim).isfinite().all()
 
 
 def test_windows() -> None:

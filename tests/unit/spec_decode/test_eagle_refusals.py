@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.models.batch import allocate_kv
-from outrider.platform.core.errors import InvalidRequestError, NotFoundError, OutriderError
+from outrider.platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.eagle import EagleProposer, eagle_kv_bytes_per_token
 from outrider.spec_decode.eagle_config import read_eagle_config
@@ -28,9 +28,11 @@ def refused(load_head, tmp_path):
         if config:
             raw = json.loads((path / "config.json").read_text()) | config
             (path / "config.json").write_text(json.dumps({n: v for n, v in raw.items() if v is not None}))
-        with pytest.raises(InvalidRequestError) as caught:
+        with pytest.raises((InvalidRequestError, UnsupportedModelError)) as caught:
             load_head(path, method or head.method)
         assert caught.value.param == "speculative_config"
+        assert caught.value.message.startswith("speculative_config: ")
+        assert str(path) in caught.value.message
         return caught.value
 
     return refused
@@ -56,6 +58,15 @@ def refused(load_head, tmp_path):
         ("eagle", {"speculators_model_type": "eagle3"}, ("'eagle3'", "'eagle'")),
         ("eagle3", {"draft_vocab_size": 40}, ("[97]", "[40]")),
         ("eagle3", {"draft_vocab_size": "many"}, ("'many'",)),
+        # What the reader of any model refuses: said of the head.
+        ("eagle", {"hidden_size": "x"}, ("hidden_size", "'x'")),
+        ("eagle3", {"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
+        ("eagle", {"architectures": -1}, ("architectures", "-1")),
+        ("eagle3", {"architectures": [[1]]}, ("architectures", "[[1]]")),
+        ("eagle3", {"eagle_config": "x"}, ("eagle_config",)),
+        ("eagle3", {"eagle_config": [1, 2]}, ("eagle_config",)),
+        ("eagle3", {"transformer_layer_config": 5}, ("transformer_layer_config",)),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1] * 100_000}, ("1 to 6", "100000 of them")),
     ],
 )
 def test_configs_that_do_not_fit(make_head, refused, method, config, figures):
@@ -92,6 +103,58 @@ def test_tensors_that_do_not_fit(make_head, refused, method, tensors, words):
     error = refused(make_head(method), tensors=tensors)
     for word in words:
         assert word in error.message
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda t: t.to(torch.int8), "int8"),
+        (lambda t: t > 0, "bool"),
+        (lambda t: t.to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (lambda t: t.to(torch.complex64), "complex64"),
+        (lambda t: t.to_sparse(), "sparse"),
+        (lambda t: t.to("meta"), "no values"),
+    ],
+)
+def test_tensors_that_are_no_plain_weights(make_head, refused, change, word):
+    head = make_head("eagle3", bin=True)
+    message = refused(head, tensors={"fc.weight": change(head.weights["fc.weight"])}).message
+    assert "fc.weight" in message
+    assert word in message
+
+
+def test_offsets_that_are_no_integers(make_head, refused):
+    offsets = torch.zeros(97, dtype=torch.complex64)
+    assert "d2t is complex64" in refused(make_head("eagle3", bin=True), tensors={"d2t": offsets}).message
+
+
+def test_before_anything_is_loaded_errors_name_the_draft_too(make_head, tmp_path):
+    path = make_head("eagle").save(tmp_path / "head")
+    for text, word in (('{"hidden_size": 1.5}', "hidden_size"), ("[" * 100_000, "JSON")):
+        (path / "config.json").write_text(text)
+        for method in ("eagle", "draft_model"):
+            config = parse_speculative({"method": method, "model": str(path)})
+            with pytest.raises((InvalidRequestError, UnsupportedModelError)) as caught:
+                draft_kv_bytes_per_token(config, "float32")
+            assert caught.value.param == "speculative_config"
+            assert str(path) in caught.value.message
+            if method == "eagle" or word == "JSON":
+                assert word in caught.value.message
+    with pytest.raises(NotFoundError, match="too long") as caught:
+        draft_kv_bytes_per_token(parse_speculative({"method": "eagle", "model": "x" * 5000}), "float32")
+    assert caught.value.param == "speculative_config"
+    assert len(caught.value.message) < 1000
+
+
+def test_a_limit_of_positions_below_the_longest_sequence_is_said(make_head, load_head, target, tmp_path, caplog):
+    path = make_head("eagle").save(tmp_path / "short")
+    for folder, method, positions in ((path, "eagle", 256), (target.path, "draft_model", 512)):
+        caplog.clear()
+        load_head(folder, method, max_model_len=positions)
+        assert not caplog.records
+        load_head(folder, method, max_model_len=positions + 100)
+        (message,) = caplog.messages
+        assert all(figure in message for figure in (str(folder), str(positions), str(positions + 100)))
 
 
 def test_weights_of_the_other_generation(make_head, refused, load_head, tmp_path):

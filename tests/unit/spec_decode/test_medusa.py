@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
-from outrider.platform.core.errors import InvalidRequestError, NotFoundError
+from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
+from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.proposer import DraftRow, TargetOutput, no_adapters
 
 VOCAB, HIDDEN = 97, 32
@@ -141,10 +142,11 @@ def test_sampled_drafts_and_their_distribution(load, rule):
         ({}, ORIGINAL | {"vocab_size": 100}, ("100", "97")),
         ({}, {"architectures": ["LlamaForCausalLM"]}, ("LlamaForCausalLM", "medusa_num_heads")),
         ({}, ORIGINAL | {"medusa_num_heads": 0}, ("medusa_num_heads", "0")),
+        ({}, ORIGINAL | {"architectures": 1.5}, ("architectures", "1.5")),
     ],
 )
 def test_configs_that_do_not_fit(load, options, config, words):
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises((InvalidRequestError, UnsupportedModelError)) as caught:
         load(tensors(**options), config)
     assert caught.value.param == "speculative_config"
     assert all(word in caught.value.message for word in words)
@@ -166,6 +168,20 @@ def test_tensors_that_do_not_fit(load, change, words):
     with pytest.raises(InvalidRequestError) as caught:
         load(w)
     assert all(word in caught.value.message for word in words)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_without_a_number_there_are_as_many_drafts_as_heads(load_head, tmp_path, adaptive):
+    (tmp_path / "config.json").write_text(json.dumps(ORIGINAL))
+    torch.save(tensors(num_heads=2), tmp_path / "medusa_lm_head.pt")
+    proposer = load_head(tmp_path, "medusa", adaptive=None if adaptive else False)  # None: as if it were not there
+    proposer.bind([], no_adapters)
+    (proposal,) = proposer.propose([row([1, 2, 3], k=4)], TargetOutput(torch.randn(2, HIDDEN)))
+    assert isinstance(proposer, AdaptiveProposer) == adaptive
+    assert adaptive or len(proposal.drafts.token_ids) == 2  # adaptive, the controller says how many
+    for said in (3, 4):
+        with pytest.raises(InvalidRequestError, match=f"num_speculative_tokens is {said}.*2 Medusa heads"):
+            load_head(tmp_path, "medusa", num_speculative_tokens=said, adaptive=True)
 
 
 def test_random_weights_need_no_file(load_head, tmp_path):

@@ -72,6 +72,8 @@ def test_prompts_leave_given_answers_out(reader, tmp_path):
         ({"messages": [{"role": "user"}]}, "messages must be"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no turn before"),
+        ('{"text": "a\\ud800b"}', "half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "half of a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_named(reader, tmp_path, line, words):

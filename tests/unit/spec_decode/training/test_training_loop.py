@@ -64,7 +64,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(method, options, samples, 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["checkpoint", "training_log.jsonl"]
     with open(tmp_path / "parts" / "training_log.jsonl", "a") as file:  # a measurement after the checkpoint
-        file.write('{"step": 4}\n')
+        file.write('{"step": 4}\n{"step": 1, "lo')
     torch.manual_seed(99)
     train_draft(dataclasses.replace(parts, resume=True), samples[8:], samples[:8])
     # the mean loss is over the steps of one process; what is measured and trained is the same
@@ -85,6 +85,7 @@ def test_a_run_that_is_over_stays_as_it_is(options, samples, tmp_path):
     again = train_draft(dataclasses.replace(chosen, resume=True), samples[8:], samples[:8])
     assert again == measured
     assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert [line["step"] for line in log_of(chosen)] == [0, 3, 6]
 
 
 def test_other_seeds_give_other_heads(options, samples, tmp_path):
@@ -133,7 +134,7 @@ def test_default_layers(layers, chosen):
 def test_layers_that_do_not_exist(options, samples):
     with pytest.raises(InvalidRequestError, match=r"must be given: three .* target of 1"):
         choose_aux_layers(1)
-    with pytest.raises(InvalidRequestError, match=r"in \[0, 4\].* 0, 1, 9"):
+    with pytest.raises(InvalidRequestError, match=r"--aux-layers .* in \[0, 4\].* 0, 1, 9"):
         train_draft(options(aux_layers=(0, 1, 9)), samples, samples)
     with pytest.raises(InvalidRequestError, match="must name 3 layers, got 2"):
         train_draft(options(aux_layers=(0, 1)), samples, samples)
@@ -155,6 +156,11 @@ def test_wrong_values_are_refused(options):
         ({"draft": "x"}, "--draft names the drafter"),
         ({"method": "draft-lora"}, "--draft names the drafter"),
         ({"method": "medusa", "draft_vocab_size": 5}, "--draft-vocab-size is for --method eagle3, not for medusa"),
+        ({"rank": 4}, "--rank is for --method draft-lora, not for eagle3"),
+        ({"method": "draft-lora", "draft": "x", "optimizer": "muon"}, "--optimizer muon is for"),
+        ({"hidden_size": 7}, "--hidden-size must be even, got 7"),
+        ({"base_name": ""}, "--base-name must not be empty"),
+        ({"adapter": "a\0b"}, "--adapter holds a NUL"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude"),
         ({"prompt_weight": 2.0}, r"--prompt-weight must be a number in \[0, 1\]"),
     ):

@@ -1,0 +1,155 @@
+"""Broken or unfit models, adapters and drafters are told in one line that names the option."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.platform.core.errors import AdapterError, InvalidRequestError, OutriderError, UnsupportedModelError
+from outrider.spec_decode.training.build import new_drafter, read_head_config
+from outrider.spec_decode.training.run import load
+from outrider.spec_decode.training.target import load_causal_lm, load_target
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def copy_of(folders, tmp_path):
+    def copy(name):
+        return Path(shutil.copytree(getattr(folders, name), tmp_path / name))
+
+    return copy
+
+
+def edit(file, **changes):
+    """Change a JSON object; None takes a key out."""
+    value = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
+
+
+def check_line(caught, param):
+    assert "\n" not in caught.value.message
+    assert f"--{param}" in caught.value.message
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("option", ["model", "draft"])
+def test_a_model_that_was_cut_off(option, copy_of):
+    folder = copy_of("draft")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_causal_lm(str(folder), torch.float32, CPU, option)
+    check_line(caught, option)
+
+
+BROKEN_ADAPTERS = {
+    "weights": lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"xx"),
+    "a list": lambda folder: (folder / "adapter_config.json").write_text("[]"),
+    "no JSON": lambda folder: (folder / "adapter_config.json").write_text("{"),
+    "no config": lambda folder: (folder / "adapter_config.json").unlink(),
+    "rank": lambda folder: edit(folder / "adapter_config.json", r="x"),
+    "type": lambda folder: edit(folder / "adapter_config.json", peft_type=None),
+    "modules": lambda folder: edit(folder / "adapter_config.json", target_modules=["nothing"]),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_ADAPTERS)
+def test_broken_adapters(what, folders, copy_of):
+    folder = copy_of("adapter")
+    BROKEN_ADAPTERS[what](folder)
+    with pytest.raises(AdapterError) as caught:
+        load_target(folders.target, str(folder), torch.float32, CPU)
+    check_line(caught, "adapter")
+
+
+def test_no_hub_is_asked_for_an_adapter_without_weights(folders, copy_of, monkeypatch):
+    import peft
+
+    monkeypatch.setattr(peft.PeftModel, "from_pretrained", lambda *_, **__: pytest.fail("PEFT would ask a hub"))
+    folder = copy_of("adapter")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match=r"has no adapter_model\.safetensors or adapter_model\.bin"):
+        load_target(folders.target, str(folder), torch.float32, CPU)
+
+
+@pytest.fixture
+def trained(options, samples, read_batch, tmp_path):
+    """A head's folder, and the target that it is for."""
+    target, _ = read_batch(samples[:1])
+    folder = tmp_path / "head"
+    folder.mkdir()
+    new_drafter(options(), target, samples).export(folder)
+    return folder, target
+
+
+BROKEN_HEADS = {
+    "no hidden_size": {"hidden_size": None},
+    "hidden_size": {"hidden_size": "x"},
+    "heads": {"num_attention_heads": 0},
+    "architectures": {"architectures": [5]},
+    "vocabulary": {"vocab_size": []},
+    "layers": {"eagle_aux_hidden_state_layer_ids": "x"},
+    "two layers": {"eagle_aux_hidden_state_layer_ids": [1, 2]},
+    "no such layers": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]},
+    "nested": {"transformer_layer_config": []},
+    "eps": {"rms_norm_eps": "x"},
+    "draft vocabulary": {"draft_vocab_size": "x"},
+    "target size": {"target_hidden_size": [1]},
+    "window": {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0},
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_HEADS)
+def test_broken_heads(what, options, trained):
+    folder, _ = trained
+    edit(folder / "config.json", **BROKEN_HEADS[what])
+    with pytest.raises(InvalidRequestError) as caught:
+        load(options("draft-lora", draft=str(folder)))
+    check_line(caught, "draft")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 9999])
+def test_a_heads_config_that_is_no_object(text, options, trained):
+    (trained[0] / "config.json").write_text(text)
+    with pytest.raises(OutriderError) as caught:
+        load(options("draft-lora", draft=str(trained[0])))
+    check_line(caught, "draft")
+
+
+def test_a_heads_weights_that_are_none(options, trained):
+    (trained[0] / "model.safetensors").write_bytes(b"xx")
+    with pytest.raises(OutriderError) as caught:
+        load(options("draft-lora", draft=str(trained[0])))
+    check_line(caught, "draft")
+
+
+SCALED = [
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("rope", SCALED)
+def test_a_scaled_rotary_embedding_is_refused(rope, nested, options, trained):
+    """It is not what the training computes: the draft weights would be for another head."""
+    folder, target = trained
+    edit(folder / "config.json", **({"transformer_layer_config": rope} if nested else rope))
+    with pytest.raises(InvalidRequestError, match=r"rope_\w+ of type '(linear|llama3)'"):
+        new_drafter(options("draft-lora", draft=str(folder)), target, [])
+
+
+def test_a_plain_rotary_embedding_is_read(trained):
+    plain = {"rope_type": "default", "rope_theta": 5000.0}
+    edit(trained[0] / "config.json", rope_parameters=plain, rope_scaling=None)
+    assert read_head_config(trained[0])["rope_parameters"] == plain
+
+
+def test_a_draft_model_has_no_unroll(options, samples, read_batch, folders):
+    target, _ = read_batch(samples[:1], ())
+    with pytest.raises(InvalidRequestError, match="--unroll is for heads"):
+        new_drafter(options("draft-lora", draft=folders.draft, unroll=2), target, [])
