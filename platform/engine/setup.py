@@ -143,7 +143,8 @@ def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterM
 def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:
     speculation = "off"
     if config.speculative is not None:
-        speculation = f"{config.speculative.method}, {config.speculative.num_speculative_tokens} drafts a step"
+        most = "at most " if config.speculative.adaptive else ""
+        speculation = f"{config.speculative.method}, {most}{config.speculative.num_speculative_tokens} drafts a step"
         if config.speculative.synthetic_acceptance_rates is not None:
             speculation += ", synthetic acceptance: the text is meaningless"
     return EngineInfo(

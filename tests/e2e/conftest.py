@@ -1,5 +1,6 @@
 """A real `outrider serve` process with the demo model."""
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,8 @@ import httpx
 import openai
 import psutil
 import pytest
+
+from outrider.models.demo import demo_eagle3_path
 
 START_SECONDS = 120  # generous: the tests' machine may be busy; how fast a start is, is measured elsewhere
 
@@ -121,10 +124,20 @@ def start_server() -> Iterator:
         server.stop()
 
 
+FIXED_DRAFTS = json.dumps({"method": "eagle3", "model": str(demo_eagle3_path()), "num_speculative_tokens": 4})
+"""A number of drafts that does not depend on how busy the machine is."""
+
+
 @pytest.fixture(scope="session")
 def server(start_server) -> ServerProcess:
-    """The demo model as a newcomer gets it. Shared by all tests: leave it as it was."""
-    return start_server()
+    """The demo model and its adapters. Shared by all tests: leave it as it was."""
+    return start_server("--speculative-config", FIXED_DRAFTS)
+
+
+@pytest.fixture(scope="session")
+def fixed_drafts() -> list[str]:
+    """Options for a server that always drafts."""
+    return ["--speculative-config", FIXED_DRAFTS]
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ LONG = {"model": "outrider-demo", "prompt": "Once", "max_tokens": 1900, "ignore_
 
 
 @pytest.fixture(scope="module")
-def own_server(start_server):
+def own_server(start_server, fixed_drafts):
     """One whose engine these tests may kill. With keys, to see that they hold; float32, so that text is exact."""
     arguments = "--api-key key-1 --api-key key-2 --max-model-len 2000 --log-level error --dtype float32"
-    return start_server(*arguments.split())
+    return start_server(*arguments.split(), *fixed_drafts)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,24 @@ def own_http(own_server):
 
 def test_summary(server):
     output = server.output
-    for text in ("outrider-demo", "KV cache", "json (rank", "draft_model, 4", "curl "):
+    for text in ("outrider-demo", "KV cache", "json (rank", "eagle3, 4 drafts", "curl "):
         assert text in output, output
     assert "Traceback" not in output
+
+
+def test_as_a_newcomer_gets_it(start_server):
+    """Without options: the demo, its adapters, and as much speculation as pays. In float32, so that text is exact."""
+    server = start_server("--dtype", "float32")
+    assert "eagle3, at most 4 drafts" in server.output
+    with server.http() as http:
+        texts = set()
+        for speculative in (False, None):
+            body = {"model": "json", "prompt": "Anna from Lisbon", "max_tokens": 24, "speculative": speculative}
+            texts.add(http.post("/v1/completions", json=body | {"seed": 3}).json()["choices"][0]["text"])
+        card = http.get("/v1/models/json").json()
+    assert len(texts) == 1
+    assert card["draft"] == "loaded"
+    assert server.stop() == 0
 
 
 def test_open_routes(server, http):
