@@ -133,13 +133,16 @@ class ManagerMachine(RuleBasedStateMachine):
         self.drafts[name] = draft
         self._write(name)
 
+    def _registered(self):
+        return [(info.name, info.path, info.digest, info.pinned) for info in self.manager.list()]
+
     @rule(name=NAMES, folder=NAMES, elsewhere=st.booleans(), priority=st.integers(-1, 1))
     def resolve(self, name, folder, elsewhere, priority):
         path = self._path(folder if elsewhere else name)
-        request, before = make_request(name, path, priority=priority), self.manager.list()
+        request, before = make_request(name, path, priority=priority), self._registered()
         self.manager.resolve(request)
-        if any(info.name == name and info.path != path for info in before):
-            assert self.manager.list() == before, "what nobody has read took an adapter's name"
+        if any(registered == name and at != path for registered, at, *_ in before):
+            assert self._registered() == before, "what nobody has read took an adapter's name"
         self.waiting.append(request)
 
     @rule()
