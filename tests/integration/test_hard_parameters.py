@@ -126,8 +126,8 @@ def test_logits_that_turn_bad_inside_a_prompt_are_told_when_the_prompt_is(make_e
     model = engine._runner._model
     compute = model.compute_logits
 
-    def broken(hidden):
-        logits = compute(hidden)
+    def broken(hidden, *adapters):
+        logits = compute(hidden, *adapters)
         if len(logits) > 1:
             logits[0, 3] = math.nan
         return logits

@@ -20,7 +20,7 @@ PARAMS = {
 SCHEDULES = {
     "plain": {},
     "no prefix cache": {"enable_prefix_caching": False},
-    "chunked": {"max_num_batched_tokens": 9},
+    "chunked": {"max_num_batched_tokens": 40},  # less would leave no room for six rows of drafts
     "small blocks": {"block_size": 4, "max_num_seqs": 3},
     "preempted": {"max_model_len": 104, "block_size": 8, "num_gpu_blocks_override": 16},
 }
