@@ -141,9 +141,17 @@ class TimeTable:
     def __init__(self) -> None:
         self._series: dict[int, _Series] = {}
         self._drift = 0.0
+        self._warm: set[tuple[int, int]] = set()  # (rows, size) classes that have been computed before
 
     def add(self, rows: int, size: int, seconds: float) -> None:
-        """A step of `rows` rows and `size` took `seconds`; `rows` may be `MIXED`."""
+        """A step of `rows` rows and `size` took `seconds`; `rows` may be `MIXED`.
+
+        The first time of a size does not count: kernels are prepared and memory is taken for it, which can cost more
+        than the step itself, and a drafter would be given up for it."""
+        key = (row_class(rows), _size_class(size))
+        if key not in self._warm:
+            self._warm.add(key)
+            return
         series = self._series.setdefault(row_class(rows), _Series())
         cell = series.cells.get(_size_class(size))
         if cell is None:

@@ -76,10 +76,21 @@ def test_another_class_of_rows_lends_its_shape():
 
 def test_steps_with_prompts_stay_apart():
     table = TimeTable()
-    table.add(MIXED, 500, 9.0)
+    for _ in range(2):
+        table.add(MIXED, 500, 9.0)
     assert table.points(4) == ([], [])
-    table.add(4, 4, 1.0)
+    for _ in range(2):
+        table.add(4, 4, 1.0)
     assert curve_of(table, 4)(4) == 1.0
+
+
+def test_the_first_time_of_a_size_does_not_count():
+    """Kernels are prepared for it: a drafter must not be given up for what only its first call takes."""
+    table = TimeTable()
+    table.add(1, 5, 1.0)
+    assert table.points(1) == ([], [])
+    table.add(1, 5, 0.01)
+    assert curve_of(table, 1)(5) == pytest.approx(0.01)
 
 
 @settings(deadline=None)
