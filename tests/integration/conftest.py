@@ -230,3 +230,14 @@ def prompts():
 @pytest.fixture
 def greedy():
     return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def jobs(models, prompts):
+    """jobs(params, adapters) -> every prompt with these parameters, on the base or on base and adapters in turn."""
+
+    def jobs(params, adapters):
+        names = [None, "a", "b", None, "a", "c"] if adapters else [None] * len(prompts)
+        return [(p, params, models.lora(n)) for p, n in zip(prompts, names, strict=True)]
+
+    return jobs

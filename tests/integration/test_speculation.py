@@ -38,15 +38,6 @@ PARAMS = {
 }
 
 
-@pytest.fixture
-def jobs(models, prompts):
-    def jobs(params, adapters):
-        names = NAMES if adapters else [None] * len(prompts)
-        return [(p, params, models.lora(n)) for p, n in zip(prompts, names, strict=True)]
-
-    return jobs
-
-
 @pytest.fixture(scope="session")
 def plain_text(models, plain_engine, run, prompts):
     """plain_text(name in PARAMS, adapters) -> the text without speculation; made once."""

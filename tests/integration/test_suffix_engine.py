@@ -7,7 +7,6 @@ import pytest
 from outrider import SamplingParams
 
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-NAMES = [None, "a", "b", None, "a", "c"]
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
     "seeded": SamplingParams(temperature=0.8, seed=42, max_tokens=24),
@@ -32,15 +31,6 @@ def suffix(k=5, **fields):
 
 def text(outcomes):
     return [(o.token_ids, o.finish_reason, o.stop_reason) for o in outcomes]
-
-
-@pytest.fixture
-def jobs(models, prompts):
-    def jobs(params, adapters):
-        names = NAMES if adapters else [None] * len(prompts)
-        return [(p, params, models.lora(n)) for p, n in zip(prompts, names, strict=True)]
-
-    return jobs
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["base", "adapters"])

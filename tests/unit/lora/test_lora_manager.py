@@ -339,7 +339,10 @@ def test_loading_does_not_block_and_close_ends_the_thread(make_manager, folder, 
 
 
 def test_wait_returns_at_once_when_nothing_loads(make_manager):
-    make_manager().wait(1000)
+    waiting = threading.Thread(target=make_manager().wait, args=(1000,), daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_modules_that_an_adapter_leaves_alone(make_manager, folder):
