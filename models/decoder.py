@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.rope import apply_rope, apply_rope_invariant
+from ..kernels.rope import Rotation
 from ..kernels.silu_mul import silu_mul, silu_mul_invariant
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
@@ -33,12 +33,9 @@ class DecoderLayer:
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> None:
-        self._config = config
         self._attention = attention
         self._window = config.windows[index]
-        self._rope = apply_rope_invariant if config.batch_invariant else apply_rope
         self._silu_mul = silu_mul_invariant if config.batch_invariant else silu_mul
-        self._num_qk_heads = config.num_heads + config.num_kv_heads
         heads = config.num_heads * config.head_dim
         kv_heads = config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -67,19 +64,12 @@ class DecoderLayer:
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """hidden [T, H] to the next layer's [T, H]."""
-        attended = self._attend(self.qkv.forward(self.input_norm(hidden), batch), batch, kv)
+        qkv = self.qkv.forward(self.input_norm(hidden), batch)
+        rotation = Rotation(batch.cos, batch.sin)
+        attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
         hidden = self.o.forward(attended, batch, residual=hidden)
         inner = self._silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
         return self.down.forward(inner, batch, residual=hidden)
-
-    def _attend(self, qkv: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        heads = qkv.view(qkv.shape[0], -1, self._config.head_dim)
-        qk, v = heads[:, : self._num_qk_heads], heads[:, self._num_qk_heads :]
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        qk = self._rope(qk, batch.cos, batch.sin)
-        q, k = qk[:, : self._config.num_heads], qk[:, self._config.num_heads :]
-        return self._attention.forward(q, k, v, kv, batch.attention, self._window)
 
     def linears(self) -> list[Linear]:
         """In the order of the computation."""
@@ -109,7 +99,7 @@ class Decoder:
             dtype=config.dtype,
             device=self.device,
         )
-        self.attention = make_attention(spec, "invariant" if config.batch_invariant else "torch")
+        self.attention = make_attention(spec, batch_invariant=config.batch_invariant)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, dtype=config.dtype, device=self.device)
         self.layers = [DecoderLayer(config, i, self.attention, self.device) for i in range(config.num_layers)]
         common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}

@@ -65,6 +65,10 @@ class InvariantLinear:
             start = stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def without_bias(self, x: Tensor) -> Tensor:
+        """x Wᵀ [T, out]; here a row may depend on the others."""
+        return self._packed.without_bias(x)
+
 
 def padded(x: Tensor, size: int) -> Tensor:
     """x [n, ...] with zeros to [size, ...]; x itself when there is nothing to add.

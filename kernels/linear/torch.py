@@ -45,6 +45,12 @@ class PackedLinear:
         y = F.linear(x, self._weight, self._bias)
         return y if residual is None else y.add_(residual)
 
+    def without_bias(self, x: Tensor) -> Tensor:
+        """x Wᵀ [T, out]."""
+        if self._prepacked:
+            return _pointwise(x, self._weight, None, "none", (), "")
+        return F.linear(x, self._weight)
+
 
 if torch.backends.mkldnn.is_available():
     # Overloads looked up once: a lookup takes as long as a small product.

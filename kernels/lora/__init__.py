@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .invariant import expand_invariant, shrink_expand_invariant
-from .torch import PackedRows, keep_mask
+from .torch import keep_mask
 from .torch import shrink_expand as _shrink_expand_torch
 
-__all__ = ["PackedRows", "expand_invariant", "keep_mask", "shrink_expand", "shrink_expand_invariant"]
+__all__ = ["expand_invariant", "keep_mask", "shrink_expand", "shrink_expand_invariant"]
 
 
 def shrink_expand(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], keep: Tensor | None) -> None:

@@ -24,5 +24,8 @@ def shrink_expand_invariant(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor]
 
 
 def expand_invariant(y: Tensor, h: Tensor, b: Tensor) -> None:
-    """y [T, out] += h [T, n] b [n, out]; the product is rounded before it is added."""
-    y.add_(product(h, b.t().contiguous()))
+    """y [T, out] += h [T, n] b [n, out]; the product is rounded before it is added.
+
+    In float32: a sum of a few numbers rounded to bfloat16 hides its order from the trial that chooses the sizes.
+    """
+    y.add_(product(h.float(), b.t().float().contiguous()).to(y.dtype))

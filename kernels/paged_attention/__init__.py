@@ -7,13 +7,17 @@ head's keys contiguous, which is what the products want.
 """
 
 from .invariant import PairRun, TileGroup, TrustedTiles, attend_tiles, trusted_tiles
+from .native import NativeStep, RowArrays, Shape, is_native
 from .torch import LayerKV, LongRow, QueryTile, ShortGroup, Workspace, attend_long, attend_short, write_kv
 
 __all__ = [
     "LayerKV",
     "LongRow",
+    "NativeStep",
     "PairRun",
     "QueryTile",
+    "RowArrays",
+    "Shape",
     "ShortGroup",
     "TileGroup",
     "TrustedTiles",
@@ -21,6 +25,7 @@ __all__ = [
     "attend_long",
     "attend_short",
     "attend_tiles",
+    "is_native",
     "trusted_tiles",
     "write_kv",
 ]

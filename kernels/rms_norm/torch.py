@@ -19,13 +19,21 @@ class NormWeight(NamedTuple):
     """[..., H] float32: weight · sqrt(H)."""
     root: Tensor
     """[] float32: sqrt(eps · H)."""
+    root_value: float
+    """The same as a number."""
+    size: int
+    """H."""
+    repeats: int
+    """How many rows of H elements have weights of their own."""
 
 
 def prepare(weight: Tensor, eps: float) -> NormWeight:
     """The prepared form of `weight` [..., H]; leading dimensions broadcast against those of x."""
     size = weight.shape[-1]
-    root = torch.tensor(math.sqrt(eps * size), dtype=torch.float32, device=weight.device)
-    return NormWeight(weight.float() * math.sqrt(size), root)
+    root = math.sqrt(eps * size)
+    on_device = torch.tensor(root, dtype=torch.float32, device=weight.device)
+    scale = (weight.float() * math.sqrt(size)).contiguous()
+    return NormWeight(scale, on_device, root, size, scale.numel() // size)
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:

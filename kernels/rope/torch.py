@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    """The angles of T tokens, as `apply_rope` wants them: [T, 1, D] each, equally strided."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

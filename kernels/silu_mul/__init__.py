@@ -1,5 +1,22 @@
 """SwiGLU's activation (Shazeer 2020): silu(gate) · up."""
 
-from .torch import silu_mul, silu_mul_invariant
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import torch as _torch
+from .native import silu_mul as _native
 
 __all__ = ["silu_mul", "silu_mul_invariant"]
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
+    y = _native(x)
+    return _torch.silu_mul(x) if y is None else y
+
+
+def silu_mul_invariant(x: Tensor) -> Tensor:
+    """`silu_mul` whose result for a row does not depend on the other rows, bit for bit."""
+    y = _native(x)
+    return _torch.silu_mul_invariant(x) if y is None else y

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...kernels.paged_attention import LayerKV
+    from ...kernels.rope import Rotation
     from ..batch import SequenceRows
+    from ..layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,14 @@ class AttentionBackend(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None) -> Tensor:
         """Store k and v [T, Hk, D] (which it may change) in `kv`, then attend with q [T, H, D]; returns [T, H * D]."""
 
+    def forward_qkv(
+        self, qkv: Tensor, rotation: Rotation, norm: RMSNorm | None, kv: LayerKV, plan: Any, window: int | None
+    ) -> Tensor:
+        """`forward` of what a projection gave, qkv [T, (H + 2 Hk) * D] (which it may change).
+
+        Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before.
+        """
+
 
 def _torch(spec: AttentionSpec) -> AttentionBackend:
     from .torch import TorchAttention
@@ -55,15 +65,29 @@ def _invariant(spec: AttentionSpec) -> AttentionBackend:
     return InvariantAttention(spec)
 
 
-_BACKENDS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {"torch": _torch, "invariant": _invariant}
+def _native(spec: AttentionSpec) -> AttentionBackend:
+    from .native import NativeAttention
+
+    return NativeAttention(spec)
 
 
-def make_attention(spec: AttentionSpec, name: str = "torch") -> AttentionBackend:
-    """The backend called `name`.
+_BACKENDS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
+    "torch": _torch,
+    "invariant": _invariant,
+    "native": _native,
+}
+
+
+def make_attention(spec: AttentionSpec, name: str | None = None, *, batch_invariant: bool = False) -> AttentionBackend:
+    """The backend called `name`; None: the fastest for this model here, of those that are batch-invariant if wanted.
 
     Raises:
         InvalidRequestError: there is none of that name.
     """
+    if name is None:
+        from .native import serves
+
+        name = "native" if serves(spec) else "invariant" if batch_invariant else "torch"
     if name not in _BACKENDS:
         raise InvalidRequestError(
             f"attention backend must be one of {', '.join(sorted(_BACKENDS))}; got {name!r}", param="attention_backend"

@@ -22,9 +22,11 @@ from ...kernels.paged_attention import (
     trusted_tiles,
     write_kv,
 )
+from ...kernels.rope import apply_rope_invariant
 from ..batch import SequenceRows
 from . import AttentionSpec
-from .torch import RowTables
+from .separate import SeparateSteps
+from .tables import RowTables
 
 # Keys a chunk, at least. A multiple of 16, so that a vector of floats never spans two chunks.
 _MIN_KEYS = 128
@@ -56,10 +58,11 @@ class InvariantPlan:
     by_window: dict[int | None, list[TileGroup]]
 
 
-class InvariantAttention:
+class InvariantAttention(SeparateSteps):
     """Tiles of queries against chunks of keys at fixed positions. Implements AttentionBackend."""
 
     def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec, apply_rope_invariant)
         self._spec = spec
         self._workspace = Workspace()
         self._trusted(_MIN_KEYS)  # when the model is made, not in its first step

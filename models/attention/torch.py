@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -20,8 +19,11 @@ from ...kernels.paged_attention import (
     attend_short,
     write_kv,
 )
+from ...kernels.rope import apply_rope
 from ..batch import SequenceRows
 from . import AttentionSpec
+from .separate import SeparateSteps
+from .tables import RowTables
 
 # A row with more queries runs by itself: its products are large enough.
 MAX_SHORT_QUERIES = 16
@@ -50,38 +52,6 @@ class TorchPlan:
     by_window: dict[int | None, _WindowPlan]
 
 
-class RowTables:
-    """The rows' shapes and block tables as arrays; every [B] array is int64."""
-
-    def __init__(self, rows: SequenceRows, block_size: int) -> None:
-        self.block_size = block_size
-        self.first_key = rows.first_key
-        self.query_lens = np.asarray(rows.query_lens, dtype=np.int64)
-        self.starts = np.asarray(rows.starts, dtype=np.int64)
-        self.lengths = self.starts + self.query_lens
-        self.token_starts = np.cumsum(self.query_lens) - self.query_lens
-        self.num_blocks = -(-self.lengths // block_size)
-        self._offsets = np.cumsum(self.num_blocks) - self.num_blocks
-        used = (table[:count] for table, count in zip(rows.block_tables, self.num_blocks.tolist(), strict=True))
-        self._blocks = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=int(self.num_blocks.sum()))
-
-    def slots(self, positions: np.ndarray) -> np.ndarray:
-        """[T] cache slots of all tokens."""
-        block, offset = np.divmod(positions, self.block_size)
-        return self._blocks[np.repeat(self._offsets, self.query_lens) + block] * self.block_size + offset
-
-    def blocks(self, rows: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
-        """[len(rows), count] blocks from each row's `first` on; past its end a row's last block is repeated."""
-        wanted = np.minimum(first[:, None] + np.arange(count), self.num_blocks[rows, None] - 1)
-        return self._blocks[self._offsets[rows, None] + wanted]
-
-    def first_blocks(self, rows: np.ndarray, window: int | None) -> np.ndarray:
-        """[len(rows)] the first block that any query of a row can see."""
-        if window is None:
-            return np.zeros(len(rows), dtype=np.int64)
-        return np.maximum(self.starts[rows] - window + 1, 0) // self.block_size
-
-
 def split_by_length(rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]:
     """Split `rows` into groups that are worth padding to their longest; each group in ascending order."""
     groups: list[list[int]] = []
@@ -96,10 +66,11 @@ def split_by_length(rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]
     return [sorted(group) for group in groups]
 
 
-class TorchAttention:
+class TorchAttention(SeparateSteps):
     """Rows with few queries run together in padded groups, rows with many one by one. Implements AttentionBackend."""
 
     def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec, apply_rope)
         self._spec = spec
         self._workspace = Workspace()
 

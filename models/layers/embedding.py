@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...kernels.linear import InvariantLinear, PackedLinear, pack, pack_invariant
-from .linear import LoraSite
+from .linear import GainSite, LoraSite, row_squares
 from .weights import WeightSlot
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
+# Rows of the table that are summed at once.
+_ROWS = 4096
 # Rows of the head that `is_head` recovers at once.
 _PROBES = 64
 # What a checkpoint loses on its way through float16, whose smallest steps are this wide: half the step.
@@ -49,6 +51,10 @@ class Embedding:
         self.lookup_lora: EmbeddingSite | None = None
         """Set by the adapter manager, as is `head_lora`."""
         self.head_lora: LoraSite | None = None
+        self.lookup_gains: GainSite | None = None
+        self.head_gains: GainSite | None = None
+        self.head_squares: Tensor | None = None
+        """[vocab] float32, once loaded: the squared norm of each row of the head's weight."""
         self._shape = (vocab_size, hidden_size)
         self._tied = tied
         self._dtype = dtype
@@ -61,6 +67,8 @@ class Embedding:
         """[T] token ids to [T, hidden]. `adapters`: of these T tokens, as in `ForwardBatch`."""
         embedded = F.embedding(input_ids, self._table)  # type: ignore[arg-type]  # the loader left no slot empty
         if self.lookup_lora is not None and adapters is not None:
+            if self.lookup_gains is not None:
+                self.lookup_gains.scale(embedded, adapters)
             self.lookup_lora.add(embedded, input_ids, adapters)
         return embedded
 
@@ -68,8 +76,27 @@ class Embedding:
         """[R, hidden] to float32 logits [R, vocab]. `adapters`: of these R rows."""
         logits = self._head(hidden)  # type: ignore[misc]
         if self.head_lora is not None and adapters is not None:
+            if self.head_gains is not None:
+                self.head_gains.scale(logits, adapters)
             self.head_lora.add(logits, hidden, adapters)
         return logits.float()
+
+    def table_squares(self) -> Tensor:
+        """[hidden] float32: the squared norm of each column of the table."""
+        assert self._table is not None
+        squares = torch.zeros(self.hidden_size, dtype=torch.float32, device=self._device)
+        for rows in self._table.split(_ROWS):
+            squares += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square_()
+        return squares
+
+    def project_table(self, x: Tensor) -> Tensor:
+        """x [n, vocab] times the table, [n, hidden]."""
+        assert self._table is not None
+        return x @ self._table
+
+    def project_head(self, x: Tensor) -> Tensor:
+        """x [n, hidden] to [n, vocab]: `logits` of the base model in the dtype served."""
+        return self._head.without_bias(x)  # type: ignore[union-attr]
 
     def is_table(self, tensor: Tensor) -> bool:
         """Whether `tensor` [vocab, hidden] is the table, in the dtype served."""
@@ -101,10 +128,14 @@ class Embedding:
     def _load_table(self, tensor: Tensor) -> None:
         self._table = tensor.to(self._device, self._dtype, copy=True).contiguous()
         if self._tied:
-            self._head = self._pack(self._table)
+            self._set_head(self._table)
 
     def _load_head(self, tensor: Tensor) -> None:
-        self._head = self._pack(tensor.to(self._device, self._dtype, copy=True))
+        self._set_head(tensor.to(self._device, self._dtype, copy=True))
+
+    def _set_head(self, weight: Tensor) -> None:
+        self.head_squares = row_squares(weight)
+        self._head = self._pack(weight)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

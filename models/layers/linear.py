@@ -28,6 +28,13 @@ class LoraSite(Protocol):
         """y [T, out] += each token's adapter applied to x [T, in]."""
 
 
+class GainSite(Protocol):
+    """The gains that adapters with trained magnitudes (DoRA) have at one layer."""
+
+    def scale(self, y: Tensor, adapters: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+        """y [T, out] = (y - bias - residual) * each token's gains + bias + residual; other tokens stay as they are."""
+
+
 class Linear:
     """y = x Wᵀ + b (+ adapters) (+ residual), W being the rows of one or several projections of the checkpoint."""
 
@@ -49,7 +56,12 @@ class Linear:
         self.in_features = in_features
         self.out_features = sum(rows for _, rows in slices)
         self.lora: LoraSite | None = None
-        """Set by the adapter manager."""
+        """Set by the adapter manager, as is `gains`."""
+        self.gains: GainSite | None = None
+        self.bias: Tensor | None = None
+        """[out], once loaded."""
+        self.row_squares: Tensor | None = None
+        """[out] float32, once loaded: the squared norm of each row of W, which cannot be read any more."""
         self._bias = bias
         self._dtype = dtype
         self._device = device
@@ -63,8 +75,14 @@ class Linear:
         """x [T, in] to a new tensor [T, out]; `residual` [T, out] is added."""
         y = self._packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
         if self.lora is not None and batch.adapters is not None:
+            if self.gains is not None:
+                self.gains.scale(y, batch.adapters, self.bias, residual)
             self.lora.add(y, x, batch.adapters)
         return y
+
+    def project(self, x: Tensor) -> Tensor:
+        """x Wᵀ [T, out]: the base weights alone, without the bias; for any thread."""
+        return self._packed.without_bias(x)  # type: ignore[union-attr]  # as in `forward`
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
@@ -85,7 +103,14 @@ class Linear:
             self._merged[kind][begin : begin + shape[0]].copy_(tensor)
             self._missing -= 1
             if not self._missing:
-                self._packed = self._pack(self._merged["weight"], self._merged.get("bias"))
+                weight, self.bias = self._merged["weight"], self._merged.get("bias")
+                self.row_squares = row_squares(weight)
+                self._packed = self._pack(weight, self.bias)
                 self._merged = {}
 
         return WeightSlot(shape, load, scale=self.in_features**-0.5)
+
+
+def row_squares(weight: Tensor) -> Tensor:
+    """[out] float32: the squared norm of each row of a weight [out, in]."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()

@@ -36,6 +36,12 @@ class RMSNorm:
         self._loaded: dict[str, Tensor] = {}
         self._weight: NormWeight | None = None
 
+    @property
+    def weight(self) -> NormWeight:
+        """As `kernels.rms_norm` uses it; for kernels that normalise on the way."""
+        assert self._weight is not None, "the loader left no slot empty"
+        return self._weight
+
     def __call__(self, x: Tensor) -> Tensor:
         """A new tensor of x's shape and dtype."""
         return self._norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outrider.kernels.native import library
 from outrider.kernels.paged_attention import invariant as kernel
 from outrider.kernels.paged_attention import trusted_tiles
 from outrider.models.attention import AttentionSpec, make_attention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
+BACKENDS = ["invariant", "native"] if library() is not None else ["invariant"]
 SHAPES = [(4, 2, 32), (3, 3, 6), (6, 1, 80), (1, 1, 2), (14, 2, 64), (4, 4, 64)]
 
 
@@ -65,13 +67,16 @@ def dense(row: Row, window: int | None) -> Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
-def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(data: st.DataObject, dtype: torch.dtype) -> None:
+@given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32]), name=st.sampled_from(BACKENDS))
+def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
+    data: st.DataObject, dtype: torch.dtype, name: str
+) -> None:
     shape = data.draw(st.sampled_from(SHAPES))
     options = {
         "block_size": data.draw(st.sampled_from([1, 4, 16, 24])),
         "window": data.draw(st.sampled_from([None, None, 1, 3, 17, 150, 1000])),
         "dtype": dtype,
+        "name": name,
     }
     lengths = data.draw(st.lists(st.sampled_from([1, 2, 5, 17, 40, 127, 128, 129, 300]), min_size=1, max_size=6))
     rows = [Row(length, shape, dtype, seed) for seed, length in enumerate(lengths)]
@@ -98,9 +103,10 @@ def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(data: st.DataObje
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_attention(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", BACKENDS)
+def test_it_is_attention(name: str, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
     rows = [Row(length, shape, dtype, seed) for seed, length in enumerate((300, 1, 129, 40))]
-    got = attend([(row, 0, row.length) for row in rows], shape, block_size=16, window=window, dtype=dtype)
+    got = attend([(row, 0, row.length) for row in rows], shape, block_size=16, window=window, dtype=dtype, name=name)
     expected = torch.cat([dense(row, window) for row in rows]).to(dtype)
     # bfloat16: scores, weights and chunks' results are rounded to 8 bits.
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
@@ -108,8 +114,9 @@ def test_it_is_attention(shape: tuple[int, int, int], window: int | None, dtype:
 
 
 @pytest.mark.parametrize("batch", range(1, 41))
-def test_decode_rows_do_not_depend_on_their_number(batch: int) -> None:
-    shape, options = (4, 2, 32), {"block_size": 16, "window": None, "dtype": torch.bfloat16}
+@pytest.mark.parametrize("name", BACKENDS)
+def test_decode_rows_do_not_depend_on_their_number(name: str, batch: int) -> None:
+    shape, options = (4, 2, 32), {"block_size": 16, "window": None, "dtype": torch.bfloat16, "name": name}
     rows = [Row(1 + 37 * i % 400, shape, torch.bfloat16, i) for i in range(batch)]
     got = attend([(row, row.length - 1, row.length) for row in rows], shape, **options, seed=batch)
     for i in {0, batch // 2, batch - 1}:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.kernels.lora import PackedRows, keep_mask, shrink_expand
+from outrider.kernels.lora import keep_mask, shrink_expand
 
 # Rounding of one accumulation in the dtype, times the size of the values here (a few units).
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
@@ -31,25 +31,19 @@ def expected(y, x, a, b, owned):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("sizes", [(24,), (16, 8, 8), (4500, 4500)], ids=str)
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (1, 8), (7, 13), (33, 24)])
-class TestBothForms:
+class TestDefinition:
     def test_masked(self, dtype, sizes, num_tokens, num_rows):
         y, x, a, b, owned = make(num_tokens, num_rows, 40, sizes, dtype)
-        want, keep, base = expected(y, x, a, b, owned), keep_mask(owned, dtype), y[-1].clone()
-        packed = y.clone()
-        shrink_expand(y, x, a, b, keep)
-        PackedRows(a, b)(packed, x, keep.repeat(1, len(sizes)))
-        for got in (y, packed):
-            torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype] / 4)
-            assert torch.equal(got[-1], base)
+        want, base = expected(y, x, a, b, owned), y[-1].clone()
+        shrink_expand(y, x, a, b, keep_mask(owned, dtype))
+        torch.testing.assert_close(y.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype] / 4)
+        assert torch.equal(y[-1], base)
 
     def test_without_a_mask(self, dtype, sizes, num_tokens, num_rows):
         y, x, a, b, owned = make(num_tokens, num_rows, 40, sizes, dtype)
         want = expected(y, x, a, b, torch.ones_like(owned))
-        packed = y.clone()
         shrink_expand(y, x, a, b, None)
-        PackedRows(a, b)(packed, x, None)
-        for got in (y, packed):
-            torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype] / 4)
+        torch.testing.assert_close(y.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype] / 4)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -58,13 +52,11 @@ def test_a_row_that_overflows_leaves_other_tokens_alone(dtype, sizes):
     y, x, a, b, _ = make(3, 2, 16, sizes, dtype)
     a[1], x[:] = 3e38, 1.0  # the products with row 1 are infinite
     owned = torch.tensor([[True, False], [False, False], [False, True]])
-    keep, before, packed = keep_mask(owned, dtype), y.clone(), y.clone()
-    shrink_expand(y, x, a, b, keep)
-    PackedRows(a, b)(packed, x, keep.repeat(1, len(sizes)))
-    for got in (y, packed):
-        assert torch.isfinite(got[:2]).all()
-        assert torch.equal(got[1], before[1])
-        assert not torch.isfinite(got[2]).all()
+    before = y.clone()
+    shrink_expand(y, x, a, b, keep_mask(owned, dtype))
+    assert torch.isfinite(y[:2]).all()
+    assert torch.equal(y[1], before[1])
+    assert not torch.isfinite(y[2]).all()
 
 
 def test_rows_of_a_larger_batch_are_written_in_place():

@@ -110,6 +110,12 @@ def test_wheel_holds_every_module(repo_root, pyproject, wheel_files):
     assert expected - wheel_files == set()
 
 
+def test_wheel_holds_the_native_kernels(repo_root, wheel_files):
+    sources = [file for kind in ("*.cpp", "*.h") for file in (repo_root / "kernels").rglob(kind)]
+    assert sources
+    assert {f"outrider/{file.relative_to(repo_root).as_posix()}" for file in sources} - wheel_files == set()
+
+
 def test_wheel_holds_the_demo_model(repo_root, wheel_files):
     demo = repo_root / "models" / "demo"
     folders = [demo / name for name in ("base", "draft", "eagle3", "adapters")]

@@ -1,0 +1,106 @@
+"""All adapters of a step at one projection in one C++ call, straight from the rows where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..native import DTYPES, library
+
+
+class _Site(ctypes.Structure):
+    _fields_ = (
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("num_slices", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("slice_starts", ctypes.c_void_p),
+        ("live", ctypes.c_void_p),
+        ("live_stride", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+    )
+
+
+def is_native(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `NativeRows` serves rows of this dtype there."""
+    return device.type == "cpu" and dtype in DTYPES and library() is not None
+
+
+class RowSegments:
+    """Which tokens of a step use which rows, as the kernel reads it."""
+
+    def __init__(self, segments: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """`segments`: (first token, token after the last, rank rows of their adapter), disjoint."""
+        table: list[tuple[int, int, int, int]] = []
+        rows: list[int] = []
+        for start, stop, own in segments:
+            table.append((start, stop, len(rows), len(own)))
+            rows.extend(own)
+        self._table = np.array(table, dtype=np.int32).reshape(-1, 4)
+        self._rows = np.array(rows, dtype=np.int32)
+        self.stop = max((stop for _, stop, _ in segments), default=0)
+        # The addresses are looked up once: that takes as long as a small projection's rows.
+        self.args = (self._table.ctypes.data, len(table), self._rows.ctypes.data)
+
+
+class NativeRows:
+    """The pools of one projection as the kernel sees them; views of the owner's tensors, which it keeps alive."""
+
+    def __init__(self, a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: np.ndarray[Any, np.dtype[np.uint8]]):
+        """
+        Args:
+            a: [R, S, in], contiguous but for its first stride, which is that of `b`.
+            b: [R, sum(slice_sizes)], the slices side by side, the scale folded in.
+            slice_sizes: Outputs of each of the S slices.
+            live: [R, S]: 0 where a row has no weights in a slice; these are not read.
+        """
+        num_rows, num_slices, in_features = a.shape
+        if b.shape != (num_rows, sum(slice_sizes)) or len(slice_sizes) != num_slices or live.shape != a.shape[:2]:
+            raise ValueError(f"a {tuple(a.shape)}, b {tuple(b.shape)}, slices {slice_sizes} and live {live.shape}")
+        if a.stride(0) != b.stride(0) or a.stride()[1:] != (in_features, 1) or b.stride(1) != 1 or live.strides[1] != 1:
+            raise ValueError("the rows of a and b must be contiguous and equally far apart")
+        self._kept = (a, b, live)
+        self._starts = np.cumsum([0, *slice_sizes], dtype=np.int64)
+        self._in_features, self._out_features = in_features, int(self._starts[-1])
+        self._dtype = a.dtype
+        self._site = _Site(
+            in_features,
+            self._out_features,
+            num_slices,
+            a.stride(0),
+            a.data_ptr(),
+            b.data_ptr(),
+            self._starts.ctypes.data,
+            live.ctypes.data,
+            live.strides[0],
+            DTYPES[a.dtype],
+        )
+        kernels = library()
+        assert kernels is not None, "is_native says when this may be made"
+        self._add = kernels.outrider_lora_add
+        self._add.restype = None
+        self._add.argtypes = (ctypes.c_void_p, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p)
+        self._address = ctypes.addressof(self._site)
+
+    def add(self, y: Tensor, x: Tensor, segments: RowSegments) -> None:
+        """For the tokens of each segment and each slice s, `y[:, s] += (x a[rows, s]ᵀ) b[rows, s]`.
+
+        A token's result does not depend on the other tokens, bit for bit.
+
+        Args:
+            y: [T, out], contiguous; mutated.
+            x: [T, in], contiguous.
+            segments: Of these T tokens.
+        """
+        if not (y.is_contiguous() and x.is_contiguous() and x.dtype == y.dtype == self._dtype):
+            raise ValueError("x and y must be contiguous and have the rows' dtype")
+        if len(x) < segments.stop or y.shape != (len(x), self._out_features) or x.shape[1] != self._in_features:
+            raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit the rows or the step's tokens")
+        self._add(self._address, y.data_ptr(), x.data_ptr(), *segments.args)

@@ -1,0 +1,104 @@
+// What the kernels share: vectors of LANES floats, and numbers read and written as float32 or bfloat16.
+//
+// GCC's vector extensions become AVX-512, AVX2, NEON... as the machine has it. All arithmetic is in float32. A vector is
+// a register of the machine: GCC keeps wider ones in memory, at a tenth of the speed.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace outrider {
+
+#if defined(__AVX512F__)
+#define OUTRIDER_LANES 16
+#elif defined(__AVX2__)
+#define OUTRIDER_LANES 8
+#else
+#define OUTRIDER_LANES 4
+#endif
+
+constexpr int LANES = OUTRIDER_LANES;
+typedef float Vec __attribute__((vector_size(4 * OUTRIDER_LANES)));
+typedef uint32_t VecU32 __attribute__((vector_size(4 * OUTRIDER_LANES)));
+typedef uint16_t VecU16 __attribute__((vector_size(2 * OUTRIDER_LANES)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+inline Vec zeros() { return Vec{} ; }
+inline Vec all(float value) { return value - Vec{}; }
+
+inline float to_float(float value) { return value; }
+inline float to_float(bf16 value) {
+    uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+// To the nearest, ties to even, as torch rounds; a NaN stays one.
+inline uint16_t round_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (value != value) return 0x7fc0;
+    return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void put(float* p, float value) { *p = value; }
+inline void put(bf16* p, float value) { p->bits = round_bits(value); }
+
+inline Vec load(const float* p) {
+    Vec result;
+    std::memcpy(&result, p, sizeof result);
+    return result;
+}
+inline Vec load(const bf16* p) {
+    VecU16 half;
+    std::memcpy(&half, p, sizeof half);
+    VecU32 bits = __builtin_convertvector(half, VecU32) << 16;
+    return (Vec)bits;
+}
+
+inline void store(float* p, Vec value) { std::memcpy(p, &value, sizeof value); }
+inline void store(bf16* p, Vec value) {
+#ifdef __AVX512BF16__
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+    std::memcpy(p, &rounded, sizeof rounded);
+#else
+    VecU32 bits = (VecU32)value;
+    VecU32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    VecU32 is_nan = (VecU32)(value != value);
+    rounded = (rounded & ~is_nan) | (0x7fc0 & is_nan);
+    VecU16 half = __builtin_convertvector(rounded, VecU16);
+    std::memcpy(p, &half, sizeof half);
+#endif
+}
+
+// The lanes in a fixed order, by halves.
+inline float sum(Vec value) {
+    float lanes[LANES];
+    std::memcpy(lanes, &value, sizeof lanes);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+inline int num_threads() {
+#ifdef _OPENMP
+    return omp_in_parallel() ? 1 : omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+}  // namespace outrider

@@ -1,0 +1,305 @@
+// Attention of ragged rows over the paged cache, which is read in place: rotates queries and keys, writes keys and
+// values to their slots, then softmax(q K^T / sqrt(D)) V with a running maximum (Milakov and Gimelshein 2018).
+//
+// Keys are read in tiles at fixed positions, each for all query heads of its KV head and for several queries at once.
+// What a query gets is summed in the order of positions, one key after the other; a key that it does not see adds an
+// exact zero. So the result does not depend, bit for bit, on the other queries, rows, chunks, blocks or threads.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "small_products.h"
+
+using namespace outrider;
+
+namespace {
+
+constexpr int MAX_DIM = 256;        // of a head
+constexpr int TILE_KEYS = 64;       // read at once
+constexpr int TILE_ROWS = 32;       // query vectors that meet them
+constexpr float KEY_LIMIT = 1e30f;  // as in torch.py
+constexpr float LEAST = -3e38f;     // a maximum before any key: finite, so that a difference is never NaN
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 19;  // multiply-adds below which waking threads costs more than it saves
+
+struct Step {                       // what all layers share
+    int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_dim, block_size, dtype, first_key;
+    const int64_t* slots;           // [T] where each token's KV goes
+    const int64_t* query_lens;      // [B] each
+    const int64_t* starts;          // first position
+    const int64_t* token_starts;    // first token
+    const int64_t* table_starts;    // first of the row's blocks in `blocks`
+    const int64_t* blocks;
+};
+
+struct Layer {                      // strides in elements; heads of a token side by side
+    const void *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride;  // between tokens
+    void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]
+    int64_t head_stride;            // of the caches
+    int64_t window;                 // 0: none
+    const void *cos, *sin;          // of each token [D], the sines of the first half negated; null: no rotation
+    int64_t rope_stride;
+    const float* norm_scale;        // [H + Hk, D]: see kernels/rms_norm; null: no normalisation
+    float norm_root;
+    void* out;                      // [T, H, D]
+};
+
+struct Item {                       // up to TILE_ROWS query vectors of a row and KV head, numbered query * fold + head
+    int64_t row, kv_head;
+    int64_t begin, end;
+    int64_t first, stop;            // positions that any of them sees
+};
+
+inline int64_t first_seen(const Step& step, const Layer& layer, int64_t position) {
+    return layer.window ? std::max(step.first_key, position - layer.window + 1) : step.first_key;
+}
+
+// y = x, normalised and rotated; `head` counts query heads, then KV heads. y has room for whole vectors.
+template <typename E>
+void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t token, int64_t head, float* y) {
+    const int64_t dim = step.head_dim, half = dim / 2;
+    alignas(64) float buffer[MAX_DIM + LANES];
+    float* plain = layer.cos ? buffer : y;
+    Vec squares{};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        Vec value = load(x + i, dim - i);
+        store(plain + i, value);
+        squares += value * value;
+    }
+    if (layer.norm_scale) {
+        const float* scale = layer.norm_scale + head * dim;
+        float inverse = 1.0f / std::sqrt(sum(squares) + layer.norm_root * layer.norm_root);
+        for (int64_t i = 0; i < dim; i += LANES)
+            store(plain + i, load(plain + i) * inverse * load(scale + i, dim - i));
+    }
+    if (!layer.cos) return;
+    const E* cos = (const E*)layer.cos + token * layer.rope_stride;
+    const E* sin = (const E*)layer.sin + token * layer.rope_stride;
+    for (int64_t i = 0; i < half; i += LANES) {
+        int64_t count = half - i;
+        Vec first = load(plain + i, count), second = load(plain + half + i, count);
+        store(y + i, first * load(cos + i, count) + second * load(sin + i, count), count);
+        store(y + half + i, second * load(cos + half + i, count) + first * load(sin + half + i, count), count);
+    }
+}
+
+// What is not finite becomes 0, and keys stay within their limit: see `write_kv` in torch.py.
+template <typename E>
+void write_token(const Step& step, const Layer& layer, int64_t token) {
+    const int64_t dim = step.head_dim;
+    for (int64_t head = 0; head < step.num_kv_heads; head++) {
+        const int64_t place = head * layer.head_stride + step.slots[token] * dim;
+        const E* value = (const E*)layer.v + token * layer.v_stride + head * dim;
+        alignas(64) float key[MAX_DIM + LANES];
+        prepare_head(step, layer, (const E*)layer.k + token * layer.k_stride + head * dim, token,
+                     step.num_heads + head, key);
+        for (int64_t i = 0; i < dim; i += LANES) {
+            Vec k = load(key + i, dim - i), v = load(value + i, dim - i);
+            k = select(k - k == 0.0f, k, zeros());
+            k = select(k > KEY_LIMIT, all(KEY_LIMIT), select(k < -KEY_LIMIT, all(-KEY_LIMIT), k));
+            store((E*)layer.key_cache + place + i, k, dim - i);
+            store((E*)layer.value_cache + place + i, select(v - v == 0.0f, v, zeros()), dim - i);
+        }
+    }
+}
+
+// Where the keys and values of an item's tile at position `base` lie; returns how many there are. The places behind
+// them are those of its last one.
+template <typename E>
+int64_t places(const Step& step, const Layer& layer, const Item& item, int64_t base, const E** keys, const E** values) {
+    const int64_t* table = step.blocks + step.table_starts[item.row];
+    const int64_t offset = item.kv_head * layer.head_stride, size = step.block_size;
+    const int64_t count = std::min<int64_t>(TILE_KEYS, item.stop - base);
+    int64_t key = 0;
+    for (int64_t block = base / size, within = base % size; key < count; block++, within = 0) {
+        int64_t place = offset + (table[block] * size + within) * step.head_dim;
+        for (const int64_t end = std::min(count, key + size - within); key < end; key++, place += step.head_dim) {
+            keys[key] = (const E*)layer.key_cache + place;
+            values[key] = (const E*)layer.value_cache + place;
+        }
+    }
+    std::fill(keys + count, keys + TILE_KEYS, keys[count - 1]);
+    std::fill(values + count, values + TILE_KEYS, values[count - 1]);
+    return count;
+}
+
+// The state of one item.
+template <typename E>
+class Tile {
+  public:
+    Tile(const Step& step, const Layer& layer, const Item& item) : step_(step), layer_(layer), item_(item) {
+        dim_ = step.head_dim;
+        padded_ = (dim_ + LANES - 1) / LANES * LANES;
+        fold_ = step.num_heads / step.num_kv_heads;
+        num_rows_ = item.end - item.begin;
+        const int64_t token = step.token_starts[item.row], head = item.kv_head * fold_;
+        for (int64_t n = 0; n < num_rows_; n++) {
+            const int64_t query = (item.begin + n) / fold_, member = (item.begin + n) % fold_;
+            const E* x = (const E*)layer.q + (token + query) * layer.q_stride + (head + member) * dim_;
+            prepare_head(step, layer, x, token + query, head + member, queries_ + n * padded_);
+            const int64_t position = step.starts[item.row] + query;
+            last_[n] = position;
+            first_[n] = first_seen(step, layer, position);
+            maxima_[n] = LEAST;
+            totals_[n] = zeros();
+        }
+        std::memset(sums_, 0, num_rows_ * padded_ * sizeof(float));
+    }
+
+    // `next` is what will probably be read after it, or null.
+    void run(const Item* next) {
+        for (int64_t key = item_.first / TILE_KEYS * TILE_KEYS; key < item_.stop; key += TILE_KEYS)
+            attend(key, std::min<int64_t>(TILE_KEYS, item_.stop - key), next);
+        finish();
+    }
+
+  private:
+    // The keys at positions [base, base + count).
+    void attend(int64_t base, int64_t count, const Item* next) {
+        const E* values[TILE_KEYS];
+        load_keys(base, count, next, values);
+        const int64_t vecs = (count + LANES - 1) / LANES;
+        const float* columns = columns_;
+        product<false, float>(queries_, padded_, [columns](int64_t d) { return columns + d * TILE_KEYS; }, dim_,
+                              vecs * LANES, scores_, TILE_KEYS, num_rows_);
+        for (int64_t n = 0; n < num_rows_; n++) weigh(n, base, vecs);
+        if (num_rows_ <= ROWS && dim_ == padded_) {
+            product<true, E>(scores_, TILE_KEYS, [&values](int64_t key) { return values[key]; }, count, padded_, sums_,
+                             padded_, num_rows_);
+            return;
+        }
+        for (int64_t key = 0; key < count; key++)
+            for (int64_t d = 0; d < dim_; d += LANES)
+                store(columns_ + key * padded_ + d, load(values[key] + d, dim_ - d));
+        const int64_t padded = padded_;
+        product<true, float>(scores_, TILE_KEYS, [columns, padded](int64_t key) { return columns + key * padded; },
+                             count, padded_, sums_, padded_, num_rows_);
+    }
+
+    // Keys to columns_, and where the values lie. Meanwhile the next tile is fetched, of this item or of `next`.
+    void load_keys(int64_t base, int64_t count, const Item* next, const E** values) {
+        const E *keys[TILE_KEYS], *next_keys[TILE_KEYS], *next_values[TILE_KEYS];
+        places(step_, layer_, item_, base, keys, values);
+        int64_t ahead = 0;
+        if (base + TILE_KEYS < item_.stop)
+            ahead = places(step_, layer_, item_, base + TILE_KEYS, next_keys, next_values);
+        else if (next)
+            ahead = places(step_, layer_, *next, next->first / TILE_KEYS * TILE_KEYS, next_keys, next_values);
+        int64_t fetched = 0;
+        for (int64_t key = 0; key < count; key += LANES) {
+            const int64_t until = key + LANES < count ? std::min<int64_t>(ahead, key + LANES) : ahead;
+            for (; fetched < until; fetched++)
+                for (int64_t d = 0; d < dim_; d += 64 / sizeof(E)) {
+                    __builtin_prefetch(next_keys[fetched] + d);
+                    __builtin_prefetch(next_values[fetched] + d);
+                }
+            put_columns(keys + key, dim_, columns_ + key, TILE_KEYS);
+        }
+    }
+
+    // Row n's scores to weights exp(score - maximum), and what was summed so far to the new maximum.
+    void weigh(int64_t n, int64_t base, int64_t vecs) {
+        const float scale = 1.0f / std::sqrt((float)dim_);
+        // Within the tile; clamped, so that 32 bits hold them.
+        const int32_t first = (int32_t)std::clamp<int64_t>(first_[n] - base, 0, TILE_KEYS);
+        const int32_t last = (int32_t)std::clamp<int64_t>(last_[n] - base, -1, TILE_KEYS);
+        float* scores = scores_ + n * TILE_KEYS;
+        Vec most = all(maxima_[n]);
+        for (int64_t v = 0; v < vecs; v++) {
+            VecI32 key = lane_numbers() + (int32_t)(v * LANES);
+            VecI32 seen = (key >= first) & (key <= last);
+            Vec score = select(seen, load(scores + v * LANES) * scale, all(-__builtin_inff()));
+            store(scores + v * LANES, score);
+            most = select(score > most, score, most);
+        }
+        const float maximum = largest(most);
+        if (maximum > maxima_[n]) {
+            Vec factor = exponential(all(maxima_[n] - maximum));
+            totals_[n] *= factor;
+            for (int64_t d = 0; d < padded_; d += LANES)
+                store(sums_ + n * padded_ + d, load(sums_ + n * padded_ + d) * factor);
+            maxima_[n] = maximum;
+        }
+        for (int64_t v = 0; v < vecs; v++) {
+            Vec weight = exponential(load(scores + v * LANES) - maximum);
+            store(scores + v * LANES, weight);
+            totals_[n] += weight;
+        }
+    }
+
+    void finish() {
+        const int64_t token = step_.token_starts[item_.row], head = item_.kv_head * fold_;
+        for (int64_t n = 0; n < num_rows_; n++) {
+            const int64_t query = (item_.begin + n) / fold_, member = (item_.begin + n) % fold_;
+            E* out = (E*)layer_.out + ((token + query) * step_.num_heads + head + member) * dim_;
+            const float inverse = 1.0f / sum(totals_[n]);
+            for (int64_t d = 0; d < dim_; d += LANES)
+                store(out + d, load(sums_ + n * padded_ + d) * inverse, dim_ - d);
+        }
+    }
+
+    const Step& step_;
+    const Layer& layer_;
+    const Item& item_;
+    int64_t dim_, padded_, fold_, num_rows_;
+    int64_t first_[TILE_ROWS], last_[TILE_ROWS];  // positions that each query sees
+    float maxima_[TILE_ROWS];
+    Vec totals_[TILE_ROWS];                       // of the weights, lane by lane
+    alignas(64) float queries_[TILE_ROWS * MAX_DIM];
+    alignas(64) float sums_[TILE_ROWS * MAX_DIM];
+    alignas(64) float scores_[TILE_ROWS * TILE_KEYS];
+    alignas(64) float columns_[MAX_DIM * TILE_KEYS];  // keys by dimension, then values by key
+};
+
+// Later queries see more keys and go first, so that threads end together.
+std::vector<Item> items_of(const Step& step, const Layer& layer, int64_t* work) {
+    const int64_t fold = step.num_heads / step.num_kv_heads;
+    std::vector<Item> items;
+    *work = 0;
+    for (int64_t row = 0; row < step.num_rows; row++) {
+        const int64_t count = step.query_lens[row] * fold, length = step.starts[row] + step.query_lens[row];
+        const int64_t seen = layer.window ? std::min(length, layer.window + step.query_lens[row]) : length;
+        *work += (8 + count) * seen * step.num_kv_heads * step.head_dim;
+        for (int64_t begin = (count - 1) / TILE_ROWS * TILE_ROWS; begin >= 0; begin -= TILE_ROWS) {
+            const int64_t end = std::min(begin + TILE_ROWS, count);
+            const int64_t first = first_seen(step, layer, step.starts[row] + begin / fold);
+            const int64_t stop = step.starts[row] + (end - 1) / fold + 1;
+            for (int64_t head = 0; head < step.num_kv_heads; head++)
+                items.push_back({row, head, begin, end, first, stop});
+        }
+    }
+    return items;
+}
+
+template <typename E>
+void run(const Step& step, const Layer& layer) {
+    int64_t work;
+    const std::vector<Item> items = items_of(step, layer, &work);
+    const int64_t count = (int64_t)items.size(), team = work >= MIN_PARALLEL_WORK ? num_threads() : 1;
+#pragma omp parallel if (team > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < step.num_tokens; token++) write_token<E>(step, layer, token);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t next = i + team;
+            Tile<E>(step, layer, items[i]).run(next < count ? &items[next] : nullptr);
+        }
+    }
+}
+
+}  // namespace
+
+// Writes the new keys and values and attends: `step` is a Step, the rest as in Layer.
+extern "C" void outrider_attention(
+    const void* step, const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
+    void* key_cache, void* value_cache, int64_t head_stride, int64_t window, const void* cos, const void* sin,
+    int64_t rope_stride, const float* norm_scale, float norm_root, void* out) {
+    const Layer layer{q, k, v, q_stride, k_stride, v_stride, key_cache, value_cache, head_stride, window, cos, sin,
+                      rope_stride, norm_scale, norm_root, out};
+    const Step& shared = *(const Step*)step;
+    if (shared.dtype == FLOAT32)
+        run<float>(shared, layer);
+    else
+        run<bf16>(shared, layer);
+}

@@ -1,0 +1,123 @@
+"""Rotation, the write to the cache and attention in one C++ call, which reads the cache's blocks where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..native import DTYPES, library
+from ..rms_norm import NormWeight
+from ..rope import Rotation
+from .torch import LayerKV
+
+MAX_HEAD_DIM = 256
+
+_POINTERS = ("slots", "query_lens", "starts", "token_starts", "table_starts", "blocks")
+_SIZES = ("num_tokens", "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "first_key")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES) + tuple((name, ctypes.c_void_p) for name in _POINTERS)
+
+
+class Shape(NamedTuple):
+    """A model's heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class RowArrays(NamedTuple):
+    """B rows of T tokens; contiguous int64 arrays."""
+
+    slots: np.ndarray[Any, Any]
+    """[T]: where each token's KV goes, block * block_size + offset."""
+    query_lens: np.ndarray[Any, Any]
+    """[B], at least 1, their sum being T."""
+    starts: np.ndarray[Any, Any]
+    """[B]: each row's first position."""
+    token_starts: np.ndarray[Any, Any]
+    """[B]: its first token."""
+    table_starts: np.ndarray[Any, Any]
+    """[B]: the first of its blocks in `blocks`, of which it has enough for starts + query_lens positions."""
+    blocks: np.ndarray[Any, Any]
+
+
+def is_native(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `NativeStep` serves such heads there."""
+    return device.type == "cpu" and dtype in DTYPES and shape.head_dim <= MAX_HEAD_DIM and library() is not None
+
+
+class NativeStep:
+    """The rows of a step as the kernel reads them, made once for all layers."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, block_size: int, rows: RowArrays, first_key: int = 0) -> None:
+        """No query sees positions before `first_key`."""
+        kernels = library()
+        assert kernels is not None, "is_native says when this may be made"
+        self._attend = kernels.outrider_attention
+        if self._attend.argtypes is None:
+            pointer, integer = ctypes.c_void_p, ctypes.c_int64
+            self._attend.restype = None
+            self._attend.argtypes = (
+                *(pointer, pointer, integer, pointer, integer, pointer, integer),
+                *(pointer, pointer, integer, integer),
+                *(pointer, pointer, integer, pointer, ctypes.c_float, pointer),
+            )
+        self._shape = shape
+        self._dtype = dtype
+        self._num_tokens = len(rows.slots)
+        self._rows = rows  # kept alive
+        sizes = (self._num_tokens, len(rows.starts), *shape, block_size, DTYPES[dtype], first_key)
+        self._struct = _Step(*sizes, *(array.ctypes.data for array in rows))
+        self._address = ctypes.addressof(self._struct)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, window: int | None) -> Tensor:
+        """Write k and v [T, Hk, D] to the rows' slots and attend with q [T, H, D]; returns [T, H * D].
+
+        What is not finite is written as 0, and keys are limited: see `write_kv`. A query's result does not depend, bit
+        for bit, on anything but its own sequence.
+
+        Args:
+            q: The heads of a token lie side by side, as those of k and v.
+        """
+        if not (q.dtype == k.dtype == v.dtype == kv.k.dtype == self._dtype and len(q) == self._num_tokens):
+            raise ValueError(f"q, k, v and the cache must be {self._dtype}, with {self._num_tokens} tokens")
+        dim = self._shape.head_dim
+        if not q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (dim, 1):
+            raise ValueError(f"a token's heads must lie side by side: q {q.stride()}, k {k.stride()}, v {v.stride()}")
+        out = q.new_empty(self._num_tokens, self._shape.num_heads * dim)
+        self._attend(
+            *(self._address, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+            *(kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), window or 0),
+            *(None, None, 0, None, 0.0, out.data_ptr()),
+        )
+        return out
+
+    def attend_qkv(
+        self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, window: int | None
+    ) -> Tensor:
+        """`attend` of what a layer's projection gave, heads side by side: qkv [T, (H + 2 Hk) * D], contiguous.
+
+        Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
+        """
+        num_heads, num_kv_heads, dim = self._shape
+        width = (num_heads + 2 * num_kv_heads) * dim
+        if qkv.shape != (self._num_tokens, width) or qkv.dtype != self._dtype or not qkv.is_contiguous():
+            raise ValueError(f"qkv must be contiguous {self._dtype} {(self._num_tokens, width)}")
+        out = qkv.new_empty(self._num_tokens, num_heads * dim)
+        start, size = qkv.data_ptr(), dim * qkv.itemsize
+        keys = start + num_heads * size
+        cos, sin = rotation
+        scale, root = (None, 0.0) if norm is None else (norm.scale.data_ptr(), norm.root_value)
+        self._attend(
+            *(self._address, start, width, keys, width, keys + num_kv_heads * size, width),
+            *(kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), window or 0),
+            *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), scale, root, out.data_ptr()),
+        )
+        return out

@@ -1,0 +1,63 @@
+"""Attention in C++ on a CPU: rows of any lengths in one call, keys read in place, the same bits in any batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from ...kernels.paged_attention import LayerKV, NativeStep, RowArrays, Shape, is_native
+from ...kernels.rope import Rotation
+from ..batch import SequenceRows
+from . import AttentionSpec
+from .tables import RowTables
+
+if TYPE_CHECKING:
+    from ..layers.norm import RMSNorm
+
+
+def _shape(spec: AttentionSpec) -> Shape:
+    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+
+
+def serves(spec: AttentionSpec) -> bool:
+    """Whether there is a kernel for this model here."""
+    return is_native(_shape(spec), spec.dtype, spec.device)
+
+
+class NativeAttention:
+    """Implements AttentionBackend."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._shape = _shape(spec)
+        self._dtype = spec.dtype
+
+    def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> NativeStep:
+        """See AttentionBackend."""
+        tables = RowTables(rows, block_size)
+        arrays = RowArrays(
+            slots=tables.slots(positions),
+            query_lens=tables.query_lens,
+            starts=tables.starts,
+            token_starts=tables.token_starts,
+            table_starts=tables.table_starts,
+            blocks=tables.table,
+        )
+        return NativeStep(self._shape, self._dtype, block_size, arrays, rows.first_key)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: NativeStep, window: int | None) -> Tensor:
+        """See AttentionBackend."""
+        return plan.attend(q, k, v, kv, window)
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: RMSNorm | None,
+        kv: LayerKV,
+        plan: NativeStep,
+        window: int | None,
+    ) -> Tensor:
+        """See AttentionBackend."""
+        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window)

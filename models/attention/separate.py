@@ -1,0 +1,42 @@
+"""What the backends in PyTorch do between a layer's projection and attention: each step by itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...kernels.paged_attention import LayerKV
+from ...kernels.rope import Rotation
+from . import AttentionSpec
+
+if TYPE_CHECKING:
+    from ..layers.norm import RMSNorm
+
+
+class SeparateSteps(ABC):
+    """`AttentionBackend.forward_qkv` by way of `forward`."""
+
+    def __init__(self, spec: AttentionSpec, rope: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """`rope` is one of `kernels.rope`."""
+        self._spec = spec
+        self._rope = rope
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None) -> Tensor:
+        """See AttentionBackend."""
+
+    def forward_qkv(
+        self, qkv: Tensor, rotation: Rotation, norm: RMSNorm | None, kv: LayerKV, plan: Any, window: int | None
+    ) -> Tensor:
+        """See AttentionBackend."""
+        heads = qkv.view(qkv.shape[0], -1, self._spec.head_dim)
+        num_qk = self._spec.num_heads + self._spec.num_kv_heads
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        if norm is not None:
+            qk = norm(qk)
+        qk = self._rope(qk, *rotation)
+        q, k = qk[:, : self._spec.num_heads], qk[:, self._spec.num_heads :]
+        return self.forward(q, k, v, kv, plan, window)

@@ -1,0 +1,41 @@
+"""The rows of a step as arrays, which all backends plan with."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+
+from ..batch import SequenceRows
+
+
+class RowTables:
+    """The rows' shapes and block tables as arrays; every [B] array is int64."""
+
+    def __init__(self, rows: SequenceRows, block_size: int) -> None:
+        self.block_size = block_size
+        self.first_key = rows.first_key
+        self.query_lens = np.asarray(rows.query_lens, dtype=np.int64)
+        self.starts = np.asarray(rows.starts, dtype=np.int64)
+        self.lengths = self.starts + self.query_lens
+        self.token_starts = np.cumsum(self.query_lens) - self.query_lens
+        self.num_blocks = -(-self.lengths // block_size)
+        self.table_starts = np.cumsum(self.num_blocks) - self.num_blocks
+        used = (table[:count] for table, count in zip(rows.block_tables, self.num_blocks.tolist(), strict=True))
+        self.table = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=int(self.num_blocks.sum()))
+
+    def slots(self, positions: np.ndarray) -> np.ndarray:
+        """[T] cache slots of all tokens."""
+        block, offset = np.divmod(positions, self.block_size)
+        return self.table[np.repeat(self.table_starts, self.query_lens) + block] * self.block_size + offset
+
+    def blocks(self, rows: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
+        """[len(rows), count] blocks from each row's `first` on; past its end a row's last block is repeated."""
+        wanted = np.minimum(first[:, None] + np.arange(count), self.num_blocks[rows, None] - 1)
+        return self.table[self.table_starts[rows, None] + wanted]
+
+    def first_blocks(self, rows: np.ndarray, window: int | None) -> np.ndarray:
+        """[len(rows)] the first block that any query of a row can see."""
+        if window is None:
+            return np.zeros(len(rows), dtype=np.int64)
+        return np.maximum(self.starts[rows] - window + 1, 0) // self.block_size

@@ -1,0 +1,88 @@
+"""Compiling the native kernels: kept, made again when something changed, and done without where it cannot be."""
+
+import logging
+import os
+import shutil
+
+import pytest
+
+from outrider.kernels import native
+from outrider.kernels.native import compiler as building
+
+COMPILER = next((name for name in building.COMPILERS if shutil.which(name)), None)
+
+SOURCE = 'extern "C" int answer() { return %d; }\n'
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A folder with one small kernel in place of the real ones."""
+    monkeypatch.setattr(building, "KERNELS", tmp_path / "kernels")
+    for folder in ("native", "op"):
+        (tmp_path / "kernels" / folder).mkdir(parents=True)
+    (tmp_path / "kernels" / "op" / "native.cpp").write_text(SOURCE % 1)
+    return tmp_path / "kernels"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
+class TestBuild:
+    def test_a_library_is_made_once(self, kernels, tmp_path):
+        first = building.build(tmp_path / "cache")
+        assert native.ctypes.PyDLL(str(first)).answer() == 1
+        stamp = first.stat().st_mtime_ns
+        assert building.build(tmp_path / "cache") == first
+        assert first.stat().st_mtime_ns == stamp
+
+    def test_a_changed_source_is_another_library(self, kernels, tmp_path):
+        first = building.build(tmp_path / "cache")
+        (kernels / "op" / "native.cpp").write_text(SOURCE % 2)
+        second = building.build(tmp_path / "cache")
+        assert second != first
+        assert native.ctypes.PyDLL(str(second)).answer() == 2
+
+    def test_a_changed_header_is_another_library(self, kernels, tmp_path):
+        first = building.build(tmp_path / "cache")
+        (kernels / "native" / "simd.h").write_text("// new\n")
+        assert building.build(tmp_path / "cache") != first
+
+    def test_an_error_says_what_the_compiler_said(self, kernels, tmp_path):
+        (kernels / "op" / "native.cpp").write_text("int broken(")
+        with pytest.raises(building.BuildError, match="error"):
+            building.build(tmp_path / "cache")
+        assert not any((tmp_path / "cache").iterdir()), "nothing half made is left"
+
+    def test_the_real_ones_have_torchs_threads(self):
+        library = native.library()
+        if library is None:
+            pytest.skip("switched off")
+        with open("/proc/self/maps") as maps:
+            runtimes = {line.split()[-1] for line in maps if "libgomp" in line}
+        assert len(runtimes) == 1
+
+
+def test_without_a_compiler_the_error_names_it(kernels, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(building.BuildError, match="no-such-compiler"):
+        building.build(tmp_path / "cache")
+
+
+@pytest.fixture
+def fresh():
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def test_it_can_be_switched_off(fresh, monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native.library() is None
+
+
+def test_without_a_compiler_the_torch_paths_serve(fresh, kernels, tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+        assert native.library() is None
+    assert caplog.text.count("no-such-compiler") == 1
