@@ -1,62 +1,53 @@
 """The adapters of an engine: registration, background loads, admission of requests, and the step's LoraBatch.
 
-    disk --loader thread--> host tier (parsed, LRU) --admit()--> device rows (RowPool, LRU)
+    disk --read--> host tier (parsed and packed, LRU) --write--> device rows (RowPool, LRU)
 
-Everything but the parsing runs in the engine's thread. A request is bound to a version when it is added (`resolve`),
-waits alone while that version is not on the device (`admit`), and holds its rows from admission to `release`. It stays
-bound, and the content that it began with in host memory, until it is gone for good (`forget`).
+Reading and writing are the loader thread's, the rest runs in the engine's thread. A request is bound to a version when
+it is added (`resolve`), waits alone while that version is not on the device (`admit`), and holds its rows from
+admission to `release`. It stays bound, and the content that it began with in host memory, until it is gone for good
+(`forget`).
 """
 
 from __future__ import annotations
 
 import builtins
-import logging
+import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..platform.core.config import LoRAConfig
-from ..platform.core.errors import InvalidUserInputError, error_from_info
+from ..platform.core.errors import AdapterError, OutriderError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .adapter import LOADED, Adapter
+from .aging import Aging
+from .capacity import count_rows
+from .catalog import Catalog, ReadAdapter
 from .files import AdapterFiles
 from .layers import LoraBatch
-from .loader import AdapterLoader, Loaded, ReadAdapter
 from .peft_config import adapter_error
+from .placing import Placer
 from .pool import RowPool
 from .preparing import PlanRows, StepAdapters
-from .registry import AdapterRegistry, AdapterVersion, Order
+from .registry import AdapterRegistry
 from .residency import LEAST_URGENT, Residency
+from .resolving import Resolver
 from .sites import AdapterHooks, make_sites
+from .stats import AdapterStats
+from .transfers import Read, Transfers, Written
+from .versions import AdapterVersion, Order
 
 if TYPE_CHECKING:
     from ..models.layers.linear import Linear
 
-logger = logging.getLogger(__name__)
-
-# Why a request must wait.
+# Why a request must wait: for its adapter to be read or written, for room on the device, or for one of the `max_loras`
+# adapters that run to have no requests any more.
 LOADING = "adapter_loading"
 ROWS = "adapter_rows"
-
-# Durations of loads kept for a statistics reader who never comes.
-MAX_LOAD_SECONDS = 1024
-
-
-class AdapterStats(NamedTuple):
-    """A snapshot for the engine's statistics."""
-
-    adapters: list[AdapterInfo]
-    running: list[str]
-    """Names with admitted requests."""
-    waiting: list[str]
-    """Names with requests to be admitted."""
-    load_seconds: list[float]
-    """Durations of the latest loads that ended since the last snapshot, failed ones too."""
+SEATS = "max_loras"
 
 
 class _Refusal(NamedTuple):
@@ -79,21 +70,29 @@ class AdapterManager:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Gives every linear its LoraSite; adapters are served in `dtype` on `device`. `close` it in the end."""
+        """Gives every linear its LoraSite; adapters are served in `dtype` on `device`. `close` it in the end.
+
+        Raises:
+            InvalidRequestError: `lora_memory` has no room for one adapter.
+        """
         dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         self._clock = clock
         self._on_gone = hooks.on_gone
         device = torch.device(device)
-        pool = RowPool(config.max_loras * config.max_lora_rank, config.max_loras)
-        target, draft = make_sites(linears, hooks, pool.num_rows, dtype, device)
+        sites = make_sites(linears, hooks, dtype, device)
+        pool = RowPool(count_rows(config, sum(part.row_bytes for part in sites)), config.max_loras)
+        for part in sites:
+            part.allocate(pool.num_rows)
         self._files = AdapterFiles(
-            target.modules, hooks.draft_method, draft.modules, max_rank=config.max_lora_rank, dtype=dtype
+            sites[0].modules, hooks.draft_method, sites[1].modules, max_rank=config.max_lora_rank, dtype=dtype
         )
         self._registry = AdapterRegistry()
-        self._residency = Residency(config, self._registry, pool, (target, draft), clock)
-        self._loader: AdapterLoader[AdapterVersion] = AdapterLoader(self._files.read)
+        self._transfers = Transfers(self._files, Placer(sites, device))
+        self._residency = Residency(config, self._registry, pool, self._transfers.write)
+        self._aging = Aging(self._registry, self._residency, clock)
+        self._catalog = Catalog(self._files, self._registry, self._residency, self._transfers, self._changed)
         self._steps = StepAdapters(pool, dtype, device, batch_invariant=hooks.batch_invariant)
-        self._load_seconds: deque[float] = deque(maxlen=MAX_LOAD_SECONDS)
+        self._resolver = Resolver(self._files, self._registry, self._residency, self._changed)
         self._refusals: dict[AdapterVersion, _Refusal] = {}  # since the last change; see `_changed`
 
     # --- the registry, as users see it ---
@@ -105,17 +104,7 @@ class AdapterManager:
             InvalidUserInputError: at once, when the name is taken and `load_inplace` is not set.
         """
         self._poll()
-        if self._registry.find(request.name) is not None and not load_inplace:
-            raise InvalidUserInputError(
-                f"The lora adapter '{request.name}' has already been loaded.", param="lora_name"
-            )
-
-        def read() -> ReadAdapter:
-            started = time.perf_counter()
-            adapter = self._files.read(self._files.source(request))
-            return ReadAdapter(adapter, time.perf_counter() - started)
-
-        return read
+        return self._catalog.reader(request, load_inplace=load_inplace)
 
     def load(
         self,
@@ -125,79 +114,64 @@ class AdapterManager:
         pinned: bool = False,
         read: ReadAdapter | None = None,
     ) -> AdapterInfo:
-        """Read, check and register an adapter now.
-
-        Args:
-            request: Name and folders.
-            load_inplace: Replace an adapter of this name; requests on it finish on the content that they began with.
-            pinned: Keep it on the device.
-            read: What `reader` made of its files; they are not read again.
-
-        Raises:
-            AdapterError: the adapter cannot be served; an adapter registered under the name stays.
-            InvalidUserInputError: the name is taken and `load_inplace` is not set, or it cannot be pinned: too many
-                are, or running requests leave no room for it now.
-        """
-        read_now = self.reader(request, load_inplace=load_inplace)  # refuses a name that is taken
-        adapter, seconds = read if read is not None else read_now()
-        self._load_seconds.append(seconds)
-        if pinned:
-            self._residency.pin(request.name, adapter, self._loader.num_in_flight)
-        elif adapter.digest in self._residency.host or self._make_room(LEAST_URGENT):
-            self._residency.host.put(adapter)
-        version = self._registry.register(request.name, self._files.source(request))
-        self._take_content(version, adapter)
-        version.pinned = pinned
-        self._changed()
-        self._residency.update_pins()
-        return self._info(version)
-
-    def unload(self, name: str) -> None:
-        """Forget a name; NotFoundError when unknown. Requests that have it finish; it leaves memory with the last."""
+        """Read, check and register an adapter now; see `Catalog.load`. Without `read` a pinned one is on the device
+        when this returns."""
         self._poll()
-        self._registry.remove(name)
-        self._changed()
-        self._residency.update_pins()
+        info = self._catalog.load(request, load_inplace=load_inplace, pinned=pinned, read=read)
+        return self._settled(request.name, info) if read is None else info
+
+    def _settled(self, name: str, info: AdapterInfo) -> AdapterInfo:
+        """When the rows of a pinned adapter are written."""
+        if not info.pinned:
+            return info
+        version = self._registry.get(name)
+        while version.error is None and not self._residency.pool.is_ready(version.digest):
+            self.wait(1.0)
+        if version.error is not None:
+            raise error_from_info(version.error)
+        return self._catalog.info(version)
+
+    def register(self, requests: Sequence[LoRARequest]) -> None:
+        """Make names known; see `Catalog.register`."""
+        self._poll()
+        self._catalog.register(requests)
+
+    def unload(self, name: str, mode: str = "drain") -> builtins.list[Request]:
+        """Forget a name; see `Catalog.unload`. Returns the requests that must be aborted."""
+        self._poll()
+        return self._catalog.unload(name, mode)
+
+    def pin_reader(self, name: str) -> Callable[[], ReadAdapter] | None:
+        """Reads what `pin` needs of an adapter that is not in memory, in any thread; None when it is."""
+        self._poll()
+        return self._catalog.pin_reader(name)
+
+    def pin(self, name: str, *, read: ReadAdapter | None = None) -> AdapterInfo:
+        """Keep a registered adapter on the device; see `Catalog.pin`."""
+        self._poll()
+        info = self._catalog.pin(name, read)
+        return self._settled(name, info) if read is None else info
+
+    def unpin(self, name: str) -> AdapterInfo:
+        """Let a registered adapter make way for others again; NotFoundError when unknown."""
+        self._poll()
+        return self._catalog.unpin(name)
 
     def list(self) -> builtins.list[AdapterInfo]:
         """The registered adapters, in the order of registration."""
         self._poll()
-        return [self._info(version) for version in self._registry.current()]
+        return self._catalog.list()
 
     def stats(self) -> AdapterStats:
         """A snapshot; each load's duration is handed out once."""
         self._poll()
-        seconds = [*self._load_seconds]
-        self._load_seconds.clear()
-        versions = [*self._registry]
-        return AdapterStats(
-            adapters=[self._info(version) for version in self._registry.current()],
-            running=sorted({version.name for version in versions if version.running}),
-            waiting=sorted({version.name for version in versions if version.waiting}),
-            load_seconds=seconds,
-        )
-
-    def _info(self, version: AdapterVersion) -> AdapterInfo:
-        return AdapterInfo(
-            name=version.name,
-            path=version.path,
-            digest=version.digest.hex() if version.digest else "",
-            rank=version.rank,
-            rows=version.rows,
-            level=self._residency.level(version.digest),
-            pinned=version.pinned,
-            num_running=len(version.running),
-            draft=version.draft,
-        )
+        return self._catalog.stats()
 
     # --- the scheduler's admission gate ---
 
     def resolve(self, request: Request) -> None:
-        """Bind a new request to the version that its adapter's name has now, registering it from its path on first use.
-
-        The files are read in the background; what is wrong with them comes out of `admit`. A registered content stays
-        the registered one when its files change, as long as it is in memory; a request that names other folders
-        replaces it once these have been read.
+        """Bind a new request to the version that its adapter's name has now, registering it from its path on first use;
+        see `Resolver`. The files are read in the background; what is wrong with them comes out of `admit`.
 
         Raises:
             AdapterError: a path is not a folder.
@@ -205,35 +179,18 @@ class AdapterManager:
         if request.lora is None:
             return
         self._poll()
-        source = self._files.source(request.lora)
-        version = self._registry.match(request.lora.name, source)
-        if version is None:
-            self._files.check(source)
-            version = self._registry.introduce(request.lora.name, source)
-            self._residency.update_pins()
-            self._changed()
-        elif self._is_stale(version):
-            version = self._registry.renew(version)
-            self._changed()
-        version.bind(request, self._clock())
+        version = self._resolver.version_of(request.lora)
+        self._registry.bind(request, version, self._clock())
         # Those already refused room come first, which `admit`, in the policy's order, sees to.
-        if not self._in_memory(version) and not self._residency.any_short:
-            self._start_load(version, LEAST_URGENT)
-
-    def _in_memory(self, version: AdapterVersion) -> bool:
-        return version.digest is not None and version.digest in self._residency.host
-
-    def _is_stale(self, version: AdapterVersion) -> bool:
-        """Whether the files are another content than the one that was read, and not in memory any more."""
-        if version.digest is None or version.loading or self._in_memory(version):
-            return False
-        return self._files.changed(version.source, version.fingerprint)
+        if version.digest not in self._residency.host and not self._aging.any_short:
+            self._start_read(version, LEAST_URGENT)
 
     def admit(self, request: Request) -> str | None:
         """Let a request run: its rows are on the device and stay until `release` or `forget`.
 
         Returns:
-            None when admitted (again, too, without effect), else why it must wait: "adapter_loading" or "adapter_rows".
+            None when admitted (again, too, without effect), else why it must wait: "adapter_loading", "adapter_rows"
+            or "max_loras".
 
         Raises:
             AdapterError: the adapter cannot be loaded; the request is forgotten.
@@ -249,31 +206,63 @@ class AdapterManager:
             self.forget(request)
             raise error_from_info(version.error)
         assert request in version.waiting, "the request was not resolved, or is forgotten"
-        reason = self._blocked(request, version)
+        try:
+            reason = self._bring(request, version)
+        except AdapterError:
+            self.forget(request)
+            raise
         if reason is not None:
-            self._refusals[version] = _Refusal(request.order, reason)
             return reason
         version.start(request)
         assert version.digest is not None
         self._residency.pool.retain(version.digest)
-        return None
-
-    def _blocked(self, request: Request, version: AdapterVersion) -> str | None:
-        """Bring the version onto the device, or say what is missing."""
-        adapter = self._residency.host.get(version.digest) if version.digest is not None else None
-        if adapter is None:
-            first = version.first_waiting()
-            if not self._start_load(version, first.order if first is not None else request.order):
-                self._residency.set_short(version)
-            return LOADING
-        if self._residency.must_yield(request, version):
-            return ROWS
-        if not self._residency.place(adapter):
-            self._residency.set_short(version)
-            return ROWS
-        if self._residency.clear_short(version):
+        if self._aging.clear_short(version):
             self._changed()  # others need not yield to it any more
         return None
+
+    def prefetch(self, request: Request) -> None:
+        """Bring what a waiting request needs nearer before its turn, where nothing more urgent has to make way."""
+        version: AdapterVersion | None = request.adapter
+        if version is None or version.error is not None or version in self._refusals or request not in version.waiting:
+            return
+        self._poll()
+        with contextlib.suppress(AdapterError):  # `admit` will say so
+            self._bring(request, version)
+
+    def _bring(self, request: Request, version: AdapterVersion) -> str | None:
+        """Bring the version nearer to the device; None when it is there, else what the request must wait for.
+
+        Raises:
+            AdapterError: there will never be room for it.
+        """
+        first = version.first_waiting()
+        reason = self._move(request, version, first.order if first is not None else request.order)
+        if reason is not None:
+            self._refusals[version] = _Refusal(request.order, reason)
+            if not self._is_moving(version):
+                self._aging.set_short(version)
+        return reason
+
+    def _move(self, request: Request, version: AdapterVersion, claim: Order) -> str | None:
+        residency, pool = self._residency, self._residency.pool
+        entry = residency.host.get(version.digest)
+        if entry is None:
+            self._start_read(version, claim)
+            return LOADING
+        digest = entry.adapter.digest
+        if self._aging.must_yield(request, version):
+            return ROWS
+        if digest not in pool and not residency.place(entry, claim):
+            residency.check_room_beside_pins(version.name, entry)
+            return ROWS
+        if not pool.is_ready(digest):
+            return LOADING
+        return None if pool.can_run(digest) else SEATS
+
+    def _is_moving(self, version: AdapterVersion) -> bool:
+        """Whether the version is being read or written: it has the room that it needs for that."""
+        digest, pool = version.digest, self._residency.pool
+        return version.loading or (digest in pool and not pool.is_ready(digest))
 
     def release(self, request: Request) -> None:
         """The request was preempted, or found no room elsewhere: it holds no rows, stays bound to its version and waits
@@ -291,15 +280,16 @@ class AdapterManager:
         self.release(request)
         version: AdapterVersion | None = request.adapter
         if version is not None and request in version.waiting:
-            version.unbind(request)
+            self._registry.unbind(request, version)
             if not version.waiting:
-                self._residency.clear_short(version)
+                self._aging.clear_short(version)
             self._changed()
 
     def wait(self, timeout: float) -> None:
-        """Block up to `timeout` seconds until a background load ends; return at once when none is under way."""
-        for loaded in self._loader.wait(timeout):
-            self._finish(loaded)
+        """Block up to `timeout` seconds until something has been read or written; return at once when nothing is under
+        way."""
+        for ended in self._transfers.wait(timeout):
+            self._finish(ended)
 
     # --- the runner's feature ---
 
@@ -326,61 +316,79 @@ class AdapterManager:
 
     def close(self) -> None:
         """Stop the loader thread."""
-        self._loader.close()
+        self._transfers.close()
 
     def check_integrity(self) -> None:
         """Rows, tiers, versions and requests agree."""
         self._registry.check_integrity()
         self._residency.check_integrity()
 
-    # --- loads ---
+    # --- transfers ---
 
-    def _make_room(self, claim: Order) -> bool:
-        return self._residency.make_room(claim, self._loader.num_in_flight)
-
-    def _start_load(self, version: AdapterVersion, claim: Order) -> bool:
-        """Load the version in the background, for a request as urgent as `claim`; False without room for it."""
-        if version.loading:
-            return True
-        if not self._make_room(claim):
-            return False
-        version.loading = True
-        self._residency.clear_short(version)
-        self._loader.submit(version, version.source)
-        return True
+    def _start_read(self, version: AdapterVersion, claim: Order) -> None:
+        """Read the version in the background, for a request as urgent as `claim`, when there is room for it."""
+        size = version.num_bytes or None
+        if not version.loading and self._residency.make_room(claim, self._transfers.num_reads, size):
+            self._transfers.read(version, self._residency.host)
 
     def _poll(self) -> None:
-        for loaded in self._loader.poll():
-            self._finish(loaded)
+        for ended in self._transfers.poll():
+            self._finish(ended)
 
-    def _finish(self, loaded: Loaded[AdapterVersion]) -> None:
-        """A background load has ended: fill the host tier, or give the version's requests its error."""
-        version, adapter, error = loaded.ticket, loaded.adapter, loaded.error
-        version.loading = False
-        self._load_seconds.append(loaded.seconds)
-        if adapter is not None and version.digest not in (None, adapter.digest):
-            adapter, error = None, adapter_error(f"the files of adapter '{version.name}' changed on disk; try again")
-        if adapter is not None:
-            self._take_content(version, adapter)
-            self._residency.host.put(adapter)
-            self._registry.succeed(version)
+    def _finish(self, ended: Read | Written) -> None:
+        """A transfer has ended; its error, if any, is that of the adapter's requests."""
+        if isinstance(ended, Read):
+            self._finish_read(ended)
         else:
-            assert error is not None
-            version.error = error.info()
-            self._registry.fail(version)
+            self._residency.written(ended.allocation, failed=ended.error is not None)
+            if ended.error is not None:
+                for version in tuple(self._registry.with_content(ended.allocation.key)):
+                    if version.waiting or version.pinned:
+                        self._fail(version, ended.error)
         self._residency.update_pins()
         self._changed()
 
-    def _take_content(self, version: AdapterVersion, adapter: Adapter) -> None:
-        if version.digest is None and adapter.draft not in ("", LOADED):
-            logger.warning("adapter %r is served without its draft weights: %r", version.name, adapter.draft)
-        version.take_content(adapter)
+    def _finish_read(self, read: Read) -> None:
+        self._catalog.count_load(read.seconds)
+        num_reads = self._transfers.num_reads
+        errors = [self._take(part, num_reads + 1) for part in read.parts]  # the mix comes beside them
+        error = next((error for error in errors if error is not None), None)
+        self._take(read if error is None or read.error is not None else read._replace(error=error), num_reads)
+
+    def _take(self, read: Read, num_reads: int) -> OutriderError | None:
+        """What was read is the version's content, kept where there is room beside `num_reads` still to come; or why it
+        is not."""
+        version, entry, error = read.version, read.entry, read.error
+        try:
+            if entry is not None:
+                self._residency.check_fits(version.name, entry)
+        except AdapterError as caught:
+            error = caught
+        if entry is not None and version.digest not in (None, entry.adapter.digest):
+            error = adapter_error(f"the files of adapter '{version.name}' changed on disk; try again")
+        if error is not None or entry is None:
+            assert error is not None
+            self._fail(version, error)
+            return error
+        first = version.first_waiting()
+        claim = first.order if first is not None else LEAST_URGENT
+        self._catalog.take_content(version, entry, read.seconds)
+        # Its size is known only now. One that somebody waits for is kept if it must be: read again it is no smaller.
+        if self._residency.make_room(claim, num_reads, entry.num_bytes) or first is not None:
+            self._residency.host.put(entry)
+        self._registry.succeed(version)
+        return None
+
+    def _fail(self, version: AdapterVersion, error: OutriderError) -> None:
+        """Those who wait for the version get the error; later requests try again."""
+        version.error = error.info()
+        self._registry.fail(version)
 
     def _changed(self) -> None:
         """Something may be possible that was refused before. Also drops what no version needs any more."""
         self._refusals.clear()
         self._residency.changed()
-        for version in self._registry.collect():
-            if version.digest is not None and not self._registry.has_digest(version.digest):
-                self._residency.drop(version.digest)
-                self._on_gone(version.digest)
+        self._aging.changed()
+        for digest in self._registry.collect(self._residency.host):
+            self._residency.drop(digest)
+            self._on_gone(digest)

@@ -38,11 +38,18 @@ def _changes_base(value: Any) -> bool:
     return isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS)
 
 
+def _trains_modules(value: Any) -> bool:
+    """Of embeddings and heads PEFT users often save untrained copies, which the file's reader tells from others."""
+    names = value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return True
+    return any(name.rpartition(".")[2] not in ("embed_tokens", "lm_head") for name in names)
+
+
 # (field, whether its value asks for something that is not served, how to call that). A field that is absent or has
 # its neutral value is fine; target_modules and layers_to_transform need no rule, the tensors' keys say it all.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("use_dora", bool, "DoRA (use_dora)"),
-    ("modules_to_save", bool, "fully trained modules (modules_to_save)"),
+    ("modules_to_save", _trains_modules, "fully trained modules (modules_to_save)"),
     ("bias", lambda value: value not in (None, "none"), "trained biases (bias other than 'none')"),
     ("lora_bias", bool, "a bias on lora_B (lora_bias)"),
     ("fan_in_fan_out", bool, "transposed weights (fan_in_fan_out)"),
@@ -69,9 +76,12 @@ class PeftConfig:
     use_rslora: bool
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
+    use_dora: bool
+    modules_to_save: tuple[str, ...]
+    """Embeddings and heads at most."""
 
     def rank_of(self, module: str) -> int:
-        """The rank that the configuration gives a module, named as in the base model."""
+        """The rank that the configuration gives a module, named as in the model that PEFT was given."""
         return int(_by_pattern(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
@@ -142,4 +152,6 @@ def read_config(folder: Path) -> PeftConfig:
         use_rslora=bool(config.get("use_rslora")),
         rank_pattern=_pattern(config, "rank_pattern", integer=True),
         alpha_pattern=_pattern(config, "alpha_pattern", integer=False),
+        use_dora=bool(config.get("use_dora")),
+        modules_to_save=tuple(config.get("modules_to_save") or ()),
     )

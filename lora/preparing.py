@@ -9,7 +9,7 @@ import torch
 from .batching import LoraBatcher
 from .layers import LoraBatch
 from .pool import RowPool
-from .registry import AdapterVersion
+from .versions import AdapterVersion
 
 PlanRows = Sequence[tuple[AdapterVersion | None, int]]
 """(request.adapter, number of tokens or logits rows); every adapter is that of an admitted request."""
@@ -24,8 +24,8 @@ class StepAdapters:
     ) -> None:
         """`batch_invariant`: for the target and its head; a drafter's rounding changes no text."""
         self._pool = pool
-        self._tokens, self._head = (LoraBatcher(pool, dtype, device, batch_invariant=batch_invariant) for _ in range(2))
-        self._draft = LoraBatcher(pool, dtype, device)
+        self._tokens, self._head = (LoraBatcher(dtype, device, batch_invariant=batch_invariant) for _ in range(2))
+        self._draft = LoraBatcher(dtype, device)
 
     def prepare(self, rows: PlanRows) -> LoraBatch | None:
         """For the target's forward pass over rows of tokens; None when all are the base model's."""

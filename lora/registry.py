@@ -4,138 +4,91 @@
 
 What a request names under a name that is taken is a newcomer: it takes the name when its files have been read. One that
 cannot be read takes nothing from anybody.
+
+Thousands of names cost memory and nothing else: what is done for a step or for a request looks at the versions in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator
 
-from ..platform.core.errors import ErrorInfo, NotFoundError
+from ..platform.core.errors import NotFoundError
 from ..platform.core.request import Request
-from .adapter import LM_HEAD, Adapter, AdapterSource, Fingerprint
-
-Order = tuple[float, float]
-"""A request's place in the scheduling policy's order: the smallest is the most urgent."""
-
-
-@dataclass(slots=True, eq=False)
-class AdapterVersion:
-    """One content under one name: what a request is bound to from when it is added. Opaque outside this package."""
-
-    name: str
-    source: AdapterSource
-    digest: bytes | None = None
-    """None until the first parse."""
-    rank: int = 0
-    """Largest rank of the base model's modules; 0 until the first parse."""
-    rows: int = 0
-    """Rank rows, for the drafter's modules too."""
-    fingerprint: Fingerprint = ()
-    """Of the files that were parsed."""
-    targets_head: bool = False
-    """Whether it adapts the model's lm_head."""
-    has_draft: bool = False
-    """Whether it brings weights for the drafter..."""
-    draft: str = ""
-    """...and why not; see `Adapter.draft`."""
-    pinned: bool = False
-    loading: bool = False
-    """Whether the loader thread has it."""
-    error: ErrorInfo | None = None
-    """Why it cannot be loaded; final. Later requests get another version."""
-    current: bool = False
-    """Whether its name means it."""
-    waiting: dict[Request, float] = field(default_factory=dict)
-    """Requests to be admitted, preempted ones too, and since when: from when they were added."""
-    running: dict[Request, float] = field(default_factory=dict)
-    """Admitted requests, with the same time; each counts as a user of the device rows."""
-    started: set[Request] = field(default_factory=set)
-    """Those of either that were ever admitted: they must go on with this content, which stays in host memory."""
-    _first: Request | None = None
-
-    def take_content(self, adapter: Adapter) -> None:
-        """Remember what was parsed."""
-        self.digest, self.fingerprint = adapter.digest, adapter.fingerprint
-        self.rank, self.rows = adapter.rank, adapter.rows
-        self.targets_head, self.has_draft = LM_HEAD in adapter.modules, bool(adapter.draft_modules)
-        self.draft = adapter.draft
-
-    @property
-    def path(self) -> str:
-        """The adapter's folder."""
-        return self.source.path
-
-    def bind(self, request: Request, now: float) -> None:
-        """A new request waits."""
-        request.adapter = self
-        self.waiting[request] = now
-        self._first = None  # its order is not known yet
-
-    def start(self, request: Request) -> None:
-        """A waiting request runs."""
-        self.running[request] = self.waiting.pop(request)
-        self.started.add(request)
-        self._first = None if request is self._first else self._first
-
-    def preempt(self, request: Request) -> None:
-        """A running request waits again, as long as it ever did."""
-        self.waiting[request] = self.running.pop(request)
-        self._first = None
-
-    def unbind(self, request: Request) -> None:
-        """The request is gone for good."""
-        self.waiting.pop(request, None)
-        self.running.pop(request, None)
-        self.started.discard(request)
-        self._first = None if request is self._first else self._first
-
-    def first_waiting(self) -> Request | None:
-        """The most urgent request that waits."""
-        if self._first is None and self.waiting:
-            self._first = min(self.waiting, key=_order)
-        return self._first
-
-
-def _order(request: Request) -> Order:
-    return request.order
+from .adapter import AdapterSource
+from .placing import HostEntry
+from .versions import AdapterVersion, Order, VersionPart
 
 
 class AdapterRegistry:
-    """The current version of every name, its newcomer, and the older ones that still have requests."""
+    """The current version of every name, its newcomer, the mixes of these, and older ones that still have requests."""
 
     def __init__(self) -> None:
         self._current: dict[str, AdapterVersion] = {}
         self._newcomers: dict[str, AdapterVersion] = {}
-        self._draining: list[AdapterVersion] = []
+        self._mixes: dict[tuple[VersionPart, ...], AdapterVersion] = {}  # by what they are made of
+        self._draining: dict[AdapterVersion, None] = {}
+        self._contents: dict[bytes, dict[AdapterVersion, None]] = {}  # versions of each content that was read
+        self._in_use: dict[AdapterVersion, None] = {}
+        self._pinned: dict[AdapterVersion, None] = {}
+        self.num_failures = 0
+        """Loads that brought no adapter."""
 
     def __iter__(self) -> Iterator[AdapterVersion]:
-        """All versions, newcomers and those being drained too."""
+        """All versions, newcomers and those being drained too: thousands."""
         yield from self._current.values()
         yield from self._newcomers.values()
+        yield from self._mixes.values()
         yield from self._draining
+
+    def __len__(self) -> int:
+        """Names."""
+        return len(self._current)
 
     def current(self) -> list[AdapterVersion]:
         """The version of each name, in the order of registration."""
         return list(self._current.values())
 
+    def in_use(self) -> Iterable[AdapterVersion]:
+        """Versions with requests. Not to be kept."""
+        return self._in_use.keys()
+
+    def pinned(self) -> Iterable[AdapterVersion]:
+        """Current versions that are pinned. Not to be kept."""
+        return self._pinned.keys()
+
+    def with_content(self, digest: bytes) -> Iterable[AdapterVersion]:
+        """Versions, current or not, with this content. Not to be kept."""
+        return self._contents.get(digest, {}).keys()
+
     def find(self, name: str) -> AdapterVersion | None:
         """The current version of a name."""
         return self._current.get(name)
+
+    def get(self, name: str) -> AdapterVersion:
+        """The same; NotFoundError when the name is unknown."""
+        version = self._current.get(name)
+        if version is None:
+            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+        return version
 
     def match(self, name: str, source: AdapterSource) -> AdapterVersion | None:
         """The version of a name that a request for `source` means: the current one before the newcomer."""
         versions = (self._current.get(name), self._newcomers.get(name))
         return next((v for v in versions if v is not None and v.source.matches(source)), None)
 
+    # --- names ---
+
     def register(self, name: str, source: AdapterSource) -> AdapterVersion:
-        """Make a new version the current one, of a content that has been read; requests on an earlier one stay
-        there."""
+        """Make a new version the current one, of a content that has been read or, where the name is free, will be when
+        it is needed; requests on an earlier one stay there."""
         self._drop_newcomer(name)
-        return self._replace(AdapterVersion(name, source))
+        version = AdapterVersion(name, source)
+        version.registered = True
+        return self._replace(version)
 
     def introduce(self, name: str, source: AdapterSource) -> AdapterVersion:
-        """A new version whose files nobody has read yet: the current one where the name is free, else its newcomer."""
+        """A new version that a request brings, whose files nobody has read yet: the current one where the name is free,
+        else its newcomer."""
         self._drop_newcomer(name)
         version = AdapterVersion(name, source)
         if name not in self._current:
@@ -146,7 +99,9 @@ class AdapterRegistry:
     def renew(self, stale: AdapterVersion) -> AdapterVersion:
         """A new version for the same files, to be read again by later requests. Pinned ones are never out of memory."""
         assert not stale.pinned
-        return self._replace(AdapterVersion(stale.name, stale.source))
+        version = AdapterVersion(stale.name, stale.source)
+        version.registered = stale.registered
+        return self._replace(version)
 
     def succeed(self, version: AdapterVersion) -> None:
         """Its files have been read: a newcomer takes its name."""
@@ -154,14 +109,18 @@ class AdapterRegistry:
             self._replace(self._newcomers.pop(version.name))
 
     def fail(self, version: AdapterVersion) -> None:
-        """Its files cannot be read: later requests for them get another version. A newcomer leaves the current one
-        as it was."""
+        """It cannot be loaded: later requests for it get another version. A newcomer leaves the current one as it
+        was."""
+        self.num_failures += 1
         name = version.name
-        if self._newcomers.get(name) is version:
+        if version.parts:
+            self._retire_mix(version)
+        elif self._newcomers.get(name) is version:
             self._drop_newcomer(name)
         elif not version.current:
             return
-        elif version.digest is not None:
+        elif version.registered or version.digest is not None:
+            self.set_pinned(version, False)
             self.renew(version)
         else:  # it never was an adapter
             self._retire(self._current.pop(name))
@@ -170,9 +129,8 @@ class AdapterRegistry:
 
     def remove(self, name: str) -> None:
         """Forget a name; raises NotFoundError when it is unknown."""
-        version = self._current.pop(name, None)
-        if version is None:
-            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+        version = self.get(name)
+        del self._current[name]
         self._drop_newcomer(name)
         self._retire(version)
 
@@ -190,18 +148,103 @@ class AdapterRegistry:
 
     def _retire(self, version: AdapterVersion) -> None:
         version.current = False
-        self._draining.append(version)
+        self._pinned.pop(version, None)
+        self._draining[version] = None
+        if version.num_mixes:
+            for mix in [mix for mix in self._mixes.values() if any(part.version is version for part in mix.parts)]:
+                self._retire_mix(mix)
 
-    def collect(self) -> list[AdapterVersion]:
-        """Forget drained versions that no request uses and no load is under way for, and return them."""
-        done = [v for v in self._draining if not (v.running or v.loading or v.waiting)]
-        if done:
-            self._draining = [v for v in self._draining if v not in done]
-        return done
+    # --- mixes ---
+
+    def find_mix(self, parts: tuple[VersionPart, ...]) -> AdapterVersion | None:
+        """The version of a mix of these versions."""
+        return self._mixes.get(parts)
+
+    def mix(self, name: str, parts: tuple[VersionPart, ...]) -> AdapterVersion:
+        """The version of a mix of versions that new requests get, a new one if need be. It goes when a part is replaced
+        or unloaded, and when it is in no memory and no request has it: any weights may be asked for."""
+        version = self._mixes.get(parts)
+        if version is None:
+            version = self._mixes[parts] = AdapterVersion(name, AdapterSource(""), parts)
+            for part in parts:
+                part.version.num_mixes += 1
+        return version
+
+    def _retire_mix(self, mix: AdapterVersion) -> None:
+        if self._mixes.get(mix.parts) is mix:
+            del self._mixes[mix.parts]
+            self._draining[mix] = None
+
+    def set_pinned(self, version: AdapterVersion, pinned: bool) -> None:
+        """Whether a current version is to stay on the device."""
+        assert version.current
+        version.pinned = pinned
+        if pinned:
+            self._pinned[version] = None
+        else:
+            self._pinned.pop(version, None)
+
+    # --- requests and contents ---
+
+    def bind(self, request: Request, version: AdapterVersion, now: float) -> None:
+        """A new request waits for a version."""
+        version.bind(request, now)
+        self._in_use[version] = None
+
+    def unbind(self, request: Request, version: AdapterVersion) -> None:
+        """The request is gone for good."""
+        version.unbind(request)
+        if not version.in_use:
+            self._in_use.pop(version, None)
+
+    def requests_of(self, name: str) -> list[Request]:
+        """All that run or wait under a name, on any of its versions or on a mix with one."""
+        versions = [v for v in self._in_use if name in ([part.version.name for part in v.parts] or [v.name])]
+        return [request for version in versions for request in (*version.running, *version.waiting)]
+
+    def take_content(self, version: AdapterVersion, entry: HostEntry) -> None:
+        """Remember what was read."""
+        version.take_content(entry.adapter, entry.num_bytes)
+        self._contents.setdefault(entry.adapter.digest, {})[version] = None
 
     def has_digest(self, digest: bytes) -> bool:
         """Whether any version, current or draining, has this content."""
-        return any(version.digest == digest for version in self)
+        return digest in self._contents
+
+    def claim(self, digest: bytes) -> Order | None:
+        """The order of the most urgent request that waits for a content; None when nobody does."""
+        firsts = [version.first_waiting() for version in self.with_content(digest)]
+        return min((first.order for first in firsts if first is not None), default=None)
+
+    def is_held(self, digest: bytes) -> bool:
+        """Whether a request has begun with the content and waits to go on: it must stay in host memory."""
+        return any(len(version.started) > len(version.running) for version in self.with_content(digest))
+
+    def collect(self, resident: Container[object]) -> list[bytes]:
+        """Forget drained versions that no request uses and no load is under way for, and mixes of which that is true
+        and whose content is not `resident` either; returns the contents that no version has any more."""
+        for mix in list(self._mixes.values()):
+            if not (mix.in_use or mix.loading or mix.digest in resident):
+                self._retire_mix(mix)
+        gone: list[bytes] = []
+        while done := [v for v in self._draining if not (v.in_use or v.loading or v.num_mixes)]:
+            for version in done:
+                del self._draining[version]
+                for part in version.parts:
+                    part.version.num_mixes -= 1
+                gone += self._forget_content(version)
+        return gone
+
+    def _forget_content(self, version: AdapterVersion) -> list[bytes]:
+        """Its digest, where no other version has it."""
+        if version.digest is None:
+            return []
+        versions = self._contents[version.digest]
+        del versions[version]
+        if versions:
+            return []
+        del self._contents[version.digest]
+        return [version.digest]
 
     def check_integrity(self) -> None:
         """Names, versions and their requests agree."""
@@ -214,10 +257,20 @@ class AdapterRegistry:
             assert name in self._current, "a newcomer waits for a name that is free"
             assert version.digest is None
             assert version.error is None
-        for version in self:
+        everyone = set(self)
+        assert set(self._in_use) == {version for version in everyone if version.in_use}
+        assert set(self._pinned) == {version for version in everyone if version.pinned and version.current}
+        contents: dict[bytes, set[AdapterVersion]] = {}
+        for version in everyone:
+            if version.digest is not None:
+                contents.setdefault(version.digest, set()).add(version)
+        assert contents == {digest: set(versions) for digest, versions in self._contents.items()}
+        for parts, version in self._mixes.items():
+            assert version.parts == parts
+            assert version.error is None, "a broken mix is still there for new requests"
+            assert all(part.version.current or part.version in self._newcomers.values() for part in parts)
+        made = [part.version for version in everyone for part in version.parts]
+        for version in everyone:
+            assert version.num_mixes == made.count(version)
             assert version.current == (self._current.get(version.name) is version)
-            assert not version.started or version.digest is not None
-            assert not version.running.keys() & version.waiting.keys(), "a request both runs and waits"
-            assert version.running.keys() <= version.started <= version.running.keys() | version.waiting.keys()
-            assert all(request.adapter is version for request in (*version.running, *version.waiting))
-            assert version.first_waiting() is None or version.first_waiting() in version.waiting
+            version.check_integrity()

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .adapter import EMBEDDING, LM_HEAD, LoraWeights, ModuleShape
+from .arena import PackedRows, Place, RowArena
+from .dora import GainSites, of_head, of_slice, of_table
 from .layers import EmbeddingSite, LoraSite
 from .pool import Allocation
 
@@ -31,48 +34,111 @@ class AdapterHooks(NamedTuple):
     """Whether what an adapter gives a token must not depend on the other tokens, bit for bit."""
 
 
-class AdapterSites:
-    """The sites of a target or of a drafter; both kinds share one row pool."""
+class PackedModules(NamedTuple):
+    """An adapter's rows in one model, ready to be copied."""
 
-    def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    linears: PackedRows
+    vocabulary: PackedRows
+    gains: Mapping[str, Tensor]
+    """By module; see `LoraWeights.gain`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        return self.linears.num_bytes + self.vocabulary.num_bytes
+
+
+class AdapterSites:
+    """The sites of a target or of a drafter, whose rows are numbered alike.
+
+    The vocabulary's modules have an arena of their own: they are as wide as the vocabulary, and few adapters have them.
+    """
+
+    def __init__(
+        self, linears: Sequence[Linear], embedding: Embedding | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Find the modules; `allocate` gives the model its sites."""
         self.modules: dict[str, ModuleShape] = {}
         """What adapters may target, by the checkpoint's names."""
-        self._num_rows = num_rows
-        self._dtype = dtype
-        self._device = device
-        self._sites: list[tuple[LoraSite | EmbeddingSite, list[str]]] = []
+        self._linears = list(linears)
+        self._embedding = embedding
+        self._rows, self._vocabulary = (RowArena(dtype, device) for _ in range(2))
+        self._gains = GainSites(dtype, device)
+        self._places = [self._reserve(linear) for linear in self._linears]
+        if embedding is not None:
+            vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
+            self._lookup = self._vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
+            self._head = self._vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
+            self.modules[EMBEDDING] = ModuleShape(
+                vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=of_table(embedding)
+            )
+            self.modules[LM_HEAD] = ModuleShape(
+                hidden_size, vocab_size, is_base=embedding.is_head, base=of_head(embedding)
+            )
 
-    def add_linears(self, linears: Sequence[Linear]) -> None:
-        """Give every linear its site."""
-        for linear in linears:
-            sizes = [size for _, size in linear.slices]
-            linear.lora = LoraSite(linear.in_features, sizes, self._num_rows, self._dtype, self._device)
-            self._sites.append((linear.lora, [name for name, _ in linear.slices]))
-            self.modules.update((name, ModuleShape(linear.in_features, size)) for name, size in linear.slices)
+    def _reserve(self, linear: Linear) -> Place:
+        start = 0
+        for name, size in linear.slices:
+            self.modules[name] = ModuleShape(linear.in_features, size, base=of_slice(linear, start, size))
+            start += size
+        return self._rows.reserve(
+            [name for name, _ in linear.slices], linear.in_features, [size for _, size in linear.slices]
+        )
 
-    def add_embedding(self, embedding: Embedding) -> None:
-        """Give the token embeddings and the head their sites."""
-        vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
-        lookup = EmbeddingSite(vocab_size, hidden_size, self._num_rows, self._dtype, self._device)
-        head = LoraSite(hidden_size, [vocab_size], self._num_rows, self._dtype, self._device)
-        embedding.lookup_lora, embedding.head_lora = lookup, head
-        self._sites += [(lookup, [EMBEDDING]), (head, [LM_HEAD])]
-        self.modules[EMBEDDING] = ModuleShape(vocab_size, hidden_size, embedding=True, is_base=embedding.is_table)
-        self.modules[LM_HEAD] = ModuleShape(hidden_size, vocab_size, is_base=embedding.is_head)
+    @property
+    def row_bytes(self) -> int:
+        """Device memory of one rank row over all linears; the vocabulary's rows, which are mostly unused, apart."""
+        return self._rows.row_bytes
 
-    def write(self, allocation: Allocation, modules: Mapping[str, LoraWeights]) -> None:
-        """Fill an adapter's rows everywhere; clear them where it has no weights."""
-        for site, names in self._sites:
-            site.write(allocation, [modules.get(name) for name in names])
+    def allocate(self, num_rows: int) -> None:
+        """Memory for the rows, and a site for every linear, the embeddings and the head."""
+        self._rows.allocate(num_rows)
+        for linear, place in zip(self._linears, self._places, strict=True):
+            linear.lora = _site(self._rows, place, linear.in_features, [size for _, size in linear.slices])
+            linear.gains = self._gains.add(linear.slices)
+        self._vocabulary.allocate(num_rows)
+        if self._embedding is None:
+            return
+        vocab_size, hidden_size = self._embedding.vocab_size, self._embedding.hidden_size
+        rows, (a, b, first) = self._vocabulary.rows, self._lookup
+        self._embedding.lookup_lora = EmbeddingSite(
+            rows[:, a : a + vocab_size], rows[:, b : b + hidden_size], self._vocabulary.live[:, first : first + 1]
+        )
+        self._embedding.head_lora = _site(self._vocabulary, self._head, hidden_size, [vocab_size])
+        self._embedding.lookup_gains = self._gains.add([(EMBEDDING, hidden_size)])
+        self._embedding.head_gains = self._gains.add([(LM_HEAD, vocab_size)])
+
+    def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
+        """An adapter's weights in the form in which they are copied. For any thread."""
+        vocabulary = {name: weights for name, weights in modules.items() if name in (EMBEDDING, LM_HEAD)}
+        linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
+        gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
+        return PackedModules(self._rows.pack(linears), self._vocabulary.pack(vocabulary), gains)
+
+    def views(self, packed: PackedModules) -> dict[str, LoraWeights]:
+        """The weights by module, as views of what was packed."""
+        return self._rows.views(packed.linears) | self._vocabulary.views(packed.vocabulary)
+
+    def write(self, allocation: Allocation, packed: PackedModules) -> None:
+        """Fill an adapter's rows everywhere; clear them where it has no weights. For any thread, as long as nobody uses
+        these rows."""
+        self._rows.write(allocation, packed.linears)
+        self._vocabulary.write(allocation, packed.vocabulary)
+        self._gains.write(allocation, packed.gains)
+
+
+def _site(arena: RowArena, place: Place, in_features: int, sizes: Sequence[int]) -> LoraSite:
+    num_slices = len(sizes)
+    a = arena.rows[:, place.a : place.a + num_slices * in_features].unflatten(1, (num_slices, in_features))
+    b = arena.rows[:, place.b : place.b + sum(sizes)]
+    return LoraSite(a, b, sizes, arena.live[:, place.first : place.first + num_slices])
 
 
 def make_sites(
-    linears: Sequence[Linear], hooks: AdapterHooks, num_rows: int, dtype: torch.dtype, device: torch.device
+    linears: Sequence[Linear], hooks: AdapterHooks, dtype: torch.dtype, device: torch.device
 ) -> tuple[AdapterSites, AdapterSites]:
-    """The target's sites and the drafter's, which has none when it has no projections."""
-    target, draft = (AdapterSites(num_rows, dtype, device) for _ in range(2))
-    target.add_linears(linears)
-    if hooks.embedding is not None:
-        target.add_embedding(hooks.embedding)
-    draft.add_linears(hooks.draft_linears)
-    return target, draft
+    """The target's sites and the drafter's, which has none when it has no projections; both are yet to be allocated."""
+    return (
+        AdapterSites(linears, hooks.embedding, dtype, device),
+        AdapterSites(hooks.draft_linears, None, dtype, device),
+    )

@@ -12,6 +12,7 @@ from typing import Any
 
 from .errors import InvalidRequestError
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
+from .sizes import parse_bytes
 from .speculative_config import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,6 +50,10 @@ class EngineArgs:
     max_loras: int = 8
     max_cpu_loras: int | None = None
     max_lora_rank: int = 64
+    lora_memory: int | str | None = None
+    """Device memory for adapters' rank rows, in bytes or as "512MiB"; None: max_loras * max_lora_rank rows."""
+    max_cpu_lora_memory: int | str | None = None
+    """Host memory for adapters, beside `max_cpu_loras`; None: no limit in bytes."""
     speculative_config: dict[str, Any] | None = None
     batch_invariant: bool = False
     """Whether a row's result must not depend, bit for bit, on the rows computed with it."""
@@ -104,11 +109,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Adapters. The device pool has `max_loras * max_lora_rank` rank rows."""
+    """Adapters: how many run at once, and what the device and the host keep of them."""
 
     max_loras: int
+    """Most distinct adapters that run at once. Those that nobody runs stay on the device while its rows last."""
     max_cpu_loras: int
+    """Most adapters in host memory. What is on the device is also there."""
     max_lora_rank: int
+    memory_bytes: int | None = None
+    """For rank rows on the device; None: `max_loras * max_lora_rank` rows."""
+    max_cpu_bytes: int | None = None
+    """For adapters in host memory; None: as many as `max_cpu_loras` allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +155,9 @@ def _check_types(args: EngineArgs) -> None:
     for name in _POSITIVE:
         if getattr(args, name) is not None:
             check_integer(name, getattr(args, name), 1)
+    for name in ("lora_memory", "max_cpu_lora_memory"):
+        if getattr(args, name) is not None:
+            parse_bytes(name, getattr(args, name))
     check_integer("max_logprobs", args.max_logprobs, 0)
     check_integer("seed", args.seed, -MAX_SEED - 1)
     check_number("gpu_memory_utilization", args.gpu_memory_utilization, 0.0, 1.0, low_open=True)
@@ -197,6 +211,10 @@ def check_args(args: EngineArgs) -> None:
     for holds, name, message in _INCOMPATIBLE:
         if holds(args):
             raise InvalidRequestError(message, param=name)
+
+
+def _bytes(name: str, value: int | str | None) -> int | None:
+    return None if value is None else parse_bytes(name, value)
 
 
 def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
@@ -267,6 +285,8 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             max_loras=args.max_loras,
             max_cpu_loras=args.max_cpu_loras or max(4 * args.max_loras, 32),
             max_lora_rank=args.max_lora_rank,
+            memory_bytes=_bytes("lora_memory", args.lora_memory),
+            max_cpu_bytes=_bytes("max_cpu_lora_memory", args.max_cpu_lora_memory),
         )
     return EngineConfig(
         model=facts.path,

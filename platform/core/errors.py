@@ -73,6 +73,20 @@ class AuthenticationError(OutriderError):
     status = 401
 
 
+class PermissionDeniedError(OutriderError):
+    """What was sent does not give the right to this call."""
+
+    type = "PermissionDeniedError"
+    status = 403
+
+
+class AdapterSourceError(OutriderError):
+    """The store that an adapter comes from cannot be reached, or failed; trying again later may help."""
+
+    type = "AdapterSourceError"
+    status = 503
+
+
 class OverloadedError(OutriderError):
     """The queue is full; try again later."""
 
@@ -111,6 +125,8 @@ _BY_TYPE: dict[str, type[OutriderError]] = {
         AdapterError,
         NotFoundError,
         AuthenticationError,
+        PermissionDeniedError,
+        AdapterSourceError,
         OverloadedError,
         EngineDeadError,
         ShuttingDownError,

@@ -8,6 +8,8 @@ MAX_TENANTS = 100
 """Tenants with a label value of their own."""
 MAX_ADAPTERS = 200
 """Adapters with one, loaded or not: each has some 70 series for its requests alone."""
+MAX_MIXES = 50
+"""Sets of adapters with one, which requests mix."""
 
 
 class LabelValues:
@@ -25,3 +27,15 @@ class LabelValues:
             return OTHER
         self._names.add(name)
         return name
+
+
+class AdapterLabels:
+    """Labels of requests' adapters. Those of mixes, "a+b", have a bound of their own: any client may think of new ones,
+    and the adapters that an admin loads later keep their names."""
+
+    def __init__(self, max_adapters: int = MAX_ADAPTERS, max_mixes: int = MAX_MIXES) -> None:
+        self._adapters, self._mixes = LabelValues(max_adapters), LabelValues(max_mixes)
+
+    def __call__(self, label: str) -> str:
+        """As for `LabelValues`. An adapter with a plus in its name counts as a mix, which changes no count."""
+        return (self._mixes if "+" in label else self._adapters)(label)

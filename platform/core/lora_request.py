@@ -1,12 +1,24 @@
-"""Which adapter a request wants."""
+"""Which adapter a request wants, or which weighted sum of adapters."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from .errors import InvalidRequestError
+from .sampling_params import shown
+
+MAX_PARTS = 8
+"""Adapters in one mix."""
+MAX_WEIGHT = 100.0
+"""Largest weight of an adapter, and smallest when negated."""
+
+# A '+' would stand between two adapters, so exponents have none; a weight within the limits needs none.
+_SCALED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE]-?\d+)?)", re.ASCII | re.DOTALL)
 
 
 @dataclass(slots=True, frozen=True, init=False)
@@ -58,6 +70,106 @@ class LoRARequest:
     def path(self) -> str:
         """The adapter's folder."""
         return self.lora_path
+
+    @property
+    def label(self) -> str:
+        """What its requests are counted under."""
+        return self.lora_name
+
+
+class LoRAPart(NamedTuple):
+    """One adapter of a mix."""
+
+    request: LoRARequest
+    weight: float
+
+
+class LoRAMix(NamedTuple):
+    """A weighted sum of adapters: the base model plus `weight` times what each part adds to it. Also one adapter with
+    a scale.
+
+    A tuple, since a message between processes tells it from a LoRARequest by that. Whoever takes one from a user passes
+    its parts through `mix_of`, which checks them and puts them into their one order.
+    """
+
+    parts: tuple[LoRAPart, ...]
+
+    @property
+    def name(self) -> str:
+        """As HTTP clients write it: "a:0.7+b:0.3"."""
+        return "+".join(f"{part.request.name}:{_shown_weight(part.weight)}" for part in self.parts)
+
+    @property
+    def label(self) -> str:
+        """What its requests are counted under: "a+b", as any client may think of new weights."""
+        return "+".join(part.request.name for part in self.parts)
+
+
+LoRA: TypeAlias = LoRARequest | LoRAMix
+"""What one request runs on beside the base model."""
+
+
+def mix_of(parts: Iterable[tuple[LoRARequest, Any]], *, param: str = "lora_request") -> LoRA | None:
+    """The weighted sum of `parts`, in its simplest form, the same for the same sum.
+
+    Weights of the same adapter are added up, and parts without weight left out. None without any part left: the base
+    model. One part of weight 1 is the plain adapter.
+
+    Raises:
+        InvalidRequestError: for the field `param`: too many parts, a weight that is not a finite number or too large,
+            or one name for two different adapters.
+    """
+    requests: dict[str, LoRARequest] = {}
+    weights: dict[str, float] = {}
+    for count, (request, weight) in enumerate(parts, start=1):
+        if count > MAX_PARTS:
+            raise InvalidRequestError(f"{param}: at most {MAX_PARTS} adapters can be mixed", param=param)
+        name = request.name
+        known = requests.setdefault(name, request)
+        if (known.path, known.draft_path) != (request.path, request.draft_path):
+            raise InvalidRequestError(f"{param}: {shown(name)} names two adapters, in different folders", param=param)
+        weights[name] = _checked_weight(name, weights.get(name, 0.0) + _checked_weight(name, weight, param), param)
+    mixed = tuple(LoRAPart(requests[name], weight) for name, weight in sorted(weights.items()) if weight)
+    if not mixed:
+        return None
+    return mixed[0].request if len(mixed) == 1 and mixed[0].weight == 1 else LoRAMix(mixed)
+
+
+def split_mix(text: str, is_known: Callable[[str], bool]) -> list[tuple[str, float]] | None:
+    """The names and weights of a mix written as "a:0.7+b:0.3", "a:0.5" or "a+b", where a missing weight is 1; None when
+    `text` is not written like a mix. A known name is taken as it stands, whatever is in it.
+
+    Raises:
+        InvalidRequestError: too many parts.
+    """
+    whole = _SCALED.fullmatch(text)
+    if whole is not None and is_known(whole["name"]):
+        return [(whole["name"], float(whole["weight"]))]
+    if text.count("+") >= MAX_PARTS:
+        raise InvalidRequestError(f"at most {MAX_PARTS} adapters can be mixed")
+    parts: list[tuple[str, float]] = []
+    for piece in text.split("+"):
+        scaled = None if is_known(piece) else _SCALED.fullmatch(piece)
+        name, weight = (piece, 1.0) if scaled is None else (scaled["name"], float(scaled["weight"]))
+        if not name:
+            return None
+        parts.append((name, weight))
+    return None if parts == [(text, 1.0)] else parts
+
+
+def _checked_weight(name: str, weight: object, param: str) -> float:
+    # Not for NaN either. Python's integers may be too large for a float, but compare well.
+    if not isinstance(weight, Real) or isinstance(weight, bool) or not abs(cast(float, weight)) <= MAX_WEIGHT:
+        raise InvalidRequestError(
+            f"{param}: the weight of adapter {shown(name)} must be a number from {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}, "
+            f"got {shown(weight)}",
+            param=param,
+        )
+    return float(weight)
+
+
+def _shown_weight(weight: float) -> str:
+    return repr(weight).removesuffix(".0")
 
 
 def _folder(field: str, path: Any, what: str) -> str:

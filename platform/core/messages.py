@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .errors import ErrorInfo
-from .lora_request import LoRARequest
+from .lora_request import LoRA
 from .sampling_params import SamplingParams
 
 
@@ -20,7 +20,7 @@ class EngineRequest:
     params: SamplingParams
     eos_token_ids: list[int] = field(default_factory=list)
     """End-of-sequence ids of the model; generation stops there unless `params.ignore_eos`."""
-    lora: LoRARequest | None = None
+    lora: LoRA | None = None
     priority: int = 0
     """Lower runs first under the priority policy."""
     tenant: str = ""
@@ -129,12 +129,18 @@ class AdapterInfo:
     rows: int
     """Rank rows that it takes on the device: more than `rank` where its draft weights have a larger one."""
     level: str
-    """"device", "host" or "disk"."""
+    """"device", "host" or "disk": the highest tier that holds it."""
     pinned: bool = False
     num_running: int = 0
     draft: str = ""
     """"loaded" when its draft weights are in use; "" when it has none for this engine's drafter; else why they are
     not used."""
+    num_waiting: int = 0
+    """Requests that wait to be admitted."""
+    num_bytes: int = 0
+    """Host memory that its content takes while it is there; 0 until its files have been read."""
+    load_seconds: float = 0.0
+    """How long its files took to be read, the last time; 0 until then."""
 
 
 @dataclass(slots=True)
@@ -157,10 +163,23 @@ class EngineStats:
     speculation: list[SpeculationEntry] = field(default_factory=list)
     """By adapter and tenant, where drafts have been verified."""
     adapters: list[AdapterInfo] = field(default_factory=list)
+    """Those registered that are in memory or that requests have; others are on disk and cost nothing."""
+    num_adapters: int = 0
+    """Registered ones, wherever they are."""
     running_adapters: list[str] = field(default_factory=list)
     waiting_adapters: list[str] = field(default_factory=list)
     lora_load_seconds: list[float] = field(default_factory=list)
     """Durations of adapter loads since the last snapshot."""
+    lora_load_failures: int = 0
+    """Of all loads, those that brought no adapter."""
+    lora_evictions: dict[str, int] = field(default_factory=dict)
+    """Adapters that made way for others, by the level that they left: "device" or "host"."""
+    lora_host_bytes: int = 0
+    """Host memory of adapters, those unloaded but still running too."""
+    lora_rows_used: int = 0
+    """Rank rows of the device that adapters have."""
+    lora_rows: int = 0
+    """Rank rows of the device."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .lora_request import LoRARequest
+from .lora_request import LoRA
 
 
 class Logprob(NamedTuple):
@@ -78,4 +78,4 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry a prompt token; the first is None."""
-    lora_request: LoRARequest | None = None
+    lora_request: LoRA | None = None

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .lora_request import LoRARequest
+from .lora_request import LoRA
 from .messages import SpeculationCounts, TokenLogprobs
 from .sampling_params import SamplingParams
 
@@ -59,7 +59,7 @@ class Request:
     seed_key: int
     """64 bits that all of this sequence's random numbers come from: made from `params.seed`, or drawn by the engine."""
     eos_token_ids: frozenset[int] = frozenset()
-    lora: LoRARequest | None = None
+    lora: LoRA | None = None
     adapter: Any = None
     """The adapter's handle while admitted; opaque here. It belongs to the adapter manager."""
     sharing: bytes | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
@@ -18,6 +18,7 @@ from ..core.request import Request
 from ..core.sampling_params import check_text
 from .setup import build
 from .speculation_totals import SpeculationTotals
+from .tracing import Wrap, trace
 
 IDLE_WAIT_SECONDS = 0.05
 """How long a step with nothing to compute waits for what the queued sequences wait for."""
@@ -27,10 +28,20 @@ class EngineCore:
     """Owns the scheduler, the runner and the features. Not thread-safe: one thread calls it."""
 
     def __init__(
-        self, args: EngineArgs, *, progress: bool = False, observe: Callable[[Proposer], Proposer] | None = None
+        self,
+        args: EngineArgs,
+        *,
+        progress: bool = False,
+        observe: Callable[[Proposer], Proposer] | None = None,
+        wrap: Wrap | None = None,
     ) -> None:
-        """Load the model and allocate the KV cache; see `setup.build` for `observe` and the errors."""
+        """Load the model and allocate the KV cache; see `setup.build` for `observe` and the errors.
+
+        `wrap` may wrap the functions that make up a step, see `tracing.trace`.
+        """
         parts = build(args, progress=progress, observe=observe)
+        if wrap is not None:
+            trace(parts, wrap)
         self.info: EngineInfo = parts.info
         self.scheduler = parts.scheduler
         self._config = parts.config
@@ -81,7 +92,7 @@ class EngineCore:
         )
         self._adapters.resolve(sequence)
         if self._config.speculative is not None and request.params.max_drafts != 0:
-            name = request.lora.name if request.lora is not None else ""
+            name = request.lora.label if request.lora is not None else ""
             sequence.speculation_totals = self._speculation.of(name, request.tenant)
         self.scheduler.add(sequence)
 
@@ -108,10 +119,45 @@ class EngineCore:
         """
         return self._adapters.load(request, load_inplace=load_inplace, pinned=pinned, read=read)
 
-    def unload_adapter(self, name: str) -> None:
-        """Take no new requests for an adapter and free it when the running ones are done. NotFoundError when
-        unknown."""
-        self._adapters.unload(name)
+    def register_adapters(self, requests: Sequence[LoRARequest]) -> None:
+        """Make adapters known by name; their files are read when requests come.
+
+        Raises:
+            InvalidUserInputError: a name is taken. AdapterError: a folder does not exist. None is registered then.
+        """
+        self._adapters.register(requests)
+
+    def unload_adapter(self, name: str, mode: str = "drain") -> None:
+        """Take no new requests for an adapter, and free it with the last that has it. With `mode` "abort" they all end
+        now, with finish reason "abort".
+
+        Raises:
+            NotFoundError: the name is unknown. InvalidRequestError: no such mode.
+        """
+        ending = self._adapters.unload(name, mode)
+        self.scheduler.end([request.request_id for request in ending])
+
+    def adapter_pin_reader(self, name: str) -> Callable[[], Any] | None:
+        """Reads what `pin_adapter` needs of an adapter that is not in memory, in any thread; None when it is.
+
+        Raises:
+            NotFoundError: the name is unknown.
+        """
+        return self._adapters.pin_reader(name)
+
+    def pin_adapter(self, name: str, *, read: Any = None) -> AdapterInfo:
+        """Keep a registered adapter on the device; without `read`, what `adapter_pin_reader` brought, it is read here
+        if it must be.
+
+        Raises:
+            NotFoundError: the name is unknown. AdapterError: it cannot be served.
+            InvalidUserInputError: there is no room for it beside the other pinned ones, or none now.
+        """
+        return self._adapters.pin(name, read=read)
+
+    def unpin_adapter(self, name: str) -> AdapterInfo:
+        """Let a registered adapter make way for others again; NotFoundError when the name is unknown."""
+        return self._adapters.unpin(name)
 
     def list_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""
@@ -134,7 +180,13 @@ class EngineCore:
             adapters=adapters.adapters,
             running_adapters=adapters.running,
             waiting_adapters=adapters.waiting,
+            num_adapters=adapters.num_adapters,
             lora_load_seconds=adapters.load_seconds,
+            lora_host_bytes=adapters.host_bytes,
+            lora_load_failures=adapters.load_failures,
+            lora_evictions={"device": adapters.device_evictions, "host": adapters.host_evictions},
+            lora_rows_used=adapters.rows_used,
+            lora_rows=adapters.num_rows,
         )
 
     def shutdown(self) -> None:

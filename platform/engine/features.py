@@ -5,11 +5,12 @@ The scheduler and the runner know none of them: they see the small protocols her
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...lora.loader import ReadAdapter
-from ...lora.manager import AdapterStats
+from ...lora.catalog import ReadAdapter
+from ...lora.stats import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo
@@ -30,6 +31,9 @@ class NoAdapters:
     def admit(self, request: Request) -> str | None:
         """Always ready."""
         return None
+
+    def prefetch(self, request: Request) -> None:
+        """Nothing is loaded."""
 
     def release(self, request: Request) -> None:
         """Nothing is held."""
@@ -65,7 +69,23 @@ class NoAdapters:
         """Refused."""
         raise InvalidRequestError("LoRA is not enabled (enable_lora)", param="lora_name")
 
-    def unload(self, name: str) -> None:
+    def register(self, requests: Sequence[LoRARequest]) -> None:
+        """Refused."""
+        raise InvalidRequestError("LoRA is not enabled (enable_lora)", param="lora_name")
+
+    def unload(self, name: str, mode: str = "drain") -> builtins.list[Request]:
+        """Refused: there is none."""
+        raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
+
+    def pin_reader(self, name: str) -> Callable[[], ReadAdapter] | None:
+        """Refused: there is none."""
+        raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
+
+    def pin(self, name: str, *, read: ReadAdapter | None = None) -> AdapterInfo:
+        """Refused: there is none."""
+        raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
+
+    def unpin(self, name: str) -> AdapterInfo:
         """Refused: there is none."""
         raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
 
@@ -104,6 +124,9 @@ class PrefixNamespaces:
             request.namespace = namespace
             request.block_hashes.clear()
         return None
+
+    def prefetch(self, request: Request) -> None:
+        """Nothing is loaded."""
 
     def release(self, request: Request) -> None:
         """Nothing is held."""

@@ -21,12 +21,18 @@ from .outcome import accept
 from .policies import POLICIES, Key
 from .prefix_cache import PrefixCache
 
+# Waiting sequences that gates may prepare for while the batch is full.
+PREFETCHED = 16
+
 
 class Gate(Protocol):
     """Something a sequence must hold while it runs, beside KV blocks."""
 
     def admit(self, request: Request) -> str | None:
         """Take it and return None, or return the reason to wait. A typed error fails this request alone."""
+
+    def prefetch(self, request: Request) -> None:
+        """The request will soon be asked for: begin what takes long, if nothing more urgent suffers."""
 
     def release(self, request: Request) -> None:
         """Give it back, to ask again later: the request was preempted, or found no room."""
@@ -121,6 +127,14 @@ class Scheduler:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
+                self._finish(request)
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """The same, but tell the client: the next step's deltas end them with finish reason "abort"."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._failed.append(TokenDelta(request_id, finish_reason="abort"))
                 self._finish(request)
 
     # --------------------------------------------------------------- schedule
@@ -239,6 +253,7 @@ class Scheduler:
         self._reasons.clear()
         for request in list(self._waiting):
             if budget <= 0 or len(self._running) >= self.config.max_num_seqs:
+                self._prefetch()
                 break
             try:
                 reason = self._blocked(request)
@@ -261,6 +276,12 @@ class Scheduler:
             request.status = Status.RUNNING
             rows.append(row)
             budget -= row.num_tokens
+
+    def _prefetch(self) -> None:
+        """Let the gates prepare for the next few sequences."""
+        for request in self._waiting[:PREFETCHED]:
+            for gate in self._gates:
+                gate.prefetch(request)
 
     def _blocked(self, request: Request) -> str | None:
         """Why the request cannot start for a reason of its own; None once it holds everything but blocks. Raises what a

@@ -16,6 +16,7 @@ from ...models.batch import allocate_kv
 from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
 from ...models.loader import load_model, read_facts, resolve_model_path
+from ...spec_decode.adaptive import AdaptiveProposer
 from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
 from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
@@ -29,6 +30,7 @@ from .model_runner import ModelRunner, RunnerParts
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
 from .scheduler import DraftLimits, Scheduler
+from .warm_up import warm_up
 
 
 class EngineParts(NamedTuple):
@@ -66,9 +68,8 @@ def build(
         seed=config.seed,
         batch_invariant=config.batch_invariant,
     )
-    proposer = make_proposer(config.speculative, _proposer_context(config, model, progress))
-    if observe is not None:
-        proposer = observe(proposer)
+    drafter = make_proposer(config.speculative, _proposer_context(config, model, progress))
+    proposer = drafter if observe is None else observe(drafter)
     adapters = _make_adapters(config, model, proposer)
     config = _resolve(args, path)  # again: the KV cache gets of the memory that weights and adapters have left
     layers = [*model.kv_layers, *proposer.needs.kv_layers]
@@ -81,6 +82,8 @@ def build(
         )
     )
     scheduler = _make_scheduler(config, proposer, adapters)
+    if isinstance(drafter, AdaptiveProposer):
+        warm_up(scheduler, runner, drafter)
     info = _describe(args, config, model, time.perf_counter() - started)
     return EngineParts(config, info, scheduler, runner, adapters)
 

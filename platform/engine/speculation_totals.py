@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from ..core.labels import MAX_TENANTS, OTHER, LabelValues
+from ..core.labels import MAX_TENANTS, OTHER, AdapterLabels, LabelValues
 from ..core.messages import SpeculationCounts, SpeculationEntry
 
 MAX_PAIRS = 2000
@@ -17,12 +17,13 @@ class SpeculationTotals:
 
     def __init__(self, max_tenants: int = MAX_TENANTS, max_pairs: int = MAX_PAIRS) -> None:
         self._tenant = LabelValues(max_tenants)
+        self._mix = AdapterLabels(max_adapters=max_pairs)
         self._max_pairs = max_pairs
         self._counts: dict[tuple[str, str], SpeculationCounts] = {}
 
     def of(self, adapter: str, tenant: str) -> SpeculationCounts:
         """The counts that this adapter's and tenant's requests are added to; "" is the base model, and no tenant."""
-        key = (adapter, self._tenant(tenant))
+        key = (self._mix(adapter), self._tenant(tenant))
         if key not in self._counts and len(self._counts) >= self._max_pairs:
             key = (OTHER, OTHER)
         return self._counts.setdefault(key, SpeculationCounts())

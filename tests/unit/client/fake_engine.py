@@ -85,7 +85,7 @@ class FakeEngine:
         )  # fmt: skip
 
     def add_request(self, request: EngineRequest) -> None:
-        if request.lora is not None and request.lora.path == "broken":
+        if isinstance(request.lora, LoRARequest) and request.lora.path == "broken":
             raise AdapterError("the adapter is broken", param="lora_request")
         if request.prompt_token_ids[0] == RAISE_IN_ADD:
             raise RuntimeError("bug in add_request")
@@ -175,7 +175,7 @@ class FakeEngine:
         self.adapters[request.name] = info
         return info
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, mode: str = "drain") -> None:
         if name == "kills-when-unloaded":
             os.kill(os.getpid(), signal.SIGKILL)
         if name not in self.adapters:

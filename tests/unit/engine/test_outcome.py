@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider import SamplingParams
 from outrider.platform.core.batch import RowPlan, RowResult
-from outrider.platform.core.labels import OTHER, LabelValues
+from outrider.platform.core.labels import MAX_MIXES, OTHER, AdapterLabels, LabelValues
 from outrider.platform.core.messages import SpeculationCounts, TokenDelta
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.engine.outcome import accept
@@ -78,3 +78,19 @@ def test_totals_are_bounded_and_never_fall():
 def test_label_values_are_bounded():
     names = LabelValues(2)
     assert [names(name) for name in ("x", "y", "z", "x", "z", "y")] == ["x", "y", OTHER, "x", OTHER, "y"]
+
+
+def test_mixes_do_not_use_up_the_adapters_labels():
+    labels = AdapterLabels(max_adapters=2, max_mixes=1)
+    names = ("a+b", "b+c", "a", "b+c+d", "b", "a+b", "c")
+    assert [labels(name) for name in names] == ["a+b", OTHER, "a", OTHER, "b", "a+b", OTHER]
+
+
+def test_totals_of_mixes_are_bounded():
+    totals = SpeculationTotals()
+    for index in range(3 * MAX_MIXES):
+        totals.of(f"a+{index}", "").count(1, 1)
+    totals.of("a", "").count(1, 1)
+    found = {entry.adapter: entry.counts.num_drafts for entry in totals.entries()}
+    assert len(found) == MAX_MIXES + 2
+    assert (found[OTHER], found["a"]) == (2 * MAX_MIXES, 1)

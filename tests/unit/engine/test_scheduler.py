@@ -107,6 +107,9 @@ class TwoSeats:
             self.seated.setdefault(name, set()).add(request.request_id)
         return None
 
+    def prefetch(self, request):
+        pass
+
     def release(self, request):
         holders = self.seated.get(request.tenant)
         if holders is not None:
@@ -358,6 +361,9 @@ def test_gates_are_told_whether_a_request_comes_back():
     class Recorder:
         def admit(self, request):
             return None
+
+        def prefetch(self, request):
+            calls.append(("prefetch", request.request_id))
 
         def release(self, request):
             calls.append(("release", request.request_id))

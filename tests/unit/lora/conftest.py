@@ -90,9 +90,17 @@ def make_manager():
     """Managers that are closed, and whose bookkeeping is checked, after the test."""
     made = []
 
-    def make(max_loras=2, max_cpu_loras=4, max_lora_rank=8, **options):
-        config = LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras, max_lora_rank=max_lora_rank)
-        manager = AdapterManager(make_linears(), config, torch.float32, "cpu", **options)
+    def make(max_loras=2, max_cpu_loras=4, max_lora_rank=8, memory_bytes=None, max_cpu_bytes=None, **options):
+        config = LoRAConfig(
+            max_loras=max_loras,
+            max_cpu_loras=max_cpu_loras,
+            max_lora_rank=max_lora_rank,
+            memory_bytes=memory_bytes,
+            max_cpu_bytes=max_cpu_bytes,
+        )
+        linears = make_linears()
+        manager = AdapterManager(linears, config, torch.float32, "cpu", **options)
+        manager.linears = linears
         made.append(manager)
         return manager
 
@@ -112,16 +120,21 @@ def folder(tmp_path):
     return write
 
 
-def admitted(manager, name, path, request_id="r", **options):
-    """A request that has been resolved and admitted, waiting for loads."""
-    request = make_request(name, path, request_id, **options)
-    manager.resolve(request)
+def settle(manager, request):
+    """Why the request must wait when nothing is being read or written any more; None: it runs."""
     for _ in range(20):
         reason = manager.admit(request)
         if reason != LOADING:
             break
         manager.wait(10)
-    assert reason is None
+    return reason
+
+
+def admitted(manager, name, path, request_id="r", **options):
+    """A request that has been resolved and admitted, waiting for loads."""
+    request = make_request(name, path, request_id, **options)
+    manager.resolve(request)
+    assert settle(manager, request) is None
     return request
 
 

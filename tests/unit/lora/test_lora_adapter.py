@@ -132,7 +132,7 @@ def test_initializations_that_leave_the_base_alone_are_served(tmp_path, value):
         ("base_model.model.model.embed_tokens.lora_A.weight", "embedding is not served"),
         ("base_model.model.lm_head.lora_A.weight", "lm_head is not served"),
         ("base_model.model.lm_head.weight", "lm_head is not served"),
-        (f"base_model.model.{Q}.lora_magnitude_vector.weight", "DoRA is not served"),
+        (f"base_model.model.{Q}.lora_magnitude_vector.weight", "no use without use_dora"),
         (f"base_model.model.{Q}.lora_B.bias", "bias is not served"),
         (f"base_model.model.{Q}.lora_C.weight", "no LoRA weight"),
         (f"base_model.model.{Q}.lora_A.other.weight", "two tensors for the same weight"),
@@ -244,7 +244,7 @@ def test_damaged_files_are_refused_or_read_as_something_finite(tmp_path_factory,
     except AdapterError:
         return
     assert cut == 0
-    assert all(torch.isfinite(part).all() for weights in adapter.modules.values() for part in weights)
+    assert all(torch.isfinite(part).all() for weights in adapter.modules.values() for part in weights[:2])
 
 
 def test_a_damaged_header_is_called_what_it_is(tmp_path):

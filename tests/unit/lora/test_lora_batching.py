@@ -1,35 +1,47 @@
-"""Segments, masks and the reuse of a step's batch."""
+"""A step's runs and segments, native and masked, against the deltas by definition; the reuse of a step's batch."""
 
 import pytest
 import torch
 
+from outrider.lora import batching, layers
 from outrider.lora.adapter import LoraWeights
-from outrider.lora.batching import LONG_RUN, PACK_AFTER, LoraBatcher
-from outrider.lora.layers import LoraSite
+from outrider.lora.arena import RowArena
+from outrider.lora.batching import LONG_RUN, LoraBatcher
+from outrider.lora.layers import EmbeddingSite, LoraSite
 from outrider.lora.pool import RowPool
 
 RANKS = {b"a": 2, b"b": 3, b"c": 1}
 SIZES = (6, 4)
+NAMES = ("first", "second")
 IN = 8
+CPU = torch.device("cpu")
 
 
 class Bench:
     """A pool with three adapters, one site, and the deltas by definition."""
 
-    def __init__(self, dtype=torch.float32, num_rows=16):
+    def __init__(self, dtype=torch.float32, num_rows=16, batch_invariant=False):
         self.pool = RowPool(num_rows, 8)
-        self.site = LoraSite(IN, SIZES, num_rows, dtype, torch.device("cpu"))
-        self.batcher = LoraBatcher(self.pool, dtype, torch.device("cpu"))
+        self.arena = RowArena(dtype, CPU)
+        place = self.arena.reserve(NAMES, IN, SIZES)
+        self.arena.allocate(num_rows)
+        a = self.arena.rows[:, place.a : place.a + 2 * IN].unflatten(1, (2, IN))
+        b = self.arena.rows[:, place.b : place.b + sum(SIZES)]
+        self.site = LoraSite(a, b, SIZES, self.arena.live)
+        self.batcher = LoraBatcher(dtype, CPU, batch_invariant=batch_invariant)
         self.weights = {}
         for key, rank in RANKS.items():
             self.place(key, rank)
 
     def place(self, key, rank):
         allocation = self.pool.allocate(key, rank)
-        weights = [LoraWeights(torch.randn(rank, IN), torch.randn(rank, size)) for size in SIZES]
+        weights = {
+            name: LoraWeights(torch.randn(rank, IN), torch.randn(rank, size))
+            for name, size in zip(NAMES, SIZES, strict=True)
+        }
         if key == b"c":
-            weights[1] = None
-        self.site.write(allocation, weights)
+            del weights["second"]
+        self.arena.write(allocation, self.arena.pack(weights))
         self.weights[key] = weights
 
     def rows(self, *items):
@@ -43,7 +55,8 @@ class Bench:
         want, start = y.clone(), 0
         for key, count in items:
             tokens = x[start : start + count]
-            for index, weight in enumerate(self.weights.get(key, ())):
+            for index, name in enumerate(NAMES):
+                weight = self.weights.get(key, {}).get(name)
                 if weight is not None:
                     columns = slice(sum(SIZES[:index]), sum(SIZES[: index + 1]))
                     want[start : start + count, columns] += tokens @ weight.a.T @ weight.b
@@ -54,6 +67,18 @@ class Bench:
         return batch
 
 
+@pytest.fixture(params=["native", "torch"])
+def path(request, monkeypatch):
+    """Which kernels serve."""
+    if request.param == "torch":
+        for module in (batching, layers):
+            monkeypatch.setattr(module, "is_native", lambda dtype, device: False)
+    elif not batching.is_native(torch.float32, CPU):
+        pytest.skip("there are no native kernels here")
+    return request.param
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
     "items",
     [
@@ -65,31 +90,21 @@ class Bench:
         [(b"b", 1), (None, LONG_RUN), (b"c", 2)],
         [(b"a", 1), (b"b", LONG_RUN + 3), (None, LONG_RUN), (b"c", 1), (b"a", 1)],
         [(b"a", LONG_RUN)],
+        [(b"c", LONG_RUN), (b"a", LONG_RUN)],
     ],
 )
-def test_every_token_gets_its_own_adapter(items):
-    bench = Bench()
-    for _ in range(PACK_AFTER + 3):  # unpacked at first, then packed
-        batch = bench.check(*items)
-    assert any(segment.packed for segment in batch.segments)
+def test_every_token_gets_its_own_adapter(path, items, batch_invariant):
+    batch = Bench(batch_invariant=batch_invariant).check(*items)
+    assert (batch.native is not None) == (
+        path == "native" and (batch_invariant or any(n < LONG_RUN for k, n in items if k))
+    )
 
 
-def test_no_batch_for_the_base_model_alone():
+def test_no_batch_for_the_base_model_alone(path):
     assert Bench().check((None, 4), (None, 1)) is None
 
 
-def test_long_base_runs_and_base_edges_are_skipped():
-    batch = Bench().check((None, 2), (b"a", 1), (None, LONG_RUN), (b"b", 1), (None, 1))
-    assert [(s.start, s.stop) for s in batch.segments] == [(2, 3), (LONG_RUN + 3, LONG_RUN + 4)]
-
-
-def test_one_adapter_needs_no_mask_and_only_its_rows():
-    (segment,) = Bench().check((b"b", 3)).segments
-    assert segment.keep is None
-    assert segment.selection.num_rows == 3
-
-
-def test_the_same_rows_give_the_same_batch():
+def test_the_same_rows_give_the_same_batch(path):
     bench = Bench()
     items = [(b"a", 1), (b"b", 1)]
     first = bench.check(*items)
@@ -97,47 +112,51 @@ def test_the_same_rows_give_the_same_batch():
     assert bench.check((b"a", 1), (b"b", 2)) is not first
 
 
-def test_the_selection_lasts_while_it_covers_the_step():
+def test_rows_that_changed_hands_are_not_taken_for_the_old_ones(path):
     bench = Bench()
-    first = bench.check((b"a", 1), (b"b", 1)).segments[0].selection
-    assert bench.check((b"a", 1), (b"b", 2)).segments[0].selection is first
-    assert bench.check((b"b", 1)).segments[0].selection is first, "a subset stays on it"
-    assert bench.check((b"c", 1)).segments[0].selection is not first
-
-
-def test_a_selection_that_has_become_far_too_large_is_left():
-    bench = Bench(num_rows=128)
-    bench.place(b"big", 100)
-    assert bench.check((b"big", 1), (b"a", 1)).segments[0].selection.num_rows == 102
-    assert bench.check((b"a", 1)).segments[0].selection.num_rows == 2
-
-
-def test_rows_that_changed_hands_are_not_taken_for_the_old_ones():
-    bench = Bench()
-    for _ in range(PACK_AFTER + 2):
-        bench.check((b"a", 1), (b"b", 1))
+    bench.check((b"a", 1), (b"b", 1))
     bench.pool.evict(b"a")
     bench.place(b"d", 2)
     assert bench.pool.allocation(b"d").rows == (0, 1), "the rows of a"
-    for _ in range(PACK_AFTER + 2):
-        bench.check((b"d", 1), (b"b", 1))
-    bench.check((b"b", 2))
+    bench.check((b"d", 1), (b"b", 1))
 
 
-def test_scattered_rows_are_gathered():
+def test_scattered_rows(path):
     bench = Bench()
     bench.pool.evict(b"b")
     bench.place(b"e", 12)
     assert bench.pool.allocation(b"e").rows == (2, 3, 4, *range(6, 15))
-    for _ in range(PACK_AFTER + 2):
-        bench.check((b"e", 2), (b"c", 1))
+    bench.check((b"e", 2), (b"c", 1))
+    bench.check((b"e", LONG_RUN), (b"c", LONG_RUN))
 
 
-def test_a_row_written_again_holds_nothing_of_its_former_owner():
-    bench = Bench()
-    bench.pool.evict(b"b")
-    bench.site._a[2:5], bench.site._b[1][2:5] = float("inf"), float("nan")
-    allocation = bench.pool.allocate(b"f", 3)
-    bench.site.write(allocation, [LoraWeights(torch.ones(1, IN), torch.ones(1, SIZES[0])), None])
-    assert not bench.site._a[3:5].any()
-    assert not bench.site._b[1][2:5].any()
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
+class TestMasked:
+    def test_long_base_runs_and_base_edges_are_skipped(self, path):
+        batch = Bench().check((None, 2), (b"a", 1), (None, LONG_RUN), (b"b", 1), (None, 1))
+        assert [(s.start, s.stop) for s in batch.segments] == [(2, 3), (LONG_RUN + 3, LONG_RUN + 4)]
+
+    def test_one_adapter_needs_no_mask_and_only_its_rows(self, path):
+        (segment,) = Bench().check((b"b", 3)).segments
+        assert segment.keep is None
+        assert segment.selection.num_rows == 3
+
+
+def test_embeddings(path):
+    arena = RowArena(torch.float32, CPU)
+    place = arena.reserve(["embedding"], 50, [6])
+    arena.allocate(12)
+    site = EmbeddingSite(arena.rows[:, place.a : place.a + 50], arena.rows[:, place.b : place.b + 6], arena.live)
+    pool, batcher = RowPool(12, 4), LoraBatcher(torch.float32, CPU)
+    weights = {}
+    for key, rank in ((b"a", 2), (b"b", 4), (b"none", 1)):
+        weights[key] = LoraWeights(torch.randn(rank, 50), torch.randn(rank, 6))
+        arena.write(pool.allocate(key, rank), arena.pack({} if key == b"none" else {"embedding": weights[key]}))
+    owners = [b"a", b"b", None, b"none", b"b"]
+    ids, y = torch.tensor([3, 49, 7, 1, 0]), torch.randn(5, 6)
+    want = y.clone()
+    for token, key in enumerate(owners):
+        if key in (b"a", b"b"):
+            want[token] += weights[key].a[:, ids[token]] @ weights[key].b
+    site.add(y, ids, batcher.build([(pool.allocation(key) if key else None, 1) for key in owners]))
+    torch.testing.assert_close(y, want)

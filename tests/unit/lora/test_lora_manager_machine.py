@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.lora.adapter import Adapter, LoraWeights, fingerprint
-from outrider.lora.loader import Loaded
+from outrider.lora.loader import Done, Job, Jobs
 from outrider.lora.manager import AdapterManager
-from outrider.lora.sites import AdapterHooks
+from outrider.lora.sites import AdapterHooks, make_sites
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
@@ -23,17 +23,17 @@ NAMES = st.sampled_from("abcde")
 
 
 class StepLoader:
-    """The loader without its thread: a load ends when `wait` is called, so that runs can be repeated."""
+    """The loader without its thread: a job is done when `wait` is called, so that runs can be repeated."""
 
-    def __init__(self, parse):
-        self._parse, self._jobs = parse, []
+    def __init__(self):
+        self._jobs, self.fail_next = Jobs(), False
 
     @property
     def num_in_flight(self):
         return len(self._jobs)
 
-    def submit(self, ticket, source):
-        self._jobs.append((ticket, source))
+    def submit(self, ticket, work, what, *, short=False):
+        self._jobs.push(Job(ticket, work, what), short=short)
 
     def poll(self):
         return []
@@ -41,11 +41,15 @@ class StepLoader:
     def wait(self, timeout):
         if not self._jobs:
             return []
-        ticket, source = self._jobs.pop(0)
+        ticket, work, _ = self._jobs.pop()
         try:
-            return [Loaded(ticket, self._parse(source), None, 0.0)]
+            if self.fail_next:
+                raise AdapterError("MemoryError: injected")
+            return [Done(ticket, work(), None, 0.0)]
         except AdapterError as error:
-            return [Loaded(ticket, None, error, 0.0)]
+            return [Done(ticket, None, error, 0.0)]
+        finally:
+            self.fail_next = False
 
     def close(self):
         self._jobs.clear()
@@ -56,6 +60,8 @@ class ManagerMachine(RuleBasedStateMachine):
     adapter, or its draft weights alone. The ranks follow from the numbers."""
 
     MAX_CPU_LORAS = 3
+    MAX_CPU_BYTES = None
+    ROWS = None
 
     def __init__(self):
         super().__init__()
@@ -66,15 +72,18 @@ class ManagerMachine(RuleBasedStateMachine):
         self.draft_linears, self.gone, self.known = make_linears(1), set(), set()
         for name in self.contents:
             self._write(name)
-        self.manager = AdapterManager(
-            [],
-            LoRAConfig(max_loras=2, max_cpu_loras=self.MAX_CPU_LORAS, max_lora_rank=4),
-            torch.float32,
-            "cpu",
-            AdapterHooks(draft_method="draft_model", draft_linears=self.draft_linears, on_gone=self._forget),
-            clock=lambda: self.now,
+        hooks = AdapterHooks(draft_method="draft_model", draft_linears=self.draft_linears, on_gone=self._forget)
+        row_bytes = make_sites([], hooks, torch.float32, torch.device("cpu"))[1].row_bytes
+        config = LoRAConfig(
+            max_loras=2,
+            max_cpu_loras=self.MAX_CPU_LORAS,
+            max_lora_rank=4,
+            memory_bytes=self.ROWS and self.ROWS * row_bytes,
+            max_cpu_bytes=self.MAX_CPU_BYTES,
         )
-        self.manager._files.read, self.manager._loader = self._parse, StepLoader(self._parse)
+        self.manager = AdapterManager([], config, torch.float32, "cpu", hooks, clock=lambda: self.now)
+        self.loader = StepLoader()
+        self.manager._files.read, self.manager._transfers._loader = self._parse, self.loader
         self.waiting, self.running, self.seen = [], [], {}
 
     def teardown(self):
@@ -151,8 +160,9 @@ class ManagerMachine(RuleBasedStateMachine):
         for request in sorted(self.waiting, key=lambda request: request.order):
             try:
                 reason = self.manager.admit(request)
-            except AdapterError:
-                assert request not in self.seen, "a request that had begun lost its adapter"
+            except AdapterError as error:
+                if "injected" not in error.message and request in self.seen:
+                    raise AssertionError("a request that had begun lost its adapter") from error
                 self.manager.forget(request)
                 self.waiting.remove(request)
                 continue
@@ -162,10 +172,12 @@ class ManagerMachine(RuleBasedStateMachine):
                 namespace = self.seen.setdefault(request, self.manager.namespace(request))
                 assert namespace == self.manager.namespace(request), "a request changed its adapter's content"
 
-    @rule()
-    def wait(self):
+    @rule(failing=st.booleans())
+    def wait(self, failing):
         served = {info.name for info in self.manager.list() if info.digest}
+        self.loader.fail_next = failing
         self.manager.wait(1)
+        self.loader.fail_next = False
         assert served <= {info.name for info in self.manager.list()}, "a request took an adapter's name away"
 
     @precondition(lambda self: self.running)
@@ -197,13 +209,45 @@ class ManagerMachine(RuleBasedStateMachine):
             assert info.digest == self._digest(self.contents[name], draft).hex()
             assert info.draft == {0: "", 13: "broken"}.get(draft, "loaded")
 
-    @rule(name=NAMES)
-    def unload(self, name):
-        if name in {info.name for info in self.manager.list()}:
-            self.manager.unload(name)
-        else:
+    @rule(name=NAMES, abort=st.booleans())
+    def unload(self, name, abort):
+        requests = [r for r in self.running + self.waiting if r.adapter.name == name and r.adapter.error is None]
+        if name not in {info.name for info in self.manager.list()} and not (abort and requests):
             with pytest.raises(NotFoundError):
                 self.manager.unload(name)
+            return
+        ending = self.manager.unload(name, "abort" if abort else "drain")
+        assert set(ending) >= set(requests if abort else ())
+        for request in ending:
+            (self.running if request in self.running else self.waiting).remove(request)
+            self.manager.forget(request)
+
+    @rule(name=NAMES, pinned=st.booleans())
+    def pin(self, name, pinned):
+        before = {info.name: info for info in self.manager.list()}
+        try:
+            info = self.manager.pin(name) if pinned else self.manager.unpin(name)
+        except NotFoundError:
+            assert name not in before
+        except AdapterError:
+            assert self.contents[name] == 13
+        except InvalidUserInputError:
+            assert {info.name: info.pinned for info in self.manager.list()} == {n: i.pinned for n, i in before.items()}
+        else:
+            assert (info.pinned, info.level == "device") == (pinned, pinned or info.level == "device")
+
+    @rule(name=NAMES)
+    def register(self, name):
+        if name in {info.name for info in self.manager.list()}:
+            with pytest.raises(InvalidUserInputError):
+                self.manager.register([LoRARequest(name, path=self._path(name))])
+        else:
+            self.manager.register([LoRARequest(name, path=self._path(name))])
+
+    @rule()
+    def prefetch(self):
+        for request in sorted(self.waiting, key=lambda request: request.order)[:3]:
+            self.manager.prefetch(request)
 
     @invariant()
     def agrees(self):
@@ -231,12 +275,14 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def nobody_waits_forever(self):
         """Once what runs has ended, everything that waits gets its turn."""
-        for _ in range(60):
+        for _ in range(100):
             for request in self.running:
                 self.manager.forget(request)
             self.running = []
             self.schedule()
             self.manager.wait(1)
+            if not (self.waiting or self.loader.num_in_flight):
+                break
         for request in self.running:
             self.manager.forget(request)
         self.running = []
@@ -244,12 +290,26 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 class TightMachine(ManagerMachine):
-    """Host memory has room for no more than the device."""
+    """Host memory has room for no more adapters than run."""
 
     MAX_CPU_LORAS = 2
 
 
-for machine in (ManagerMachine, TightMachine):
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None)
-TestManagerMachine = ManagerMachine.TestCase
-TestTightMachine = TightMachine.TestCase
+class FewRowsMachine(ManagerMachine):
+    """The device has room for one adapter of the largest rank, or for several small ones."""
+
+    MAX_CPU_LORAS = 5
+    ROWS = 5
+
+
+class FewBytesMachine(ManagerMachine):
+    """Host memory has room for two adapters, however many may be there."""
+
+    MAX_CPU_LORAS = 5
+    MAX_CPU_BYTES = 500
+
+
+MACHINES = [ManagerMachine, TightMachine, FewRowsMachine, FewBytesMachine]
+for machine in MACHINES:
+    machine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, database=None)
+TestManagerMachine, TestTightMachine, TestFewRowsMachine, TestFewBytesMachine = (m.TestCase for m in MACHINES)

@@ -44,7 +44,7 @@ def test_a_newcomer_takes_the_name_once_it_has_been_read(make_manager, folder, m
 
 
 @pytest.mark.parametrize("broken", ["too large", "no weights", "vanished"])
-def test_a_newcomer_that_cannot_be_read_takes_nothing(make_manager, folder, tmp_path, broken):
+def test_a_newcomer_that_cannot_be_read_takes_nothing(make_manager, folder, tmp_path, monkeypatch, broken):
     """Of the adapter whose name it is: its pin and its place stay."""
     manager = make_manager()
     before = manager.load(LoRARequest("a", path=folder("a")), pinned=True)
@@ -52,9 +52,8 @@ def test_a_newcomer_that_cannot_be_read_takes_nothing(make_manager, folder, tmp_
     if broken == "no weights":
         (tmp_path / "b" / "adapter_model.safetensors").unlink()
     if broken == "vanished":
-        manager._loader.submit = lambda ticket, source, submit=manager._loader.submit: (
-            shutil.rmtree(path),
-            submit(ticket, source),
+        monkeypatch.setattr(
+            files_module, "parse", lambda *a, real=files_module.parse, **o: (shutil.rmtree(path), real(*a, **o))[1]
         )
     new = pending(manager, "a", path)
     manager.wait(10)

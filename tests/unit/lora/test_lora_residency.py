@@ -2,16 +2,16 @@
 
 import pytest
 
+from outrider.lora.aging import AGING_SECONDS
 from outrider.lora.manager import ROWS
-from outrider.lora.residency import AGING_SECONDS
 from outrider.platform.core.errors import InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import admitted, level, make_request
+from .conftest import admitted, level, make_request, settle
 
 
 def test_lru_over_rows(make_manager, folder):
-    manager = make_manager(max_loras=2)
+    manager = make_manager(max_lora_rank=4, max_loras=2)
     for name in ("a", "b", "a", "c"):
         manager.forget(admitted(manager, name, folder(name)))
     assert [level(manager, name) for name in "abc"] == ["device", "host", "device"]
@@ -20,25 +20,25 @@ def test_lru_over_rows(make_manager, folder):
 def test_an_adapter_takes_the_rows_of_its_rank(make_manager, folder):
     manager = make_manager(max_loras=4, max_lora_rank=8)  # 32 rows
     requests = [admitted(manager, f"a{rank}", folder(f"a{rank}", rank=rank)) for rank in (8, 2, 4)]
-    assert len(manager._residency.pool._free) == 32 - 14
+    assert manager._residency.pool.num_free == 32 - 14
     for request in requests:
         manager.forget(request)
 
 
 def test_rows_of_running_requests_are_not_taken(make_manager, folder):
-    manager = make_manager(max_loras=1)
+    manager = make_manager(max_lora_rank=4, max_loras=1)
     running, waiting = admitted(manager, "a", folder("a")), make_request("b", folder("b"))
     manager.resolve(waiting)
     manager.wait(10)
-    assert manager.admit(waiting) == ROWS
+    assert settle(manager, waiting) == ROWS
     assert manager.prepare([(running.adapter, 1)]) is not None
     manager.forget(running)
-    assert manager.admit(waiting) is None
+    assert settle(manager, waiting) is None
     manager.forget(waiting)
 
 
 def test_the_host_tier_is_bounded(make_manager, folder):
-    manager = make_manager(max_loras=1, max_cpu_loras=2)
+    manager = make_manager(max_lora_rank=4, max_loras=1, max_cpu_loras=2)
     for name in "abcd":
         manager.forget(admitted(manager, name, folder(name)))
         assert len(manager._residency.host) <= 2
@@ -46,7 +46,7 @@ def test_the_host_tier_is_bounded(make_manager, folder):
 
 
 def test_more_adapters_wanted_than_fit_the_host_tier(make_manager, folder):
-    manager = make_manager(max_loras=1, max_cpu_loras=2)
+    manager = make_manager(max_lora_rank=4, max_loras=1, max_cpu_loras=2)
     requests = [make_request(f"a{i}", folder(f"a{i}"), str(i)) for i in range(6)]
     for request in requests:
         manager.resolve(request)
@@ -66,7 +66,7 @@ def test_more_adapters_wanted_than_fit_the_host_tier(make_manager, folder):
 
 
 def test_requests_that_ended_while_waiting_claim_nothing(make_manager, folder):
-    manager = make_manager(max_loras=1, max_cpu_loras=1)
+    manager = make_manager(max_lora_rank=4, max_loras=1, max_cpu_loras=1)
     gone = make_request("a", folder("a"), "gone")
     manager.resolve(gone)
     manager.wait(10)
@@ -77,27 +77,27 @@ def test_requests_that_ended_while_waiting_claim_nothing(make_manager, folder):
 
 def test_one_that_waited_too_long_gets_the_rows_next(make_manager, folder):
     now = [0.0]
-    manager = make_manager(max_loras=2, clock=lambda: now[0])
+    manager = make_manager(max_lora_rank=4, max_loras=2, clock=lambda: now[0])
     busy = [admitted(manager, name, folder(name), name) for name in "ab"]
     busy.append(admitted(manager, "b", folder("b"), "b2"))
     starving = make_request("c", folder("c"), "starving")
     manager.resolve(starving)
     manager.wait(10)
-    assert manager.admit(starving) == ROWS
+    assert settle(manager, starving) == ROWS
     now[0] = AGING_SECONDS / 2
     newer = admitted(manager, "a", folder("a"), "newer")
     now[0] = AGING_SECONDS + 1
-    assert manager.admit(starving) == ROWS
+    assert settle(manager, starving) == ROWS
     for request in (newer, busy[1]):
         manager.forget(request)
     late = make_request("a", folder("a"), "late")
     manager.resolve(late)
-    assert manager.admit(late) == ROWS, "a, with the fewest users, is left to drain"
+    assert settle(manager, late) == ROWS, "a, with the fewest users, is left to drain"
     busy.append(admitted(manager, "b", folder("b"), "b3"))
     manager.forget(busy[0])
-    assert manager.admit(starving) is None
+    assert settle(manager, starving) is None
     manager.forget(starving)
-    assert manager.admit(late) is None
+    assert settle(manager, late) is None
     for request in (busy[2], busy[3], late):
         manager.forget(request)
 
@@ -106,7 +106,7 @@ def test_one_that_waited_too_long_gets_the_rows_next(make_manager, folder):
 def test_a_stream_of_requests_for_one_adapter_does_not_starve_another(make_manager, folder, max_cpu_loras):
     """Also when host memory has room for no more than the device: then the load itself is what must wait."""
     now = [0.0]
-    manager = make_manager(max_loras=1, max_cpu_loras=max_cpu_loras, clock=lambda: now[0])
+    manager = make_manager(max_lora_rank=4, max_loras=1, max_cpu_loras=max_cpu_loras, clock=lambda: now[0])
     path = folder("a")
     running = {admitted(manager, "a", path, "first"): 0}  # and in which step each began
     starving = make_request("b", folder("b"), "starving")
@@ -135,22 +135,22 @@ def test_a_stream_of_requests_for_one_adapter_does_not_starve_another(make_manag
 
 def test_only_less_urgent_requests_yield(make_manager, folder):
     now = [0.0]
-    manager = make_manager(max_loras=1, clock=lambda: now[0])
+    manager = make_manager(max_lora_rank=4, max_loras=1, clock=lambda: now[0])
     busy = admitted(manager, "a", folder("a"), "busy", priority=5)
     low = make_request("b", folder("b"), "low", priority=9)
     manager.resolve(low)
     manager.wait(10)
-    assert manager.admit(low) == ROWS
+    assert settle(manager, low) == ROWS
     now[0] = AGING_SECONDS + 1
     urgent = admitted(manager, "a", folder("a"), "urgent", priority=-5)
     as_low = make_request("a", folder("a"), "as low, and newer", priority=9)
     manager.resolve(as_low)
-    assert manager.admit(as_low) == ROWS
+    assert settle(manager, as_low) == ROWS
     manager.forget(busy)
     manager.forget(urgent)
     idle = admitted(manager, "a", folder("a"), "idle adapter, urgent request", priority=-5)
     manager.forget(idle)
-    assert manager.admit(low) is None
+    assert settle(manager, low) is None
     for request in (low, as_low):
         manager.forget(request)
 
@@ -158,20 +158,20 @@ def test_only_less_urgent_requests_yield(make_manager, folder):
 def test_only_the_adapter_whose_rows_are_needed_yields(make_manager, folder):
     """Another one on the device goes on, idle or not, and one that would have to take rows waits."""
     now = [0.0]
-    manager = make_manager(max_loras=2, max_cpu_loras=4, clock=lambda: now[0])
+    manager = make_manager(max_lora_rank=4, max_loras=2, max_cpu_loras=4, clock=lambda: now[0])
     users = [admitted(manager, name, folder(name), name) for name in "ab"]
     late = {name: make_request(name, folder(name), f"{name} late") for name in "cabd"}  # c is the one that starves
     for request in late.values():
         manager.resolve(request)
         manager.wait(10)
-    assert manager.admit(late["c"]) == ROWS
+    assert settle(manager, late["c"]) == ROWS
     for request in users:
         manager.forget(request)
     now[0] = AGING_SECONDS + 1
-    assert manager.admit(late["d"]) == ROWS, "it would take what comes free"
-    assert manager.admit(late["a"]) == ROWS, "the least recently used is to go"
-    assert manager.admit(late["b"]) is None
-    assert manager.admit(late["c"]) is None
+    assert settle(manager, late["d"]) == ROWS, "it would take what comes free"
+    assert settle(manager, late["a"]) == ROWS, "the least recently used is to go"
+    assert settle(manager, late["b"]) is None
+    assert settle(manager, late["c"]) is None
     for request in late.values():
         manager.forget(request)
 
@@ -179,37 +179,38 @@ def test_only_the_adapter_whose_rows_are_needed_yields(make_manager, folder):
 def test_requests_that_do_not_yield_are_not_waited_for(make_manager, folder):
     """A more urgent stream keeps its adapter's rows; the less urgent one's are drained, though it has more users."""
     now = [0.0]
-    manager = make_manager(max_loras=2, clock=lambda: now[0])
+    manager = make_manager(max_lora_rank=4, max_loras=2, clock=lambda: now[0])
     urgent = admitted(manager, "a", folder("a"), "urgent", priority=-5)
     users = [admitted(manager, "b", folder("b"), str(i), priority=9) for i in range(3)]
     starving = make_request("c", folder("c"), "starving")
     manager.resolve(starving)
     manager.wait(10)
-    assert manager.admit(starving) == ROWS
+    assert settle(manager, starving) == ROWS
     now[0] = AGING_SECONDS + 1
     late = make_request("b", folder("b"), "late", priority=9)
     manager.resolve(late)
-    assert manager.admit(late) == ROWS
+    assert settle(manager, late) == ROWS
     for request in users:
         manager.forget(request)
-    assert manager.admit(starving) is None
+    assert settle(manager, starving) is None
     for request in (urgent, starving, late):
         manager.forget(request)
 
 
 def test_a_refusal_is_remembered_until_something_changes(make_manager, folder, monkeypatch):
-    manager = make_manager(max_loras=1)
+    manager = make_manager(max_lora_rank=4, max_loras=1)
     running, path = admitted(manager, "a", folder("a")), folder("b")
     requests = [make_request("b", path, str(i)) for i in range(100)]
     for request in requests:
         manager.resolve(request)
     manager.wait(10)
     tries, real = [], manager._residency.place
-    monkeypatch.setattr(manager._residency, "place", lambda adapter: tries.append(adapter) or real(adapter))
+    monkeypatch.setattr(manager._residency, "place", lambda *args: tries.append(args) or real(*args))
     for _ in range(3):
         assert [manager.admit(request) for request in requests] == [ROWS] * 100
     assert len(tries) == 1
     manager.forget(running)
+    assert settle(manager, requests[0]) is None
     assert [manager.admit(request) for request in requests] == [None] * 100
     for request in requests:
         manager.forget(request)
@@ -219,7 +220,7 @@ def test_a_refusal_is_remembered_until_something_changes(make_manager, folder, m
 
 
 def test_a_pin_without_room_is_refused_and_changes_nothing(make_manager, folder):
-    manager = make_manager(max_loras=2)
+    manager = make_manager(max_lora_rank=4, max_loras=2)
     users = [admitted(manager, name, folder(name), name) for name in "ab"]
     with pytest.raises(InvalidUserInputError, match="cannot pin 'p' now") as caught:
         manager.load(LoRARequest("p", path=folder("p")), pinned=True)
@@ -233,7 +234,7 @@ def test_a_pin_without_room_is_refused_and_changes_nothing(make_manager, folder)
 
 
 def test_a_pinned_adapter_may_be_replaced_when_the_rest_is_busy(make_manager, folder):
-    manager = make_manager(max_loras=2)
+    manager = make_manager(max_lora_rank=4, max_loras=2)
     manager.load(LoRARequest("p", path=folder("p")), pinned=True)
     user = admitted(manager, "a", folder("a"))
     on_p = admitted(manager, "p", folder("p"), "on p")
@@ -246,7 +247,7 @@ def test_a_pinned_adapter_may_be_replaced_when_the_rest_is_busy(make_manager, fo
 
 
 def test_a_pinned_adapter_stays(make_manager, folder):
-    manager = make_manager(max_loras=2)
+    manager = make_manager(max_lora_rank=4, max_loras=2)
     info = manager.load(LoRARequest("p", path=folder("p")), pinned=True)
     assert (info.level, info.pinned) == ("device", True)
     for name in "abc":
@@ -257,7 +258,7 @@ def test_a_pinned_adapter_stays(make_manager, folder):
 
 
 def test_pins_must_leave_room_for_another(make_manager, folder):
-    manager = make_manager(max_loras=2)
+    manager = make_manager(max_lora_rank=4, max_loras=2)
     manager.load(LoRARequest("p", path=folder("p")), pinned=True)
     with pytest.raises(InvalidUserInputError, match="cannot pin 'q'"):
         manager.load(LoRARequest("q", path=folder("q")), pinned=True)
@@ -266,7 +267,7 @@ def test_pins_must_leave_room_for_another(make_manager, folder):
 
 
 def test_pinned_in_place_moves_the_pin(make_manager, folder):
-    manager = make_manager(max_loras=2)
+    manager = make_manager(max_lora_rank=4, max_loras=2)
     manager.load(LoRARequest("p", path=folder("p")), pinned=True)
     manager.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True)
     for name in "abc":

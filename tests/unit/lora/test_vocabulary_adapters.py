@@ -5,11 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.lora.adapter import ModuleShape, parse
-from outrider.lora.layers import EmbeddingSite, LoraSite
 from outrider.lora.manager import AdapterManager
-from outrider.lora.pool import RowPool
 from outrider.lora.sites import AdapterHooks
-from outrider.lora.weights import LoraWeights
 from outrider.models.layers.embedding import EMBEDDING, LM_HEAD, Embedding
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
@@ -112,44 +109,6 @@ def test_refusals(tmp_path, extra, message):
 # --- rows ---
 
 
-def weights(rank, a, b, value):
-    return LoraWeights(torch.full((rank, a), value), torch.full((rank, b), value))
-
-
-class Untouchable:
-    """A pool that must be neither read nor written."""
-
-    device = torch.device("cpu")
-
-    def __getitem__(self, index):
-        raise AssertionError("read")
-
-    def __setitem__(self, index, value):
-        raise AssertionError("written")
-
-
-@pytest.mark.parametrize("kind", [LoraSite, EmbeddingSite])
-def test_rows_that_nobody_wrote_are_not_touched(kind):
-    """A head's rows are as wide as the vocabulary: clearing clean ones would commit their memory at every load."""
-    sizes = (VOCAB, HIDDEN) if kind is EmbeddingSite else (HIDDEN, [VOCAB])
-    site, pool = kind(*sizes, 16, torch.float32, torch.device("cpu")), RowPool(16, 4)
-    a, b = site._a, site._b
-    site._a, site._b = Untouchable(), Untouchable() if kind is EmbeddingSite else [Untouchable()]
-    site.write(pool.allocate(b"1" * 32, 8), [None])
-    site._a, site._b = a, b
-    pool.evict(b"1" * 32)
-    shape = (VOCAB, HIDDEN) if kind is EmbeddingSite else (HIDDEN, VOCAB)
-    site.write(pool.allocate(b"2" * 32, 8), [weights(8, *shape, 1.0)])
-    pool.evict(b"2" * 32)
-    site.write(pool.allocate(b"3" * 32, 8), [weights(3, *shape, 2.0)])  # its other rows are cleared
-    whole = site._b if kind is EmbeddingSite else site._b[0]
-    assert [row[0].item() for row in whole] == [2.0] * 3 + [0.0] * 13
-    pool.evict(b"3" * 32)
-    site.write(pool.allocate(b"4" * 32, 8), [None])
-    assert not whole.any()
-    assert not site._a.any()
-
-
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def managed(tmp_path, request):
     """A manager with embeddings and a head, and folders of adapters that reach them or not."""
@@ -199,7 +158,9 @@ def test_the_head_costs_nothing_where_nobody_adapts_it(managed):
     tokens, neither, head = (request.adapter for request in requests)
     assert manager.prepare_head([(tokens, 4), (None, 1), (neither, 2)]) is None
     batch = manager.prepare_head([(tokens, 4), (head, 2), (neither, 2)])
-    assert [(segment.start, segment.stop) for segment in batch.segments] == [(4, 6)]
+    assert [(run.owner, run.start, run.stop) for run in batch.runs] == [
+        (manager.prepare([(head, 1)]).runs[0].owner, 4, 6)
+    ]
     for request in requests:
         manager.forget(request)
 

@@ -1,0 +1,157 @@
+"""Rows packed, copied and cleared."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.lora.adapter import LoraWeights
+from outrider.lora.arena import RowArena
+from outrider.lora.pool import Allocation
+
+CPU = torch.device("cpu")
+# (modules and their outputs, inputs) of each site
+SITES = [({"q": 8, "k": 4, "v": 4}, 8), ({"o": 8}, 8), ({"gate": 40, "up": 40}, 8), ({"down": 8}, 40)]
+MODULES = {name: (inputs, size) for sizes, inputs in SITES for name, size in sizes.items()}
+NUM_ROWS = 10
+
+
+def make(dtype=torch.float32):
+    arena = RowArena(dtype, CPU)
+    places = [arena.reserve(list(sizes), inputs, list(sizes.values())) for sizes, inputs in SITES]
+    arena.allocate(NUM_ROWS)
+    return arena, places
+
+
+def weights(ranks, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: LoraWeights(*(torch.randn(rank, size, generator=generator).to(dtype) for size in MODULES[name]))
+        for name, rank in ranks.items()
+    }
+
+
+def held(arena, places, rows):
+    """What the arena has in `rows`, by module: A and B."""
+    found = {}
+    for place, (sizes, inputs) in zip(places, SITES, strict=True):
+        b = place.b
+        for index, (name, size) in enumerate(sizes.items()):
+            a = place.a + index * inputs
+            found[name] = (arena.rows[list(rows), a : a + inputs], arena.rows[list(rows), b : b + size])
+            b += size
+    return found
+
+
+def check(arena, places, rows, modules):
+    for index, (name, (a, b)) in enumerate(held(arena, places, rows).items()):
+        rank = len(modules[name].a) if name in modules else 0
+        if rank:
+            assert torch.equal(a[:rank], modules[name].a)
+            assert torch.equal(b[:rank], modules[name].b)
+        assert not a[rank:].any()
+        assert not b[rank:].any()
+        assert arena.live[list(rows), index].tolist() == [1] * rank + [0] * (len(rows) - rank)
+
+
+RANKS = st.dictionaries(st.sampled_from(sorted(MODULES)), st.integers(1, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(RANKS, RANKS, st.permutations(range(NUM_ROWS)))
+def test_rows_hold_what_was_written_last(first, second, order):
+    arena, places = make()
+    for seed, ranks in enumerate((first, second)):
+        modules = weights(ranks, seed)
+        rows = tuple(sorted(order[seed : seed + 4]))
+        arena.write(Allocation(b"x", rows), arena.pack(modules))
+        check(arena, places, rows, modules)
+
+
+@settings(max_examples=60, deadline=None)
+@given(RANKS)
+def test_views_are_the_weights(ranks):
+    arena, _ = make()
+    modules = weights(ranks)
+    packed = arena.pack(modules)
+    views = arena.views(packed)
+    assert views.keys() == modules.keys()
+    for name, view in views.items():
+        assert torch.equal(view.a, modules[name].a)
+        assert torch.equal(view.b, modules[name].b)
+        assert view.a.untyped_storage().data_ptr() == packed.data.untyped_storage().data_ptr()
+
+
+def test_an_adapter_on_everything_is_one_span_and_on_some_takes_less():
+    arena, _ = make()
+    whole = arena.pack(weights(dict.fromkeys(MODULES, 2)))
+    assert len(whole.spans) == 1
+    some = arena.pack(weights({"q": 2, "down": 2}))
+    assert len(some.spans) == 3
+    assert some.num_bytes < whole.num_bytes / 2
+    assert arena.row_bytes * 2 >= whole.data.nbytes > arena.row_bytes * 2 - 2 * 64
+
+
+def test_an_empty_adapter_takes_nothing_and_clears_its_rows():
+    arena, places = make()
+    arena.write(Allocation(b"x", (1, 2, 5)), arena.pack(weights(dict.fromkeys(MODULES, 3))))
+    empty = arena.pack({})
+    assert empty.data.numel() == 0
+    arena.write(Allocation(b"y", (1, 2, 5)), empty)
+    check(arena, places, (1, 2, 5), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_start_on_cache_lines_and_not_all_in_the_same_sets(dtype):
+    arena = RowArena(dtype, CPU)
+    arena.reserve(["x"], 4096, [4096])
+    arena.allocate(3)
+    assert arena.rows.data_ptr() % 64 == 0
+    stride = arena.rows.stride(0) * dtype.itemsize
+    assert stride % 64 == 0
+    assert stride % 4096 >= 64
+
+
+def test_rows_are_written_beside_others_that_are_read():
+    arena, places = make()
+    kept = weights({"q": 2, "gate": 2}, 5)
+    arena.write(Allocation(b"kept", (0, 1)), arena.pack(kept))
+    packed = [arena.pack(weights(dict.fromkeys(MODULES, 4), seed)) for seed in range(2)]
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            for one in packed:
+                arena.write(Allocation(b"other", (3, 4, 6, 7)), one)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(50):
+            check(arena, places, (0, 1), kept)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_unused_memory_is_not_touched():
+    arena = RowArena(torch.float32, CPU)
+    arena.reserve(["x"], 1 << 20, [1 << 20])
+    before = resident_bytes()
+    arena.allocate(256)  # 2 GiB
+    arena.write(Allocation(b"x", (7,)), arena.pack({"x": LoraWeights(torch.ones(1, 1 << 20), torch.ones(1, 1 << 20))}))
+    assert resident_bytes() - before < 128 << 20
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_live_is_what_a_kernel_can_read_row_by_row():
+    arena, _ = make()
+    assert arena.live.dtype == np.uint8
+    assert arena.live.strides[1] == 1
