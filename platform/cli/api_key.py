@@ -1,8 +1,14 @@
-"""What a key may look like: it travels in an HTTP header."""
+"""API keys on the command line: what one may look like, as it travels in an HTTP header, and where they come from."""
 
 from __future__ import annotations
 
+import argparse
+import os
+
+from ..core.errors import InvalidRequestError
+
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
+ADMIN_API_KEY_VARIABLE = "OUTRIDER_ADMIN_API_KEY"
 
 
 def key_problem(key: str) -> str:
@@ -12,3 +18,26 @@ def key_problem(key: str) -> str:
     if key != key.strip():
         return "a key must not begin or end with a space"
     return ""
+
+
+def key(text: str) -> str:
+    """An argparse type."""
+    problem = key_problem(text) if text.strip() else "must not be empty"
+    if problem:
+        raise argparse.ArgumentTypeError(problem)
+    return text
+
+
+def given_keys(keys: list[str] | None, variable: str, option: str) -> tuple[str, ...]:
+    """The keys of an option, else that of an environment variable, else none.
+
+    Raises:
+        InvalidRequestError: nobody could send the variable's.
+    """
+    if keys:
+        return tuple(keys)
+    from_environment = os.environ.get(variable, "").strip()
+    problem = key_problem(from_environment)
+    if problem:
+        raise InvalidRequestError(f"{problem} (it comes from {variable})", param=option)
+    return (from_environment,) if from_environment else ()

@@ -49,8 +49,13 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "LoRA": {
         "enable_lora": "serve LoRA adapters (the demo model does unless told otherwise)",
-        "max_loras": "most adapters on the device at once; the pool has max-loras x max-lora-rank rank rows",
+        "max_loras": "most distinct adapters that run at once",
+        "lora_memory": (
+            "device memory for adapters, such as 512MiB or 2GB; those that nobody runs stay there while it lasts "
+            "(default: room for max-loras of max-lora-rank)"
+        ),
         "max_cpu_loras": "adapters kept in host memory",
+        "max_cpu_lora_memory": "host memory for adapters, such as 4GiB (default: max-cpu-loras alone counts)",
         "max_lora_rank": "largest rank an adapter may have",
     },
     "speculative decoding": {
@@ -114,9 +119,10 @@ def _add_option(group: argparse._ArgumentGroup, option: str, hint: Any, text: st
 
 
 def _plain_type(hint: Any) -> type:
-    """int | None -> int; dict[str, Any] | None -> dict."""
+    """int | None -> int; dict[str, Any] | None -> dict; int | str | None -> str, which says both."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        hints = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        hint = str if str in hints else hints[0]
     plain = typing.get_origin(hint) or hint
     assert isinstance(plain, type), hint
     return plain

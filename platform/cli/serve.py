@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 from pathlib import Path
-from typing import NamedTuple
 
 from ..core.config import EngineArgs, check_args
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.speculative_config import parse_speculative
 from ..http.config import ServerConfig
-from ..http.text import shorten
-from .api_key import API_KEY_VARIABLE, key_problem
+from .adapter_options import LoraModule, adapter_sources, add_adapter_options, enable_lora, lora_modules
+from .api_key import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys, key
 from .engine_options import add_engine_options, flag, given_options
 
 _EPILOG = """\
@@ -40,6 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model", nargs="?", metavar="MODEL", help="HF directory or hub id (default: the embedded demo model)"
     )
     _add_server_options(parser)
+    add_adapter_options(parser)
     groups = add_engine_options(parser)
     groups["speculative decoding"].add_argument(
         "--no-speculation", action="store_true", help='the same as --speculative-config \'{"method": "off"}\''
@@ -60,22 +58,21 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--api-key",
-        type=_key,
+        type=key,
         action="append",
         metavar="KEY",
         help=f"key that clients must send; may be repeated (default: the variable {API_KEY_VARIABLE}, else open)",
     )
     group.add_argument(
-        "--served-model-name", type=_not_empty, nargs="+", metavar="NAME", help="names of the model in the API"
+        "--admin-api-key",
+        type=key,
+        action="append",
+        metavar="KEY",
+        help="key that alone may load, unload and pin adapters; may be repeated "
+        f"(default: the variable {ADMIN_API_KEY_VARIABLE}, else every client may)",
     )
     group.add_argument(
-        "--lora-modules",
-        type=lora_module,
-        nargs="+",
-        action="extend",
-        metavar="NAME=PATH",
-        help='adapters to serve, as name=path or {"name": ..., "path": ..., "draft_path": ...}, where draft_path, the '
-        "folder of draft weights, may be left out (default: draft/ in path); implies --enable-lora",
+        "--served-model-name", type=_not_empty, nargs="+", metavar="NAME", help="names of the model in the API"
     )
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template that takes the place of the model's")
     group.add_argument(
@@ -121,45 +118,6 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def _key(text: str) -> str:
-    """An argparse type."""
-    problem = key_problem(_not_empty(text))
-    if problem:
-        raise argparse.ArgumentTypeError(problem)
-    return text
-
-
-class LoraModule(NamedTuple):
-    """One value of --lora-modules."""
-
-    name: str
-    path: str
-    draft_path: str | None = None
-
-
-def lora_module(text: str) -> LoraModule:
-    """An argparse type: "name=path" or a JSON object with name, path and, maybe, draft_path."""
-    name: object
-    path: object
-    draft_path: str | None = None
-    if text.lstrip().startswith("{"):
-        try:
-            module = json.loads(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
-        unknown = sorted(set(module) - {"name", "path", "draft_path", "base_model_name"})
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown field {unknown[0]!r}; known are name, path and draft_path")
-        name, path, draft_path = module.get("name"), module.get("path"), module.get("draft_path")
-        if draft_path is not None and (not isinstance(draft_path, str) or not draft_path):
-            raise argparse.ArgumentTypeError(f"draft_path must be a folder, got {shorten(str(draft_path))!r}")
-    else:
-        name, _, path = text.partition("=")
-    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
-        raise argparse.ArgumentTypeError(f'must be name=path or {{"name": ..., "path": ...}}, got {shorten(text)!r}')
-    return LoraModule(name, path, draft_path)
-
-
 def run(namespace: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit status."""
     try:
@@ -186,7 +144,7 @@ def _option_of(error: OutriderError, args: EngineArgs) -> str | None:
             if isinstance(path, str) and path != args.model and path in error.message:
                 return option
         return None  # MODEL has no flag
-    known = {field.name for field in dataclasses.fields(EngineArgs)} | {"host", "port", "lora_modules"}
+    known = {field.name for field in dataclasses.fields(EngineArgs)} | {"host", "port", "lora_modules", "lora_resolver"}
     return param if param in known else None
 
 
@@ -203,7 +161,8 @@ def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
         if given.get("speculative_config") is not None:
             raise InvalidRequestError("not allowed together with --speculative-config", param="no_speculation")
         given["speculative_config"] = {"method": "off"}
-    modules = _lora_modules(namespace, given)
+    modules = lora_modules(namespace)
+    enable_lora(namespace, given)
     args = EngineArgs(model=namespace.model, **given)
     names = tuple(namespace.served_model_name or [_default_name(args, is_demo(args))])
     args.served_model_name = names[0]
@@ -215,18 +174,8 @@ def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
     clash = sorted(set(names) & set(modules))
     if clash:
         raise InvalidRequestError(f"{clash[0]!r} is the model's own name", param="lora_modules")
-    return args, _server_config(namespace, names, modules)
-
-
-def _lora_modules(namespace: argparse.Namespace, given: dict[str, object]) -> dict[str, LoraModule]:
-    modules: dict[str, LoraModule] = {}
-    for module in namespace.lora_modules or ():
-        if module.name in modules:
-            raise InvalidRequestError(f"the name {module.name!r} is given twice", param="lora_modules")
-        modules[module.name] = module
-    if modules and given.setdefault("enable_lora", True) is False:
-        raise InvalidRequestError("needs LoRA, which --no-enable-lora switches off", param="lora_modules")
-    return modules
+    demo_folders = tuple({str(path.parent): None for path in demo_adapters.values()})
+    return args, _server_config(namespace, names, modules, demo_folders)
 
 
 def _default_name(args: EngineArgs, demo: bool) -> str:
@@ -236,25 +185,29 @@ def _default_name(args: EngineArgs, demo: bool) -> str:
 
 
 def _server_config(
-    namespace: argparse.Namespace, names: tuple[str, ...], modules: dict[str, LoraModule]
+    namespace: argparse.Namespace,
+    names: tuple[str, ...],
+    modules: dict[str, LoraModule],
+    demo_folders: tuple[str, ...],
 ) -> ServerConfig:
-    keys = namespace.api_key or [key for key in [os.environ.get(API_KEY_VARIABLE, "").strip()] if key]
-    problem = key_problem("".join(keys))
-    if problem:
-        raise InvalidRequestError(f"{problem} (it comes from {API_KEY_VARIABLE})", param="api_key")
     template = None
     if namespace.chat_template is not None:
         try:
             template = Path(namespace.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise InvalidRequestError(f"cannot read the file: {error}", param="chat_template") from error
+    sources = adapter_sources(namespace)
     return ServerConfig(
         host=namespace.host,
         port=namespace.port,
-        api_keys=tuple(keys),
+        api_keys=given_keys(namespace.api_key, API_KEY_VARIABLE, "api_key"),
+        admin_api_keys=given_keys(namespace.admin_api_key, ADMIN_API_KEY_VARIABLE, "admin_api_key"),
         served_model_names=names,
         lora_modules={name: module.path for name, module in modules.items()},
         lora_draft_paths={name: module.draft_path for name, module in modules.items() if module.draft_path},
+        lora_sources=sources,
+        lora_roots=(*(namespace.lora_root or ()), *demo_folders),
+        lora_remote=tuple(namespace.lora_remote or ()),
         chat_template=template,
         trust_request_chat_template=namespace.trust_request_chat_template,
         shutdown_timeout=namespace.shutdown_timeout,

@@ -7,21 +7,24 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from ..core.config import EngineArgs
-from ..core.errors import EngineDeadError, InvalidUserInputError, NotFoundError, OutriderError, ShuttingDownError
+from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
-from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side, resolve_lora
+from .adapter_client import AdapterClient
+from .adapter_sources import AdapterSources
+from .adapters import AnyLoRA, resolve_lora
+from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
 from .input_processor import InputProcessor, Prompt, check_request_id
-from .ipc import Abort, Add, Call
+from .ipc import Abort, Add
 from .output_processor import OutputProcessor, RequestState
-from .supervisor import Callbacks, EngineProcess, EngineSpec, Supervisor
+from .supervisor import Callbacks, EngineSpec, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -38,28 +41,31 @@ class AsyncLLM:
 
     Options are those of `EngineArgs`, by keyword; `AsyncLLM()` is the embedded demo model. When the engine process
     dies, running requests fail with EngineDeadError, and it is started again; adapters that had been loaded are
-    loaded again.
+    loaded again. `sources` says where adapters may come from beside folders, the hub and object stores.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        self._start_with(EngineSpec(args=engine_args("AsyncLLM", model, options)))
+    def __init__(self, model: str | None = None, *, sources: AdapterSources | None = None, **options: Any) -> None:
+        self._start_with(EngineSpec(args=engine_args("AsyncLLM", model, options)), sources)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> Self:
+    def from_engine_args(cls, args: EngineArgs, sources: AdapterSources | None = None) -> Self:
         """An AsyncLLM for these options."""
-        return cls.from_spec(EngineSpec(args=args))
+        return cls.from_spec(EngineSpec(args=args), sources)
 
     @classmethod
-    def from_spec(cls, spec: EngineSpec) -> Self:
+    def from_spec(cls, spec: EngineSpec, sources: AdapterSources | None = None) -> Self:
         """An AsyncLLM with another engine, or another policy for restarts."""
         self = cls.__new__(cls)
-        self._start_with(spec)
+        self._start_with(spec, sources)
         return self
 
-    def _start_with(self, spec: EngineSpec) -> None:
+    def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
         self._args = spec.args
+        self.sources = sources if sources is not None else AdapterSources()
+        self._adapters = AdapterClient(lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
-            spec, Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self._load_adapters_again)
+            spec,
+            Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self._adapters.load_again),
         )
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
@@ -71,7 +77,6 @@ class AsyncLLM:
         self._news: dict[str, asyncio.Event] = {}  # one a running request: set when its state has changed
         self._idle = asyncio.Event()
         self._idle.set()
-        self._adapters: dict[str, Call] = {}  # as loaded, to load them again
         self._demo_adapters: dict[str, LoRARequest] = {}
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -160,6 +165,13 @@ class AsyncLLM:
         return self._input_processor
 
     @property
+    def output_processor(self) -> OutputProcessor:
+        """The engine's tokens to outputs. EngineDeadError before the first start."""
+        if self._output_processor is None:
+            raise EngineDeadError("the engine has not started")
+        return self._output_processor
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer. EngineDeadError before the first start."""
         return self.input_processor.tokenizer
@@ -209,7 +221,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        lora_request: LoRARequest | str | None = None,
+        lora_request: AnyLoRA | None = None,
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
@@ -220,7 +232,8 @@ class AsyncLLM:
         A consumer that is slower than the engine gets fewer, larger outputs.
 
         Args:
-            lora_request: the adapter, or the name of one that has been loaded.
+            lora_request: the adapter, or the name of one that has been loaded; with a scale as `(adapter, 0.5)`; a
+                weighted sum as `[(a, 0.7), (b, 0.3)]`.
             priority: lower runs first under the priority policy.
             cache_salt: requests share cached prefixes only with the same salt.
             delta: each output holds only what is new, of the sequences that have news; else everything so far.
@@ -268,10 +281,11 @@ class AsyncLLM:
         params: SamplingParams | None,
         *,
         request_id: str,
-        lora_request: LoRARequest | str | None,
+        lora_request: AnyLoRA | None,
         **options: Any,
     ) -> list[EngineRequest]:
-        lora = resolve_lora(lora_request, self._demo_adapters | self.adapters)
+        lora = resolve_lora(lora_request, lambda: self._demo_adapters | self.adapters)
+        lora = await self._adapters.localize(lora)
         text = _text_of(prompt)
         processor = self.input_processor
         if text is not None and len(text) > _LONG_TEXT:
@@ -315,54 +329,55 @@ class AsyncLLM:
         for state in failed:
             self._wake(state.request_id)
 
-    async def _load_adapters_again(self, engine: EngineProcess) -> None:
-        for name, call in list(self._adapters.items()):
-            try:
-                await engine.call(call)
-            except EngineDeadError:
-                raise
-            except OutriderError as error:
-                logger.error("Adapter %r cannot be loaded again: %r", name, error.message)
-                self._adapters.pop(name, None)
-
     # --- adapters and statistics ----------------------------------------------------------------------------------
 
     @property
     def adapters(self) -> dict[str, LoRARequest]:
         """The adapters that `load_adapter` has registered, by name; those that could not be loaded again after a
         restart are no longer here."""
-        return {name: call.lora for name, call in self._adapters.items() if call.lora is not None}
+        return self._adapters.requests
 
     async def load_adapter(
         self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
     ) -> AdapterInfo:
-        """Read, check and register an adapter; see `LLM.load_lora_adapter`."""
+        """Fetch, read, check and register an adapter; see `LLM.load_lora_adapter`."""
         await self.start()
-        call = Call(0, "load_adapter", lora=request, load_inplace=load_inplace, pinned=pinned)
-        info: AdapterInfo = await self._supervisor.ready_engine().call(call)
-        self._adapters[request.name] = call
-        return info
+        return await self._adapters.load(request, load_inplace=load_inplace, pinned=pinned)
+
+    async def register_adapters(self, requests: Sequence[LoRARequest]) -> None:
+        """Make adapters known by name, to be read when requests come; see `LLM.register_lora_adapters`."""
+        await self.start()
+        await self._adapters.register(requests)
+
+    async def unload_lora(self, name: str, mode: str = "drain") -> None:
+        """Forget an adapter; see `LLM.unload_lora`."""
+        await self.start()
+        await self._adapters.unload(name, mode)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; NotFoundError when it is not registered."""
+        """`unload_lora` that lets requests finish."""
+        await self.unload_lora(name)
+
+    async def pin_lora(self, name: str) -> None:
+        """Keep an adapter on the device; see `LLM.pin_lora`."""
         await self.start()
-        try:
-            await self._supervisor.ready_engine().call(Call(0, "unload_adapter", name=name))
-        except NotFoundError:
-            self._adapters.pop(name, None)
-            raise
-        self._adapters.pop(name, None)
+        await self._adapters.set_pinned(name, True)
+
+    async def unpin_lora(self, name: str) -> None:
+        """Let an adapter go when others need its place; NotFoundError when it is not registered."""
+        await self.start()
+        await self._adapters.set_pinned(name, False)
 
     async def list_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""
         await self.start()
-        adapters: list[AdapterInfo] = await self._supervisor.ready_engine().call(Call(0, "list_adapters"))
+        adapters: list[AdapterInfo] = await self._adapters.call("list_adapters")
         return adapters
 
     async def stats(self) -> EngineStats:
         """A snapshot of the engine's counters; they start anew when the engine has been started again."""
         await self.start()
-        stats: EngineStats = await self._supervisor.ready_engine().call(Call(0, "stats"))
+        stats: EngineStats = await self._adapters.call("stats")
         return stats
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from .demo import apply_demo_defaults, is_demo
@@ -45,8 +44,20 @@ class Engine(Protocol):
     ) -> AdapterInfo:
         """Register an adapter, with what `adapter_reader` brought."""
 
-    def unload_adapter(self, name: str) -> None:
+    def register_adapters(self, requests: Sequence[LoRARequest]) -> None:
+        """Make adapters known by name, to be read when requests come."""
+
+    def unload_adapter(self, name: str, mode: str = "drain") -> None:
         """Forget an adapter."""
+
+    def adapter_pin_reader(self, name: str) -> Callable[[], Any] | None:
+        """Reads an adapter that is not in memory, in any thread; None when it is."""
+
+    def pin_adapter(self, name: str, *, read: Any = None) -> AdapterInfo:
+        """Keep an adapter on the device, with what `adapter_pin_reader` brought."""
+
+    def unpin_adapter(self, name: str) -> AdapterInfo:
+        """Let an adapter make way again."""
 
     def list_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""
@@ -105,19 +116,3 @@ def demo_lora_requests(args: EngineArgs) -> dict[str, LoRARequest]:
     if not (is_demo(args) and args.enable_lora):
         return {}
     return {name: LoRARequest(name, path=str(path)) for name, path in demo_adapters().items()}
-
-
-def resolve_lora(lora: LoRARequest | str | None, known: dict[str, LoRARequest]) -> LoRARequest | None:
-    """The request for an adapter given by itself or by the name of a known one.
-
-    Raises:
-        NotFoundError: no adapter has that name.
-    """
-    if lora is None or isinstance(lora, LoRARequest):
-        return lora
-    if not isinstance(lora, str):
-        raise InvalidRequestError(f"lora_request must be a LoRARequest or a name, got {lora!r}", param="lora_request")
-    if lora not in known:
-        names = ", ".join(sorted(known)) or "none"
-        raise NotFoundError(f"the adapter {lora!r} is not loaded; loaded are: {names}", param="lora_request")
-    return known[lora]

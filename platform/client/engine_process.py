@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -123,13 +124,17 @@ class EngineLoop:
             self._failed.append(TokenDelta(request.request_id, error=error_info(error)))
 
     def _handle_call(self, call: Call) -> None:
-        if call.method != "load_adapter" or call.lora is None:
-            self._link.send(self._call(call))
-            return
+        read: Callable[[], Any] | None = None
         try:
-            read = self._engine.adapter_reader(call.lora, load_inplace=call.load_inplace)
+            if call.method == "load_adapter" and call.lora is not None:
+                read = self._engine.adapter_reader(call.lora, load_inplace=call.load_inplace)
+            elif call.method == "pin_adapter":
+                read = self._engine.adapter_pin_reader(call.name)
         except Exception as error:
             self._link.send(self._failure(call, error))
+            return
+        if read is None:
+            self._link.send(self._call(call))
         else:
             self._reads.append((call, self._reader.submit(read)))
 
@@ -148,8 +153,14 @@ class EngineLoop:
                     value = engine.load_adapter(
                         call.lora, load_inplace=call.load_inplace, pinned=call.pinned, read=read.result()
                     )
+                case "register_adapters":
+                    engine.register_adapters(call.loras)
                 case "unload_adapter":
-                    engine.unload_adapter(call.name)
+                    engine.unload_adapter(call.name, call.mode)
+                case "pin_adapter":
+                    value = engine.pin_adapter(call.name, read=None if read is None else read.result())
+                case "unpin_adapter":
+                    value = engine.unpin_adapter(call.name)
                 case "list_adapters" | "stats":
                     value = getattr(engine, call.method)()
                 case _:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from ..core.errors import InvalidRequestError, PromptTooLongError
-from ..core.lora_request import LoRARequest
+from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
 from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_text, shown
@@ -52,7 +52,7 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        lora: LoRARequest | None = None,
+        lora: LoRA | None = None,
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
@@ -67,8 +67,10 @@ class InputProcessor:
         check_integer("priority", priority, -MAX_SEED - 1)
         check_text("tenant", tenant)
         check_text("cache_salt", cache_salt)
-        if lora is not None and not isinstance(lora, LoRARequest):
-            raise InvalidRequestError(f"lora_request must be a LoRARequest, got {lora!r}", param="lora_request")
+        if lora is not None and not isinstance(lora, LoRARequest | LoRAMix):
+            raise InvalidRequestError(
+                f"lora_request must be a LoRARequest or a LoRAMix, got {shown(lora)}", param="lora_request"
+            )
         parsed = self.parse_prompt(prompt)
         resolved = self._resolve_params(params if params is not None else SamplingParams(), len(parsed.token_ids))
         arrival_time = time.monotonic()

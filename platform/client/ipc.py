@@ -60,6 +60,10 @@ class Call(msgspec.Struct):
     name: str = ""
     load_inplace: bool = False
     pinned: bool = False
+    mode: str = "drain"
+    """Of unloading: "drain" or "abort"."""
+    loras: list[LoRARequest] = []
+    """To be registered."""
 
 
 class Stop(msgspec.Struct):
@@ -103,7 +107,10 @@ class Undecodable(NamedTuple):
 
 RESULT_OF: dict[str, Any] = {
     "load_adapter": AdapterInfo,
+    "register_adapters": None,
     "unload_adapter": None,
+    "pin_adapter": AdapterInfo,
+    "unpin_adapter": AdapterInfo,
     "list_adapters": list[AdapterInfo],
     "stats": EngineStats,
 }

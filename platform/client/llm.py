@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -14,6 +15,8 @@ from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
+from .adapter_sources import AdapterSources
+from .adapters import AnyLoRA, lora_of_each, resolve_lora
 from .chat_template import ChatOptions
 from .engine_factory import (
     DEFAULT_ENGINE,
@@ -21,7 +24,6 @@ from .engine_factory import (
     engine_args,
     load_engine,
     load_text_side,
-    resolve_lora,
 )
 from .input_processor import InputProcessor, Prompt
 from .output_processor import OutputProcessor, RequestState
@@ -30,8 +32,6 @@ from .progress import GenerationProgress
 T = TypeVar("T")
 
 Messages: TypeAlias = list[dict[str, Any]]
-LoRA: TypeAlias = LoRARequest | str
-"""An adapter, or the name of one that is loaded."""
 
 
 class LLM:
@@ -48,17 +48,20 @@ class LLM:
         OutriderError: the typed error for an option or a model that cannot be used.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        self._start(engine_args("LLM", model, options), DEFAULT_ENGINE)
+    def __init__(self, model: str | None = None, *, sources: AdapterSources | None = None, **options: Any) -> None:
+        self._start(engine_args("LLM", model, options), DEFAULT_ENGINE, sources)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, engine: str = DEFAULT_ENGINE) -> Self:
+    def from_engine_args(
+        cls, args: EngineArgs, *, engine: str = DEFAULT_ENGINE, sources: AdapterSources | None = None
+    ) -> Self:
         """An LLM for these options; `engine` is an import path "module:callable" as `DEFAULT_ENGINE`."""
         self = cls.__new__(cls)
-        self._start(args, engine)
+        self._start(args, engine, sources)
         return self
 
-    def _start(self, args: EngineArgs, engine: str) -> None:
+    def _start(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
+        self._sources = sources if sources is not None else AdapterSources()
         self._engine = load_engine(engine)(args, progress=sys.stderr.isatty())
         try:
             self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
@@ -77,7 +80,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: LoRA | Sequence[LoRA | None] | None = None,
+        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -87,7 +90,10 @@ class LLM:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these; a list of integers is
                 one prompt of token ids.
             sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
-            lora_request: the adapter for all prompts, or one (or None) for each.
+            lora_request: the adapter for all prompts, or a list with one (or None) for each. An adapter is a
+                LoRARequest or the name of one that is loaded, with a scale as `(adapter, 0.5)`; a list of such pairs,
+                `[(a, 0.7), (b, 0.3)]`, is their weighted sum, for all prompts. For a mix of each prompt's own, give a
+                list of such lists, or of LoRAMix.
             use_tqdm: show a progress bar; or a callable to make it with, as `tqdm`.
             priority: lower runs first under the priority policy.
 
@@ -99,16 +105,15 @@ class LLM:
         self._check_open()
         batch = _as_prompts(prompts)
         params: list[SamplingParams] = _for_each("sampling_params", sampling_params, len(batch), SamplingParams())
-        loras: list[LoRA | None] = _for_each("lora_request", lora_request, len(batch), None)
+        loras = lora_of_each(lora_request, len(batch))
         priorities = _for_each("priority", priority, len(batch), 0)
-        known = self._known_adapters() if any(isinstance(lora, str) for lora in loras) else {}
+        known = functools.cache(self._known_adapters)  # the engine is asked once, and only for names
         work: list[tuple[str, str | None, list[EngineRequest]]] = []
         for prompt, one_params, lora, one_priority in zip(batch, params, loras, priorities, strict=True):
             request_id = str(self._num_requests)
             self._num_requests += 1
-            requests = self._input_processor.process(
-                request_id, prompt, one_params, lora=resolve_lora(lora, known), priority=one_priority
-            )
+            local = self._sources.localize_now(resolve_lora(lora, known))
+            requests = self._input_processor.process(request_id, prompt, one_params, lora=local, priority=one_priority)
             work.append((request_id, _text_of(prompt), requests))
         states: list[RequestState] = []
         try:
@@ -151,7 +156,7 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: LoRA | Sequence[LoRA | None] | None = None,
+        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         **chat_options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
@@ -184,12 +189,53 @@ class LLM:
             InvalidUserInputError: the name is taken.
         """
         self._check_open()
-        return self._engine.load_adapter(lora_request, load_inplace=load_inplace, pinned=pinned)
+        name, before = lora_request.name, self._sources.folders_of(lora_request.name)
+        try:
+            local = self._sources.localize_request_now(lora_request, again=True)
+            info = self._engine.load_adapter(local, load_inplace=load_inplace, pinned=pinned)
+        except OutriderError:
+            self._sources.restrict(name, before)
+            raise
+        self._sources.restrict(name, (local.path, local.draft_path))
+        return info
+
+    def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
+        """Make adapters known by name without reading a file: that is done when requests come, which get the errors.
+
+        Raises:
+            AdapterError: a folder does not exist. InvalidUserInputError: a name is taken. None is registered then.
+        """
+        self._check_open()
+        self._engine.register_adapters([self._sources.localize_request_now(request) for request in lora_requests])
+
+    def unload_lora(self, lora_name: str, mode: str = "drain") -> None:
+        """Forget an adapter; `mode` "abort" also ends the requests that have it, with finish reason "abort".
+
+        Raises:
+            NotFoundError: it is not registered.
+        """
+        self._check_open()
+        self._engine.unload_adapter(lora_name, mode)
+        self._sources.restrict(lora_name)
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Forget an adapter; `NotFoundError` when it is not registered."""
+        """`unload_lora` that lets requests finish."""
+        self.unload_lora(lora_name)
+
+    def pin_lora(self, lora_name: str) -> AdapterInfo:
+        """Keep a registered adapter on the device; it is loaded if it must be.
+
+        Raises:
+            NotFoundError: it is not registered. AdapterError: it cannot be served.
+            InvalidUserInputError: there is no room for it beside the other pinned ones, or none now.
+        """
         self._check_open()
-        self._engine.unload_adapter(lora_name)
+        return self._engine.pin_adapter(lora_name)
+
+    def unpin_lora(self, lora_name: str) -> AdapterInfo:
+        """Let a registered adapter make way for others again; `NotFoundError` when it is not registered."""
+        self._check_open()
+        return self._engine.unpin_adapter(lora_name)
 
     def list_lora_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""

@@ -17,7 +17,7 @@ from ..core.errors import AuthenticationError
 from . import chat, completions, health, models, tokens
 from .config import ServerConfig
 from .errors import ClientDisconnectedError, error_response, install_error_handlers, internal_error_response
-from .serving import Serving, valid_request_id
+from .serving import IS_ADMIN, Serving, valid_request_id
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
@@ -34,16 +34,20 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     for module in (chat, completions, models, tokens, health):
         app.include_router(module.router)
     install_error_handlers(app)
-    app.add_middleware(Gate, api_keys=config.api_keys)
+    app.add_middleware(Gate, api_keys=config.api_keys, admin_api_keys=config.admin_api_keys)
     return app
 
 
 class Gate:
-    """Checks the API key, gives every answer its `X-Request-Id`, and turns what nobody caught into a plain 500."""
+    """Checks the API key, gives every answer its `X-Request-Id`, and turns what nobody caught into a plain 500.
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+    What only an admin may do is checked by its route (`require_admin`); here it is found out who is one.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], admin_api_keys: tuple[str, ...] = ()) -> None:
         self._app = app
         self._digests = [_digest(key.encode()) for key in api_keys]
+        self._admin_digests = [_digest(key.encode()) for key in admin_api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -64,7 +68,9 @@ class Gate:
                 message["headers"] = [*message["headers"], header]
             await send(message)
 
-        if self._guards(scope["path"]) and not self._authorized(headers):
+        is_admin = self._has_key(headers, self._admin_digests)
+        scope.setdefault("state", {})[IS_ADMIN] = is_admin or not self._admin_digests
+        if self._guards(scope["path"]) and not (is_admin or self._has_key(headers, self._digests)):
             response = error_response(AuthenticationError("The API key is missing or wrong"))
             await response(scope, receive, send_with_id)
             return
@@ -81,11 +87,12 @@ class Gate:
     def _guards(self, path: str) -> bool:
         return bool(self._digests) and path.startswith(_GUARDED)
 
-    def _authorized(self, headers: Headers) -> bool:
+    @staticmethod
+    def _has_key(headers: Headers, digests: list[bytes]) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip().encode())
         # All keys are compared, and digests have one length: the time says nothing about a key.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        matches = [hmac.compare_digest(digest, known) for known in digests]
         return scheme.lower() == "bearer" and any(matches)
 
 

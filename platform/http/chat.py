@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from ..core.errors import InvalidRequestError
 from ..core.outputs import CompletionOutput
 from ..core.sampling_params import SamplingParams
+from .adapters import choose_adapter, discover_adapters
 from .body import documented, read_body
 from .generation import Choice, Collected, Event, Job, collect, draft_status, generate
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -29,7 +30,8 @@ async def create_chat_completion(request: Request) -> Response:
     serving = serving_of(request)
     body = await read_body(request, ChatCompletionRequest, serving.config.max_body_bytes)
     body.check()
-    lora = serving.models.resolve(body.model)
+    await discover_adapters(serving.models, body)
+    lora, model = choose_adapter(serving.models, body)
     serving.check_ready()
     params = _sampling_params(serving, body)
     prompt = await serving.chat_prompt(normalize_messages(body.messages), body)
@@ -38,7 +40,7 @@ async def create_chat_completion(request: Request) -> Response:
         "id": job.request_id,
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
-        "model": body.model or serving.models.base_name,
+        "model": model,
         "system_fingerprint": None,
     }
     events = generate(serving, job)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
+from .adapters import choose_adapter, discover_adapters
 from .body import documented, read_body
 from .generation import Collected, Event, Job, PromptFacts, collect, draft_status, generate
 from .logprobs import CompletionLogprobs, Token, prompt_logprobs
@@ -31,7 +32,8 @@ async def create_completion(request: Request) -> Response:
     serving = serving_of(request)
     body = await read_body(request, CompletionRequest, serving.config.max_body_bytes)
     body.check()
-    lora = serving.models.resolve(body.model)
+    await discover_adapters(serving.models, body)
+    lora, model = choose_adapter(serving.models, body)
     serving.check_ready()
     job = Job(
         new_request_id("cmpl"),
@@ -46,7 +48,7 @@ async def create_completion(request: Request) -> Response:
         "id": job.request_id,
         "object": "text_completion",
         "created": int(time.time()),
-        "model": body.model or serving.models.base_name,
+        "model": model,
         "system_fingerprint": None,
     }
     render = _Completions(serving, body, job)

@@ -31,6 +31,7 @@ _CODES = {
 _CODES_BY_TYPE = {"ContextLengthExceeded": "context_length_exceeded"}
 _TYPES_BY_STATUS = {
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowed",
     413: "RequestTooLarge",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..core.errors import OutriderError
-from ..core.lora_request import LoRARequest
+from ..core.lora_request import LoRA
 from ..core.messages import SpeculationCounts
 from ..core.outputs import CompletionOutput, Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ class Job:
     request_id: str
     prompts: list[list[int]]
     params: SamplingParams
-    lora: LoRARequest | None
+    lora: LoRA | None
     priority: int = 0
     cache_salt: str = ""
     default_max_tokens: int | None = None
@@ -64,7 +64,7 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
-    recorder = serving.metrics.recorder("" if job.lora is None else job.lora.name, "")
+    recorder = serving.metrics.recorder("" if job.lora is None else job.lora.label, "")
     request_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
     outputs = serving.llm.generate(
         {"prompt_token_ids": job.prompts[index]},

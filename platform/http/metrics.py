@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ..core.labels import MAX_ADAPTERS, MAX_TENANTS, LabelValues
-from ..core.messages import EngineStats, SpeculationCounts
+from ..core.labels import MAX_ADAPTERS, MAX_TENANTS, OTHER, AdapterLabels, LabelValues
+from ..core.messages import AdapterInfo, EngineStats, SpeculationCounts
 from ..core.outputs import RequestOutput
 
 PREFIX = "outrider:"
@@ -24,6 +25,11 @@ _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
 _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
+MAX_NAMES = 50
+"""Adapters that `lora_requests_info` names in one label."""
+_WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
+"""Shown even while nobody waits for them."""
+
 DEFAULT_TENANT = "default"
 """The label of requests without a tenant."""
 
@@ -34,12 +40,16 @@ class SeriesLabels:
     """The labels (adapter, tenant) of what is counted: bounded, and for good the same for the same names."""
 
     def __init__(self) -> None:
-        self._adapter, self._tenant = LabelValues(MAX_ADAPTERS), LabelValues(MAX_TENANTS)
+        self._adapter, self._tenant = AdapterLabels(MAX_ADAPTERS), LabelValues(MAX_TENANTS)
 
     def __call__(self, adapter: str, tenant: str) -> Labels:
         """Requests without a tenant have a label too: an empty one is as good as none for Prometheus. The base model's
         is empty, and its own however many adapters there are."""
-        return adapter and self._adapter(adapter), self._tenant(tenant) or DEFAULT_TENANT
+        return self.adapter(adapter), self._tenant(tenant) or DEFAULT_TENANT
+
+    def adapter(self, name: str) -> str:
+        """The label of an adapter; "" is the base model."""
+        return name and self._adapter(name)
 
 
 @dataclass(slots=True)
@@ -49,6 +59,9 @@ class EngineCounters:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    lora_load_failures: int = 0
+    lora_evictions: dict[str, int] = field(default_factory=dict)
+    """By the level that was left."""
     speculation: dict[Labels, SpeculationCounts] = field(default_factory=dict)
     """By (adapter, tenant)."""
 
@@ -57,6 +70,9 @@ class EngineCounters:
         self.prefix_cache_queries += stats.prefix_cache_queries
         self.prefix_cache_hits += stats.prefix_cache_hits
         self.num_preemptions += stats.num_preemptions
+        self.lora_load_failures += stats.lora_load_failures
+        for level, count in stats.lora_evictions.items():
+            self.lora_evictions[level] = self.lora_evictions.get(level, 0) + count
         for entry in stats.speculation:  # several may share labels
             self.speculation.setdefault(labels(entry.adapter, entry.tenant), SpeculationCounts()).add(entry.counts)
 
@@ -142,6 +158,10 @@ class Metrics:
         counters.add(self._stats, self._labels)
         return counters
 
+    def adapter_label(self, name: str) -> str:
+        """An adapter's label, the same in every metric."""
+        return self._labels.adapter(name)
+
     def update(self, stats: EngineStats) -> None:
         """Take the engine's latest snapshot. What a run counted between its last one and its death is lost."""
         if stats.run_id != self._stats.run_id:
@@ -166,7 +186,8 @@ class _EngineCollector:
         stats, counters = self._metrics.stats, self._metrics.counters
         yield from _engine_families(stats, counters)
         yield from _speculation_families(counters.speculation)
-        yield from _lora_families(stats)
+        yield from _lora_families(stats, counters)
+        yield from _adapter_families(stats.adapters, self._metrics.adapter_label)
 
 
 def _counter(name: str, help_text: str, labels: Labels, values: Mapping[Any, int]) -> CounterMetricFamily:
@@ -186,7 +207,8 @@ def _gauge(name: str, help_text: str, labels: Labels, values: Mapping[Any, float
 def _engine_families(stats: EngineStats, counters: EngineCounters) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Sequences in the running batch.", (), {(): stats.num_running})
     yield _gauge("num_requests_waiting", "Sequences waiting to be scheduled.", (), {(): stats.num_waiting})
-    reasons = {(reason,): float(count) for reason, count in stats.num_waiting_by_reason.items()}
+    counts = dict.fromkeys(_WAITING_REASONS, 0) | stats.num_waiting_by_reason
+    reasons = {(reason,): float(count) for reason, count in counts.items()}
     yield _gauge("num_requests_waiting_by_reason", "What waiting sequences wait for.", ("reason",), reasons)
     yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", (), {(): stats.kv_cache_usage})
     yield _counter("prefix_cache_queries", "Prompt tokens looked up.", (), {(): counters.prefix_cache_queries})
@@ -211,10 +233,40 @@ def _speculation_families(counts: Mapping[Labels, SpeculationCounts]) -> Iterato
     )
 
 
-def _lora_families(stats: EngineStats) -> Iterator[Metric]:
-    info = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
+def _lora_families(stats: EngineStats, counters: EngineCounters) -> Iterator[Metric]:
+    info = (_names(stats.running_adapters), _names(stats.waiting_adapters))
     labels: Labels = ("running_lora_adapters", "waiting_lora_adapters")
     yield _gauge("lora_requests_info", "Adapters with requests; the value is the time.", labels, {info: time.time()})
-    loaded = {(a.name, a.level, str(a.pinned).lower()): 1.0 for a in stats.adapters}
-    labels = ("adapter", "level", "pinned")
-    yield _gauge("lora_adapter_loaded", "Registered adapters, and where their weights are.", labels, loaded)
+    levels = Counts(info.level for info in stats.adapters)
+    levels["disk"] += max(0, stats.num_adapters - levels.total())
+    numbers = {(level,): float(levels[level]) for level in ("device", "host", "disk")}
+    yield _gauge("lora_adapters", "Registered adapters by where their weights are.", ("level",), numbers)
+    yield _gauge("lora_rows", "Rank rows for adapters on the device.", (), {(): stats.lora_rows})
+    yield _gauge("lora_rows_used", "Rank rows that adapters have.", (), {(): stats.lora_rows_used})
+    yield _gauge("lora_host_bytes", "Host memory of adapters.", (), {(): stats.lora_host_bytes})
+    evictions = {(level,): counters.lora_evictions.get(level, 0) for level in ("device", "host")}
+    yield _counter("lora_evictions", "Adapters that made way, by the level that they left.", ("level",), evictions)
+    failures = {(): counters.lora_load_failures}
+    yield _counter("lora_load_failures", "Loads that brought no adapter.", (), failures)
+
+
+def _names(names: Sequence[str]) -> str:
+    """Names with commas between them, no more than a label should hold."""
+    return ",".join([*names[:MAX_NAMES], *([OTHER] if len(names) > MAX_NAMES else [])])
+
+
+def _adapter_families(adapters: Sequence[AdapterInfo], label: Callable[[str], str]) -> Iterator[Metric]:
+    """What is known of each adapter; those beyond the bound of labels are added up."""
+    loaded, requests, sizes, loads = Counts[Labels](), Counts[Labels](), Counts[Labels](), dict[Labels, float]()
+    for info in adapters:
+        name = label(info.name)
+        loaded[name, info.level, str(info.pinned).lower()] += 1
+        requests[name, "running"] += info.num_running
+        requests[name, "waiting"] += info.num_waiting
+        sizes[(name,)] += info.num_bytes
+        loads[(name,)] = max(info.load_seconds, loads.get((name,), 0.0))
+    labels: Labels = ("adapter", "level", "pinned")
+    yield _gauge("lora_adapter_loaded", "Adapters in use, and where their weights are.", labels, loaded)
+    yield _gauge("lora_requests", "Requests of an adapter.", ("adapter", "state"), requests)
+    yield _gauge("lora_adapter_bytes", "Host memory of an adapter's content.", ("adapter",), sizes)
+    yield _gauge("lora_adapter_load_seconds", "The latest reading of an adapter's files.", ("adapter",), loads)

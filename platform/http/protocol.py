@@ -6,7 +6,7 @@ Fields of the OpenAI API that Outrider does not implement are accepted with the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
@@ -83,10 +83,20 @@ class TemplateFields(RequestModel):
     """Default: true for a plain prompt, false for messages, whose template writes them."""
 
 
+class AdapterPart(RequestModel):
+    """One adapter of a weighted sum."""
+
+    name: str
+    weight: float = 1.0
+
+
 class SamplingFields(RequestModel):
     """What `/v1/completions` and `/v1/chat/completions` share. A null means that the field is not given."""
 
     model: str | None = None
+    """The base model, an adapter, or a weighted sum of adapters as "a:0.7+b:0.3"."""
+    adapters: list[str | AdapterPart] | None = None
+    """Ours: the weighted sum in full, for a `model` that is the base or not given. A bare name has weight 1."""
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -242,9 +252,17 @@ class LoadAdapterRequest(RequestModel):
     pinned: bool = False
 
 
+class PinAdapterRequest(RequestModel):
+    """`POST /v1/pin_lora_adapter`, `/v1/unpin_lora_adapter`."""
+
+    lora_name: str
+
+
 class UnloadAdapterRequest(RequestModel):
     """`POST /v1/unload_lora_adapter`."""
 
     lora_name: str
     lora_int_id: int | None = None
     """vLLM's clients may send it; adapters go by their name here."""
+    mode: Literal["drain", "abort"] = "drain"
+    """Ours: whether requests that have it finish, or end with an error."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..core.config import EngineArgs
-from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError
+from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
 from ..core.lora_request import LoRARequest
 from .config import ServerConfig
 from .text import shorten
@@ -93,9 +93,10 @@ class _Server:
         self._stop_now = asyncio.Event()
 
     async def run(self) -> int:
+        from ..client.adapter_sources import AdapterSources
         from ..client.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_engine_args(self._args)
+        llm = AsyncLLM.from_engine_args(self._args, AdapterSources(self._config.lora_sources))
         with self._signals():
             try:
                 app = await self._start(llm)
@@ -137,7 +138,7 @@ class _Server:
         for name, path in self._config.lora_modules.items():
             try:
                 await models.load(LoRARequest(name, path=path, draft_path=self._config.lora_draft_paths.get(name)))
-            except InvalidRequestError as error:
+            except (InvalidRequestError, AdapterSourceError) as error:
                 raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
         return app
 

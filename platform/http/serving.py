@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from ..core.errors import InvalidRequestError, ShuttingDownError
+from ..core.errors import InvalidRequestError, PermissionDeniedError, ShuttingDownError
+from .adapter_policy import AdapterPolicy
 from .config import ServerConfig
 from .errors import EngineUnavailableError
 from .metrics import Metrics
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _LONG_TEXT = 20_000
 """Characters above which a prompt is tokenized in a thread, so that other streams go on."""
 
+IS_ADMIN = "is_admin"
+"""In a request's state: whether its key gives the rights of an admin."""
+
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -32,6 +36,7 @@ class Serving:
         self.llm = llm
         self.config = config
         self.models = ModelRegistry(llm, config.served_model_names)
+        self.adapter_policy = AdapterPolicy(config)
         self.metrics = Metrics()
         self.draining = False
         """Set by the server on SIGTERM, before the engine's client is asked to drain."""
@@ -117,6 +122,16 @@ def serving_of(request: Request) -> Serving:
     serving = request.app.state.serving
     assert isinstance(serving, Serving)
     return serving
+
+
+def require_admin(request: Request) -> None:
+    """Refuse who may not change what is served, before anything of the request is read.
+
+    Raises:
+        PermissionDeniedError: the server has admin keys, and the request has none of them.
+    """
+    if not getattr(request.state, IS_ADMIN, False):
+        raise PermissionDeniedError("Only an admin's API key may load, unload and pin adapters (--admin-api-key)")
 
 
 def new_request_id(kind: str) -> str:

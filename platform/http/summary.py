@@ -69,6 +69,7 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
     if info.enable_lora:
         names = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in startup.adapters)
         adapters = names or f"none yet; room for {info.max_loras} of rank {info.max_lora_rank}"
+        adapters += "".join(f"; by name from {path}" for path in config.lora_sources.directories)
     else:
         adapters = "off"
     guarded = f"{len(config.api_keys)} API key{'s' if len(config.api_keys) > 1 else ''}"

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import InvalidRequestError
+from .adapters import adapter_of_model
 from .body import documented, read_body
 from .messages import normalize_messages
 from .protocol import DetokenizeRequest, TokenizeRequest
@@ -25,7 +26,8 @@ async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages under the chat template."""
     serving = serving_of(request)
     body = await read_body(request, TokenizeRequest, serving.config.max_body_bytes)
-    serving.models.resolve(body.model)
+    await serving.models.discover(body.model)
+    adapter_of_model(serving.models, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -44,7 +46,8 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, of at most 4 x max_model_len of them."""
     serving = serving_of(request)
     body = await read_body(request, DetokenizeRequest, serving.config.max_body_bytes)
-    serving.models.resolve(body.model)
+    await serving.models.discover(body.model)
+    adapter_of_model(serving.models, body.model)
     size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
     if len(body.tokens) > limit:
         raise InvalidRequestError(

@@ -23,10 +23,12 @@ START_SECONDS = 120  # generous: the tests' machine may be busy; how fast a star
 class ServerProcess:
     """`outrider serve` on a free port, with its output."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        """`variables`: of its environment."""
         command = [sys.executable, "-m", "outrider.platform.cli.main", "serve", "--port", "0", *arguments]
         # One thread: the demo model is small, and threads that wait for each other crawl on a machine that is busy.
-        environment = {k: v for k, v in os.environ.items() if k != "OUTRIDER_API_KEY"} | {"OMP_NUM_THREADS": "1"}
+        keys = ("OUTRIDER_API_KEY", "OUTRIDER_ADMIN_API_KEY")
+        environment = {k: v for k, v in os.environ.items() if k not in keys} | {"OMP_NUM_THREADS": "1", **variables}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
@@ -113,8 +115,8 @@ def start_server() -> Iterator:
     """Starts servers, which end with the session at the latest."""
     servers: list[ServerProcess] = []
 
-    def start(*arguments: str, ready: bool = True) -> ServerProcess:
-        servers.append(ServerProcess(*arguments))
+    def start(*arguments: str, ready: bool = True, **variables: str) -> ServerProcess:
+        servers.append(ServerProcess(*arguments, **variables))
         if ready:
             servers[-1].wait_until_ready()
         return servers[-1]
@@ -129,9 +131,10 @@ FIXED_DRAFTS = json.dumps({"method": "eagle3", "model": str(demo_eagle3_path()),
 
 
 @pytest.fixture(scope="session")
-def server(start_server) -> ServerProcess:
-    """The demo model and its adapters. Shared by all tests: leave it as it was."""
-    return start_server("--speculative-config", FIXED_DRAFTS)
+def server(start_server, tmp_path_factory) -> ServerProcess:
+    """The demo model and its adapters; others may be loaded from the tests' own folders. Shared by all tests: leave it
+    as it was."""
+    return start_server("--speculative-config", FIXED_DRAFTS, "--lora-root", str(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="session")

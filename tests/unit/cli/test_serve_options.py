@@ -15,6 +15,7 @@ from outrider.platform.core.errors import AdapterError, InvalidRequestError, Not
 @pytest.fixture(autouse=True)
 def _no_key_in_the_environment(monkeypatch):
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    monkeypatch.delenv("OUTRIDER_ADMIN_API_KEY", raising=False)
 
 
 def resolve(*arguments: str):
@@ -33,7 +34,8 @@ SAMPLES = {
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
     "enable_chunked_prefill": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9, "enable_lora": True,
-    "max_loras": 2, "max_cpu_loras": 16, "max_lora_rank": 16, "enforce_eager": True, "batch_invariant": True,
+    "max_loras": 2, "max_cpu_loras": 16, "max_lora_rank": 16,
+    "lora_memory": "512MiB", "max_cpu_lora_memory": "2GiB", "enforce_eager": True, "batch_invariant": True,
     "tensor_parallel_size": 1,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
 }  # fmt: skip
@@ -126,6 +128,39 @@ def test_keys(monkeypatch):
     assert resolve("--api-key", "a")[1].api_keys == ("a",)
 
 
+def test_admin_keys(monkeypatch):
+    assert resolve()[1].admin_api_keys == ()
+    assert resolve("--admin-api-key", "a", "--admin-api-key", "b")[1].admin_api_keys == ("a", "b")
+    monkeypatch.setenv("OUTRIDER_ADMIN_API_KEY", "from-env")
+    _, config = resolve("--api-key", "c")
+    assert (config.api_keys, config.admin_api_keys) == (("c",), ("from-env",))
+
+
+def test_where_adapters_come_from(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    args, config = resolve(
+        "/m", "--lora-dir", "a", "--lora-root", "b", "--lora-root", str(tmp_path), "--lora-remote", "hf, S3",
+        "--max-lora-bytes", "1MiB", "--lora-cache-dir", "/cache", "--lora-cache-bytes", "2GB", "--lora-resolver", "m:f",
+    )  # fmt: skip
+    assert args.enable_lora
+    assert config.lora_roots == (str(tmp_path / "b"), str(tmp_path))
+    assert config.lora_remote == ("hf", "s3")
+    sources = config.lora_sources
+    assert (sources.directories, sources.roots) == ((str(tmp_path / "a"),), config.lora_roots)
+    assert (sources.max_adapter_bytes, sources.max_cache_bytes) == (1 << 20, 2 * 10**9)
+    assert (sources.cache_dir, sources.resolvers) == ("/cache", ("m:f",))
+    assert resolve("/m")[1].lora_sources.max_adapter_bytes == 4 << 30
+
+
+def test_the_demos_adapters_may_be_loaded_over_http():
+    folders = {str(path.parent) for path in demo_adapters().values()}
+    assert set(resolve()[1].lora_roots) == folders
+    assert set(resolve("--lora-modules", "x=/x")[1].lora_roots) == folders
+    assert resolve("/m")[1].lora_roots == ()
+
+
 def test_a_key_of_the_environment_that_nobody_can_send(monkeypatch, capsys):
     monkeypatch.setenv("OUTRIDER_API_KEY", "ключ")
     message = fails(capsys)
@@ -171,6 +206,16 @@ def test_server_options(tmp_path):
         ("--lora-modules outrider-demo=1", "--lora-modules"),
         ("--lora-modules x=1 --no-enable-lora", "--lora-modules"),
         ("--chat-template /nowhere", "--chat-template"),
+        ("--lora-dir /nowhere", "--lora-dir"),
+        ("--lora-root /nowhere", "--lora-root"),
+        ("--lora-dir /tmp --no-enable-lora", "--lora-dir"),
+        ("--lora-resolver m:f --no-enable-lora", "--lora-resolver"),
+        ("--lora-remote file", "--lora-root"),
+        ("--lora-remote s3://", "--lora-remote"),
+        ("--lora-remote ,", "--lora-remote"),
+        ("--max-lora-bytes lots", "--max-lora-bytes"),
+        ("--lora-cache-bytes 0", "--lora-cache-bytes"),
+        ("--admin-api-key \x07", "--admin-api-key"),
         ("--api-key  ", "--api-key"),
         ("--api-key ключ", "--api-key"),
         ("--api-key \x07", "--api-key"),

@@ -11,7 +11,7 @@ import pytest
 from outrider.platform.client import ipc
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import EngineDeadError, ErrorInfo, InvalidRequestError
-from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.lora_request import LoRAMix, LoRAPart, LoRARequest
 from outrider.platform.core.messages import (
     AdapterInfo,
     EngineInfo,
@@ -38,12 +38,14 @@ REQUEST = EngineRequest(
     "r", [1, 2], FULL_PARAMS, [0], LoRARequest("a", 7, "/a"), priority=-1, tenant="t", cache_salt="s", group="g",
     arrival_time=1.5,
 )  # fmt: skip
+MIX = LoRAMix((LoRAPart(LoRARequest("a", 7, "/a"), 0.7), LoRAPart(LoRARequest("b", path="/b", draft_path="/d"), -0.3)))
 COUNTS = SpeculationCounts(1, 2, 1, [1, 0], [3, 0, 1])
 DELTA = TokenDelta(
     "r", [1], [LOGPROBS], [None, LOGPROBS], "stop", 5, ErrorInfo("NotFoundError", "m", "p"), 9, COUNTS, 1
 )
 MESSAGES = [
     ipc.Add([REQUEST, EngineRequest("q", [1], SamplingParams(speculative=3))]),
+    ipc.Add([EngineRequest("mix", [1], SamplingParams(), lora=MIX)]),
     ipc.Abort(["r"]),
     ipc.Call(3, "load_adapter", LoRARequest("a", path="/a", draft_path="/d"), "a", True, True),
     ipc.Stop(),
@@ -56,7 +58,10 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_round_trip(message: ipc.Message) -> None:
-    assert ipc.decode(ipc.encode(message)) == message
+    decoded = ipc.decode(ipc.encode(message))
+    assert decoded == message
+    if isinstance(decoded, ipc.Add):  # equal tuples need not be of the same type
+        assert [type(request.lora) for request in decoded.requests] == [type(r.lora) for r in message.requests]
 
 
 def test_every_parameter_is_tried_with_another_value_than_its_default() -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 import pytest
 
+from outrider.platform.client.adapter_sources import AdapterSources
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from outrider.platform.core.lora_request import LoRARequest
@@ -61,6 +62,7 @@ class FakeAsyncLLM:
     """Never send another token after the first."""
     running: set[str] = field(default_factory=set)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    sources: AdapterSources = field(default_factory=AdapterSources)
     adapters: dict[str, LoRARequest] = field(default_factory=dict)
     """What the client knows, as in `AsyncLLM.adapters`."""
     in_engine: dict[str, AdapterInfo] = field(default_factory=dict)
@@ -136,11 +138,23 @@ class FakeAsyncLLM:
         self.adapters[request.name] = request
         return info
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_lora(self, name: str, mode: str = "drain") -> None:
+        self.calls.append({"unload": name, "mode": mode})
         self.adapters.pop(name, None)
         if name not in self.in_engine:
             raise NotFoundError("unknown", param="lora_name")
         del self.in_engine[name]
+
+    async def pin_lora(self, name: str) -> None:
+        self._set_pinned(name, True)
+
+    async def unpin_lora(self, name: str) -> None:
+        self._set_pinned(name, False)
+
+    def _set_pinned(self, name: str, pinned: bool) -> None:
+        if name not in self.in_engine:
+            raise NotFoundError("unknown", param="lora_name")
+        self.in_engine[name] = replace(self.in_engine[name], pinned=pinned)
 
     async def list_adapters(self) -> list[AdapterInfo]:
         return list(self.in_engine.values())
@@ -180,12 +194,12 @@ def llm() -> FakeAsyncLLM:
 
 @pytest.fixture
 def http(llm: FakeAsyncLLM) -> Http:
-    return Http(create_app(llm, ServerConfig(served_model_names=("base", "alias"))))  # type: ignore[arg-type]
+    return Http(create_app(llm, ServerConfig(served_model_names=("base", "alias"), lora_roots=("/",))))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def make_http(llm: FakeAsyncLLM):
     def make(**options: Any) -> Http:
-        return Http(create_app(llm, ServerConfig(**{"served_model_names": ("base",), **options})))  # type: ignore[arg-type]
+        return Http(create_app(llm, ServerConfig(**{"served_model_names": ("base",), "lora_roots": ("/",), **options})))  # type: ignore[arg-type]
 
     return make

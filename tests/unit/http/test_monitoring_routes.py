@@ -106,6 +106,60 @@ def test_request_metrics(http):
     assert found[("outrider:request_success_total", (("adapter", ""), ("finished_reason", "stop"), base[1]))] == 1
 
 
+def test_adapters_by_tier_and_what_they_take(http, llm):
+    llm.snapshot = EngineStats(
+        num_waiting_by_reason={"adapter_loading": 3}, num_adapters=2000,
+        adapters=[
+            AdapterInfo("sql", "/p", "d", 8, 8, "device", num_running=2, num_waiting=1, num_bytes=500,
+                        load_seconds=0.25, pinned=True),
+            AdapterInfo("json", "/q", "e", 16, 16, "host", num_bytes=1000, load_seconds=0.5),
+            AdapterInfo("sql", "/p2", "f", 8, 8, "host", num_running=1, num_bytes=30, load_seconds=0.125),
+            AdapterInfo("late", "/r", "", 0, 0, "disk", num_waiting=2),
+        ],
+        lora_host_bytes=1530, lora_rows_used=8, lora_rows=64, lora_load_failures=2, lora_evictions={"host": 5},
+    )  # fmt: skip
+    expected = {
+        ("num_requests_waiting_by_reason", "reason", "adapter_loading"): 3,
+        ("num_requests_waiting_by_reason", "reason", "adapter_rows"): 0,
+        ("num_requests_waiting_by_reason", "reason", "capacity"): 0,
+        ("lora_adapters", "level", "device"): 1,
+        ("lora_adapters", "level", "host"): 2,
+        ("lora_adapters", "level", "disk"): 1997,
+        ("lora_evictions_total", "level", "device"): 0,
+        ("lora_evictions_total", "level", "host"): 5,
+        ("lora_adapter_bytes", "adapter", "sql"): 530,  # what still runs on a content that was replaced counts too
+        ("lora_adapter_bytes", "adapter", "late"): 0,
+        ("lora_adapter_load_seconds", "adapter", "sql"): 0.25,
+    }
+    expected = {(f"outrider:{name}", ((label, value),)): number for (name, label, value), number in expected.items()}
+    expected |= {
+        ("outrider:lora_host_bytes", ()): 1530,
+        ("outrider:lora_rows_used", ()): 8,
+        ("outrider:lora_rows", ()): 64,
+        ("outrider:lora_load_failures_total", ()): 2,
+        ("outrider:lora_requests", (("adapter", "sql"), ("state", "running"))): 3,
+        ("outrider:lora_requests", (("adapter", "late"), ("state", "waiting"))): 2,
+        ("outrider:lora_adapter_loaded", (("adapter", "late"), ("level", "disk"), ("pinned", "false"))): 1,
+    }
+    found = samples(http)
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_adapters_beyond_the_bound_are_added_up(http, llm, monkeypatch):
+    monkeypatch.setattr(metrics_module, "MAX_ADAPTERS", 1)
+    monkeypatch.setattr(metrics_module, "MAX_NAMES", 2)
+    http.app.state.serving.metrics = Metrics()
+    infos = [AdapterInfo(name, "/p", name, 8, 8, "host", num_bytes=10, load_seconds=t) for t, name in enumerate("abc")]
+    llm.snapshot = EngineStats(num_adapters=3, adapters=infos, waiting_adapters=["a", "b", "c"])
+    found = samples(http)
+    loaded = {dict(labels)["adapter"]: n for (name, labels), n in found.items() if name.endswith("adapter_loaded")}
+    assert loaded == {"a": 1, "other": 2}
+    assert found["outrider:lora_adapter_bytes", (("adapter", "other"),)] == 20
+    assert found["outrider:lora_adapter_load_seconds", (("adapter", "other"),)] == 2
+    (info,) = [dict(labels) for name, labels in found if name.endswith("requests_info")]
+    assert info["waiting_lora_adapters"] == "a,b,other"
+
+
 def test_tenants_beyond_the_bound_share_a_label(monkeypatch):
     monkeypatch.setattr(metrics_module, "MAX_TENANTS", 2)
     metrics = Metrics()
@@ -150,7 +204,7 @@ def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):
     def snapshot(run_id, times, *adapters):
         llm.snapshot = EngineStats(
             run_id=run_id, num_running=times, num_preemptions=times, prefix_cache_queries=10 * times,
-            prefix_cache_hits=3 * times,
+            prefix_cache_hits=3 * times, lora_load_failures=times, lora_evictions={"host": 2 * times},
             speculation=[SpeculationEntry(name, "t", SpeculationCounts(times, 4 * times, 2 * times, [times, times]))
                          for name in adapters],
         )  # fmt: skip
@@ -167,6 +221,8 @@ def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):
         ("outrider:prefix_cache_queries_total", ()): (50, 60),
         ("outrider:prefix_cache_hits_total", ()): (15, 18),
         ("outrider:num_requests_running", ()): (0, 1),
+        ("outrider:lora_load_failures_total", ()): (5, 6),
+        ("outrider:lora_evictions_total", (("level", "host"),)): (10, 12),
         ("outrider:spec_decode_num_drafts_total", labels[""]): (5, 5),
         ("outrider:spec_decode_num_draft_tokens_total", labels["sql"]): (20, 24),
         ("outrider:spec_decode_num_accepted_tokens_total", labels["sql"]): (10, 12),
@@ -204,11 +260,12 @@ def test_metrics_outlive_the_engine(http, llm):
 COUNTERS = {
     "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens", "generation_tokens", "request_success",
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos",
+    "spec_decode_num_accepted_tokens_per_pos", "lora_evictions", "lora_load_failures",
 }  # fmt: skip
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
-    "lora_requests_info", "lora_adapter_loaded",
+    "lora_requests_info", "lora_adapter_loaded", "lora_adapters", "lora_rows", "lora_rows_used", "lora_host_bytes",
+    "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds",
 }  # fmt: skip
 HISTOGRAMS = {
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "lora_load_seconds",

@@ -1,0 +1,95 @@
+"""The adapters of one client of an engine process: where they come from, and what to load again after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ..core.errors import EngineDeadError, NotFoundError, OutriderError
+from ..core.lora_request import LoRA, LoRARequest
+from ..core.messages import AdapterInfo
+from .adapter_sources import AdapterSources
+from .ipc import Call
+from .supervisor import EngineProcess
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterClient:
+    """Loads, unloads and pins adapters in the engine that runs now. All calls belong to one event loop."""
+
+    def __init__(self, engine: Callable[[], EngineProcess], sources: AdapterSources) -> None:
+        """`engine` returns the running one, or raises EngineDeadError."""
+        self._engine = engine
+        self._sources = sources
+        self._loaded: dict[str, Call] = {}  # as loaded, to load them again
+        self.requests: dict[str, LoRARequest] = {}
+        """What `load` has registered, by name, with local folders. To look at only."""
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def localize(self, lora: LoRA | None) -> LoRA | None:
+        """See `AdapterSources.localize`."""
+        return await self._sources.localize(lora)
+
+    async def load(self, request: LoRARequest, *, load_inplace: bool, pinned: bool) -> AdapterInfo:
+        """See `LLM.load_lora_adapter`. Loads under one name come one after another."""
+        async with self._locks.setdefault(request.name, asyncio.Lock()):
+            try:
+                local = await self._sources.localize_request(request, again=True)
+                call = Call(0, "load_adapter", lora=local, load_inplace=load_inplace, pinned=pinned)
+                info: AdapterInfo = await self._engine().call(call)
+                self._loaded[request.name], self.requests[request.name] = call, local
+            finally:
+                self._release(request.name)
+            return info
+
+    async def register(self, requests: Sequence[LoRARequest]) -> None:
+        """See `LLM.register_lora_adapters`."""
+        await self._engine().call(Call(0, "register_adapters", loras=list(requests)))
+        for request in requests:
+            self._loaded[request.name] = Call(0, "register_adapters", loras=[request])
+            self.requests[request.name] = request
+
+    async def unload(self, name: str, mode: str) -> None:
+        """Forget an adapter; NotFoundError when the engine does not know it."""
+        try:
+            await self._engine().call(Call(0, "unload_adapter", name=name, mode=mode))
+        except NotFoundError:
+            self._forget(name)
+            raise
+        self._forget(name)
+
+    async def set_pinned(self, name: str, pinned: bool) -> None:
+        """Keep a registered adapter on the device, or let it go when others need the place."""
+        await self._engine().call(Call(0, "pin_adapter" if pinned else "unpin_adapter", name=name))
+        if name in self._loaded:  # after a restart too
+            self._loaded[name] = Call(0, "load_adapter", lora=self.requests[name], pinned=pinned)
+
+    async def call(self, method: str) -> Any:
+        """The result of a method of the engine without parameters."""
+        return await self._engine().call(Call(0, method))
+
+    async def load_again(self, engine: EngineProcess) -> None:
+        """Register in an engine that has just started what the last one had; what cannot be read any more is
+        forgotten."""
+        for name, call in list(self._loaded.items()):
+            try:
+                await engine.call(call)
+            except EngineDeadError:
+                raise
+            except OutriderError as error:
+                logger.error("Adapter %r cannot be loaded again: %r", name, error.message)
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._loaded.pop(name, None)
+        self.requests.pop(name, None)
+        self._release(name)
+
+    def _release(self, name: str) -> None:
+        """Keep only those fetched folders that the registered adapter was read from."""
+        lora = self.requests.get(name)
+        self._sources.restrict(name, () if lora is None else (lora.path, lora.draft_path))

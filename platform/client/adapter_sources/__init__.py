@@ -1,0 +1,9 @@
+"""Where adapters come from: folders, the Hugging Face hub, object stores, plug-ins.
+
+Everything here ends in a local folder before the engine hears of the adapter: a slow store delays nobody else.
+"""
+
+from .resolver import AdapterResolver
+from .sources import AdapterSources, SourceOptions
+
+__all__ = ["AdapterResolver", "AdapterSources", "SourceOptions"]

@@ -1,0 +1,83 @@
+"""Which adapter, or weighted sum of adapters, a completion or chat request asks for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..core.errors import InvalidRequestError, NotFoundError
+from ..core.lora_request import MAX_PARTS, LoRA, LoRARequest, mix_of, split_mix
+from .protocol import SamplingFields
+from .registry import ModelRegistry
+from .text import shorten
+
+
+class ChosenAdapter(NamedTuple):
+    """What a request runs on."""
+
+    lora: LoRA | None
+    model: str
+    """For the answer's `model`: what was asked for."""
+
+
+async def discover_adapters(models: ModelRegistry, body: SamplingFields) -> None:
+    """Before `choose_adapter`: find those adapters among what is asked for that nobody has loaded."""
+    parts = [part if isinstance(part, str) else part.name for part in body.adapters or ()]
+    await models.discover(body.model, parts)
+
+
+def choose_adapter(models: ModelRegistry, body: SamplingFields) -> ChosenAdapter:
+    """What `model` or `adapters` asks for.
+
+    Raises:
+        NotFoundError: a model or adapter does not exist; the message has its name.
+        InvalidRequestError: an adapter in both, too many, or a weight that cannot be served.
+    """
+    if body.adapters is None:
+        return ChosenAdapter(adapter_of_model(models, body.model), body.model or models.base_name)
+    if adapter_of_model(models, body.model) is not None:
+        raise InvalidRequestError(
+            "adapters and a model that is an adapter exclude each other; name the base model, or give no adapters",
+            param="adapters",
+        )
+    if not 1 <= len(body.adapters) <= MAX_PARTS:
+        raise InvalidRequestError(
+            f"adapters must name 1 to {MAX_PARTS} adapters, got {len(body.adapters)}", param="adapters"
+        )
+    parts = [(part, 1.0) if isinstance(part, str) else (part.name, part.weight) for part in body.adapters]
+    lora = mix_of([(_part(models, name, "adapters"), weight) for name, weight in parts], param="adapters")
+    return ChosenAdapter(lora, models.base_name if lora is None else lora.name)
+
+
+def adapter_of_model(models: ModelRegistry, model: str | None) -> LoRA | None:
+    """What `model` asks for by itself. A registered name wins, whatever is in it. Errors: see `choose_adapter`."""
+    try:
+        return models.resolve(model)
+    except NotFoundError:
+        assert model is not None
+        try:
+            parts = split_mix(model, lambda name: _exists(models, name))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"model: {error.message}", param="model") from None
+        if parts is None:
+            raise
+    return mix_of([(_part(models, name, "model"), weight) for name, weight in parts], param="model")
+
+
+def _exists(models: ModelRegistry, name: str) -> bool:
+    try:
+        models.resolve(name)
+    except NotFoundError:
+        return False
+    return True
+
+
+def _part(models: ModelRegistry, name: str, field: str) -> LoRARequest:
+    try:
+        lora = models.resolve(name)
+    except NotFoundError:
+        message = f"{field}: the adapter {shorten(name)!r} does not exist; /v1/models lists those that do"
+        raise NotFoundError(message, param=field) from None
+    if lora is None:
+        message = f"{field}: {shorten(name)!r} is the base model; only adapters have weights and can be mixed"
+        raise InvalidRequestError(message, param=field)
+    return lora
