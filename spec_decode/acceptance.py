@@ -5,9 +5,11 @@ For one drafter and the requests of one adapter, `Rates` keeps for each draft po
     p_j = P(draft j is accepted | drafts 0 .. j-1 were accepted, and there was a draft j)
     a_j = P(there is a draft j | one was asked for)            (n-gram finds no match, a lagging model is not ready)
 
-as counts that forget exponentially. A position that was hardly ever tried is thought to be like the one before it:
+as counts that forget exponentially. When the last few dozen first drafts fare so differently that chance does not
+explain it, the text is another one: what is older is given up. A position that was hardly ever tried is thought to be
+like the one before it:
 
-    p_j = (accepted_j + w p_{j-1}) / (tried_j + w),    p_{-1} = the drafter's mean over all adapters
+    p_j = (accepted_j + w_j p_{j-1}) / (tried_j + w_j),    p_{-1} = the drafter's mean over all adapters
 
 One request differs from its adapter's mean by a factor m, estimated from its own drafts and shrunk towards 1:
 
@@ -19,6 +21,7 @@ min(accepted + 1, drafts): those behind the first rejected one say nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,14 +35,16 @@ class Prior(NamedTuple):
 
 HOPEFUL = Prior(0.7, 1.0)
 """Of the drafter that the user asked for: it is tried at once."""
-FALLBACK = Prior(0.4, 0.4)
+FALLBACK = Prior(0.25, 0.4)
 """Of one that stands in for it: it is tried when the other does not pay, and by probes."""
 MAX_PROBABILITY = 0.99
 LANE_MEMORY = 200.0
 """Verified rows after which an adapter's evidence has faded by 1/e."""
 REQUEST_MEMORY = 40.0
 """The same for one request, in tried drafts."""
-_POSITION_WEIGHT = 3.0
+_RECENT_FADE, _FEW_RECENT = 1.0 - 1.0 / 24.0, 6.0
+_LARGE_CHANGE = 0.2
+_PRIOR_WEIGHT, _POSITION_WEIGHT = 6.0, 3.0
 _REQUEST_WEIGHT = 8.0
 
 
@@ -55,8 +60,10 @@ class Rates:
         "_prior",
         "_probabilities",
         "_proposed",
+        "_recent",
         "_stale",
         "_tried",
+        "epoch",
     )
 
     def __init__(self, num_positions: int, prior: Rates | Prior, memory: float = LANE_MEMORY) -> None:
@@ -68,6 +75,9 @@ class Rates:
         self._fade = 1.0 - 1.0 / memory
         self._prior = prior
         self._always = self.prior_available == 1.0  # never a draft too few so far: nothing to count
+        self._recent = [0.0, 0.0]  # first drafts tried and accepted lately
+        self.epoch = 0
+        """Counts the changes of the text."""
         self._stale = True
         self._probabilities: list[float] = []
         self._available: list[float] | None = None
@@ -98,31 +108,46 @@ class Rates:
             accepted[j] *= fade
         for j in range(num_accepted):
             accepted[j] += 1.0
+        recent = self._recent
+        recent[0] = recent[0] * _RECENT_FADE + 1.0
+        recent[1] = recent[1] * _RECENT_FADE + (num_accepted > 0)
         self._stale = True
-
-    def loosen(self, evidence: float) -> None:
-        """Let what was learned weigh no more than `evidence` verified rows: it is old."""
-        if self._tried[0] > evidence:
-            scale = evidence / self._tried[0]
-            self._tried = [x * scale for x in self._tried]
-            self._accepted = [x * scale for x in self._accepted]
-            self._asked = [x * scale for x in self._asked]
-            self._proposed = [x * scale for x in self._proposed]
-            self._stale, self._available = True, None
 
     @property
     def probabilities(self) -> list[float]:
         """p_j [num_positions]. Not to be changed."""
         if self._stale:
             self._stale = False
+            self._notice_change()
             prior = self._prior
             before = prior.probability if isinstance(prior, Prior) else prior.probabilities[0]
-            found = []
+            found, weight = [], _PRIOR_WEIGHT
             for tried, accepted in zip(self._tried, self._accepted, strict=True):
-                before = (accepted + _POSITION_WEIGHT * before) / (tried + _POSITION_WEIGHT)
+                before = (accepted + weight * before) / (tried + weight)
                 found.append(before)
+                weight = _POSITION_WEIGHT
             self._probabilities = found
         return self._probabilities
+
+    def look_again(self) -> None:
+        """After a time without drafts: what was accepted before it says nothing of a change."""
+        self._recent = [0.0, 0.0]
+
+    @property
+    def recent(self) -> float:
+        """Share of the first drafts that were accepted lately."""
+        return self._recent[1] / self._recent[0] if self._recent[0] else 0.0
+
+    def _notice_change(self) -> None:
+        tried, accepted = self._recent
+        if tried < _FEW_RECENT or self._tried[0] < 2 * tried:
+            return
+        before = (self._accepted[0] + 1.0) / (self._tried[0] + 2.0)
+        if abs(accepted / tried - before) > max(_LARGE_CHANGE, 2.5 * math.sqrt(before * (1.0 - before) / tried)):
+            for counts in (self._tried, self._accepted, self._asked, self._proposed):
+                counts[:] = [0.0] * len(counts)
+            self._tried[0], self._accepted[0], self._available = tried, accepted, None
+            self.epoch += 1
 
     @property
     def recent_probabilities(self) -> list[float]:
@@ -152,9 +177,11 @@ class Rates:
 class RequestRates:
     """How one request differs from its adapter's mean, for one drafter."""
 
-    __slots__ = ("_accepted", "_expected")
+    __slots__ = ("_accepted", "_expected", "epoch")
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 0) -> None:
+        """`epoch`: that of the adapter's rates which it is compared with."""
+        self.epoch = epoch
         self._accepted = 0.0
         self._expected = 0.0
 

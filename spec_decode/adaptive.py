@@ -3,7 +3,8 @@
     propose(rows, target)
       take in      what this step took, which drafts were accepted
       decide       every few steps: drafter and k of each row            (controller, goodput, step_costs, acceptance)
-      draft        every drafter sees every row; rows that it does not serve have max_drafts 0
+      draft        a drafter that serves a row sees every row; those that it does not serve have max_drafts 0. One that
+                   serves none only watches
       merge        a row's drafts are its drafter's; num_draft_computed is the neural drafter's, whose KV it counts
 
 Text does not depend on any of this: whatever is drafted is verified.
@@ -15,11 +16,12 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from ..platform.core.request import Request, Status
+from ..platform.core.request import NO_DRAFTS, Request, Status
 from ..platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
-from .controller import Controller, DrafterTraits, RowState
+from .controller import Controller, DrafterTraits
+from .lanes import RowState
 from .ngram import NgramProposer
-from .proposer import AdapterPreparer, DraftRow, Proposal, Proposer, ProposerNeeds, TargetOutput
+from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .step_costs import MIXED, DraftSize
 
 if TYPE_CHECKING:
@@ -27,17 +29,22 @@ if TYPE_CHECKING:
 
 _USUAL_LAG = 2
 """Tokens that a drafter computes anyway before its first draft: the newest one, and one whose draft was the last."""
+_UNDISTURBED = 0.8
+"""Share of its time that a thread must have been running, for that time to count: another process had the rest."""
 _LONGEST_GAP = 1.0
 """Seconds between two steps after which the engine was idle, not slow."""
 
 
-def make_adaptive(proposer: Proposer, config: SpeculativeConfig) -> AdaptiveProposer:
+def make_adaptive(proposer: Drafter, config: SpeculativeConfig, device: str = "cpu") -> AdaptiveProposer:
     """`proposer` under the controller, with prompt lookup to fall back on where `proposer` is neural."""
-    drafters = [(DrafterTraits(config.method, has_passes=config.method in MODEL_METHODS), proposer)]
+    drafters: list[tuple[DrafterTraits, Drafter]] = [
+        (DrafterTraits(config.method, has_passes=config.method in MODEL_METHODS), proposer)
+    ]
     if drafters[0][0].has_passes:
         lookup = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
         drafters.append((DrafterTraits("ngram", has_passes=False), lookup))
-    return AdaptiveProposer(drafters, config.num_speculative_tokens)
+    cpu_clock = time.thread_time if device == "cpu" else None
+    return AdaptiveProposer(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock)
 
 
 class AdaptiveProposer:
@@ -45,17 +52,26 @@ class AdaptiveProposer:
 
     def __init__(
         self,
-        drafters: Sequence[tuple[DrafterTraits, Proposer]],
+        drafters: Sequence[tuple[DrafterTraits, Drafter]],
         max_drafts: int,
         clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] | None = None,
     ) -> None:
-        """`max_drafts`: for any row; `clock`: seconds."""
+        """`max_drafts`: for any row; `clock`: seconds; `cpu_clock`: those that the thread was running, where it is the
+        thread that computes."""
         self._drafters = [proposer for _, proposer in drafters]
+        self._has_layers = bool(self._drafters[0].needs.kv_layers)
+        self._max_drafts = max_drafts
         self._clock = clock
+        self._cpu_clock = cpu_clock or clock
         self._controller = Controller([traits for traits, _ in drafters], max_drafts)
-        self._states: dict[Request, RowState] = {}  # of live requests only
+        self._known: dict[Request, RowState] = {}  # of live requests only
         self._batch: list[Request] = []
-        self._ended: float | None = None  # when the last step's drafting did
+        self._states: list[RowState] = []  # of the batch
+        self._quiet: list[Proposal] | None = None  # the last answer, when the same batch may get it again
+        self._held: tuple[int, int] | None = None
+        self._ended: tuple[float, float] | None = None  # when the last step's drafting did, by both clocks
+        self._undisturbed = True  # the step, up to its drafting
 
     @property
     def needs(self) -> ProposerNeeds:
@@ -81,25 +97,47 @@ class AdaptiveProposer:
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
         began = self._clock()
+        gap = 0.0
+        if self._ended is not None:
+            spent = began - self._ended[0]
+            gap = spent - target.seconds
+            self._undisturbed = self._cpu_clock() - self._ended[1] >= _UNDISTURBED * spent
         batch = [row.request for row in rows]
         changed = batch != self._batch
         if changed:
             self._batch = batch
             self._update_states(batch)
-        states = [self._states[request] for request in batch]
-        prompt_tokens = self._take_in(rows, states, target.seconds)
-        num_sampling = sum(row.sampled for row in rows)
-        if num_sampling and self._controller.due(num_sampling, prompt_tokens > 0):
-            self._decide(rows, states, prompt_tokens)
-        proposals = self._draft(rows, states, target, changed)
+        if self._quiet is not None and not changed and not self._controller.is_time:
+            proposals = self._quiet  # nothing is drafted: what a step costs beside its forward pass counts here
+            if self._undisturbed:
+                self._controller.costs.add_step(len(rows), len(rows), target.seconds)
+            self._drafters[0].watch(rows, target)
+        else:
+            proposals = self._propose(rows, target, changed)
         ended = self._clock()
-        if self._ended is not None:
-            gap = began - target.seconds - self._ended
-            if gap < _LONGEST_GAP:
-                self._controller.costs.add_gap(gap)
-        self._controller.stepped(target.seconds + ended - began)
-        self._ended = ended
+        if self._ended is not None and gap < _LONGEST_GAP:
+            self._controller.costs.add_gap(gap)
+        if self._held is None:
+            self._controller.stepped(target.seconds + ended - began)
+        self._ended = (ended, self._cpu_clock())
         return proposals
+
+    @property
+    def choices(self) -> list[tuple[int, int]]:
+        """(drafter, number of drafts): those whose times, once measured, say most of all others, the best first."""
+        most = self._max_drafts
+        neural = [(0, count) for count in dict.fromkeys((0, most, 1, max(1, most // 2)))]
+        return [*neural, *[(index, most) for index in range(1, len(self._drafters))]]
+
+    def hold(self, drafter: int, num_drafts: int) -> None:
+        """Until `release`, every row gets `num_drafts` by that drafter, so far as it may: to measure what that takes.
+        Nothing is learned of acceptance."""
+        self._held = (drafter, num_drafts)
+        self._quiet = None
+
+    def release(self) -> None:
+        """Decide again."""
+        self._held = self._quiet = None
 
     def snapshot(self) -> dict[Hashable, dict[str, object]]:
         """What the controller thinks of each adapter, by its content's digest (b"" is the base model)."""
@@ -108,11 +146,32 @@ class AdaptiveProposer:
     # ------------------------------------------------------------------ evidence
 
     def _update_states(self, batch: Sequence[Request]) -> None:
-        for request in [request for request in self._states if request.status is Status.FINISHED]:
-            del self._states[request]
+        for request in [request for request in self._known if request.status is Status.FINISHED]:
+            del self._known[request]
         for request in batch:
-            if request not in self._states:
-                self._states[request] = RowState(self._controller.lane(request.text_namespace[1]))
+            if request not in self._known:
+                self._known[request] = self._controller.new_row(request.text_namespace[1])
+        self._states = [self._known[request] for request in batch]
+
+    def _propose(self, rows: Sequence[DraftRow], target: TargetOutput, changed: bool) -> list[Proposal]:
+        states = self._states
+        prompt_tokens = self._take_in(rows, states, target.seconds)
+        num_sampling = sum(row.sampled for row in rows)
+        if self._held is not None:
+            for state in states:
+                state.drafter, state.num_drafts = self._held
+        elif num_sampling and self._controller.due(num_sampling, prompt_tokens > 0, changed):
+            self._decide(rows, states, prompt_tokens)
+        counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
+        proposals = self._without_drafts(rows)
+        if any(counts):
+            self._quiet = None
+            return self._draft(rows, states, counts, target, proposals)
+        for drafter in self._drafters:
+            drafter.watch(rows, target)
+        # From now on each of these rows computes one token a step, and nobody has anything to learn from it.
+        self._quiet = proposals if num_sampling == len(rows) else None
+        return proposals
 
     def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState], seconds: float) -> int:
         """Learn from the step; returns how many tokens were computed of rows that are not through their prompt."""
@@ -125,10 +184,11 @@ class AdaptiveProposer:
             if not row.sampled:
                 prompt_tokens += computed
             mixed = mixed or computed != 1 + row.num_drafts
-            if row.num_drafts:
+            if row.num_drafts and self._held is None:
                 controller.verified(state, row.num_drafts, row.num_accepted)
             state.proposed_by = -1
-        controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, seconds)
+        if self._undisturbed:
+            controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, seconds)
         return prompt_tokens
 
     # ------------------------------------------------------------------ drafting
@@ -138,29 +198,44 @@ class AdaptiveProposer:
         for row, state in zip(rows, states, strict=True):
             if row.sampled:
                 state.limit = row.max_drafts
-                state.lag = max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG)
+                if self._has_layers:
+                    state.lag = max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG)
                 sampling.append(state)
         self._controller.decide(sampling, prompt_tokens)
 
+    def _without_drafts(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        """What the first drafter answers when it is not asked for anything."""
+        if self._has_layers:
+            return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
+        return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
+
     def _draft(
-        self, rows: Sequence[DraftRow], states: Sequence[RowState], target: TargetOutput, changed: bool
+        self,
+        rows: Sequence[DraftRow],
+        states: Sequence[RowState],
+        counts: Sequence[int],
+        target: TargetOutput,
+        results: list[Proposal],
     ) -> list[Proposal]:
-        counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
-        results: list[Proposal] = []
+        """Fill in `results`, one for each row."""
         for index, drafter in enumerate(self._drafters):
             mine = [count if s.drafter == index else 0 for count, s in zip(counts, states, strict=True)]
-            if index > 0 and not changed and not any(mine):
-                continue  # it lags nothing and owns nothing; it forgets finished requests when the batch changes
+            if not any(mine):
+                drafter.watch(rows, target)
+                continue
             own_rows = [
                 row if row.max_drafts == count else row._replace(max_drafts=count)
                 for row, count in zip(rows, mine, strict=True)
             ]
-            began = self._clock()
+            began, running = self._clock(), self._cpu_clock()
             found = drafter.propose(own_rows, target)
-            self._measure(index, own_rows, self._clock() - began)
-            for state, count, proposal in zip(states, mine, found, strict=True):
-                if count:
-                    self._controller.proposed(state, index, count, len(proposal.drafts.token_ids))
+            seconds = self._clock() - began
+            if self._cpu_clock() - running >= _UNDISTURBED * seconds:
+                self._measure(index, own_rows, seconds)
+            if self._held is None:
+                for state, count, proposal in zip(states, mine, found, strict=True):
+                    if count:
+                        self._controller.proposed(state, index, count, len(proposal.drafts.token_ids))
             results = found if index == 0 else _merged(results, found, mine)
         return results
 
@@ -171,7 +246,8 @@ class AdaptiveProposer:
             if row.max_drafts:
                 served += 1
                 passes = max(passes, row.max_drafts)
-                lag += max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG - row.num_accepted)
+                if self._has_layers:
+                    lag += max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG - row.num_accepted)
             mixed = mixed or not row.sampled
         if drafter > 0 or lag <= 4 * served:
             lag = 0

@@ -6,9 +6,11 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    the present one must promise `SWITCH` more. So an adapter falls from the neural drafter to prompt lookup, and back.
 2. `goodput.best_plan` shares out drafts over the rows.
 3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
-   than `ENTER`: between the two nothing changes, and a state lasts `DWELL` steps, or a quarter of it when it is clearly
-   wrong; twice as long each time that one did not last.
-4. Trials (`probing`): no drafts, the best plan, or a drafter that a lane does not use, for `TRIAL` steps.
+   than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost since
+   exceeds `LEAST_REGRET` steps: soon where much is lost, late where little is; twice as late each time that the last
+   change did not last.
+4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
+   use, for one step.
 
 Between decisions a row keeps what it was given. Nothing here reads a clock or a token: time comes in as seconds that
 were measured, requests as `RowState`.
@@ -21,18 +23,27 @@ from collections.abc import Hashable, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from .acceptance import FALLBACK, HOPEFUL, Rates, RequestRates, cumulative
+from .acceptance import FALLBACK, HOPEFUL, Rates, cumulative
 from .goodput import Offer, Plan, Prices, best_plan
-from .probing import MIN_INTERVAL, Backoff, Budget
+from .lanes import ENTER, Lane, Mode, RowState
+from .probing import MAX_INTERVAL, Backoff, Budget
 from .step_costs import MIXED, Curve, StepCosts, row_class
 
-ENTER, LEAVE, SWITCH = 0.025, 0.005, 0.03
-DWELL, LONGEST_DWELL = 24, 384
-CLEARLY = 0.15
-TRIAL = 3
+SWITCH = 0.03
+CLEARLY = 0.25
+"""Gain or loss that is hardly an error: the contrary is tried most rarely."""
+TRIAL = 2
 PERIOD = 8
-"""Steps between decisions, at most; twice that while there is nothing to draft."""
-PROBE_DRAFTS = 2
+"""Steps between decisions, at most; twice that when drafting has paid for long, four times that while nothing is
+drafted, and so nothing is learned."""
+FEW = 4
+"""Rows for which it is decided anew whenever one comes or goes."""
+PROBE_DRAFTS, PROBE_ROWS = 2, 8
+"""Drafts and rows of a trial of a drafter, at most; one draft where each costs a pass."""
+SURPRISING = 0.2
+"""Accepted drafts of a trial, beyond those expected, as a share: then it is repeated at once."""
+SLOW_INTERVAL = 128
+"""Steps between trials of what is known well: what steps take with and without drafts was measured at the start."""
 AMORTISED_OVER = 64
 """Steps over which a drafter's catching up is spread."""
 MAX_LANES = 4096
@@ -45,64 +56,6 @@ class DrafterTraits(NamedTuple):
     name: str
     has_passes: bool
     """Whether each further draft costs a pass of a network: a neural drafter."""
-
-
-class Lane:
-    """What is known of one adapter (or of the base model): the prior of its requests."""
-
-    __slots__ = ("before", "drafter", "num_drafts", "rates", "trials")
-
-    def __init__(self, rates: list[Rates], step: int) -> None:
-        self.rates = rates
-        """By drafter."""
-        self.trials = [Backoff(step - MIN_INTERVAL // 2) for _ in rates]
-        self.drafter = 0
-        self.num_drafts = 0
-        """What a request of it was given last: where a new one starts."""
-        self.before: list[float | None] = [None] * len(rates)
-        """While a drafter is on trial: what it was thought to accept."""
-
-
-class RowState:
-    """One live request, as the controller sees it."""
-
-    __slots__ = ("asked", "drafter", "drafts", "lag", "lane", "limit", "num_drafts", "proposed_by", "rates")
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.rates = [RequestRates() for _ in lane.rates]
-        self.drafter = lane.drafter
-        """Who drafts for it now..."""
-        self.num_drafts = lane.num_drafts
-        """...and how many drafts: the decision."""
-        self.limit = 0
-        """Most drafts that it may get, set before each decision."""
-        self.lag = 0
-        """Tokens that the neural drafter lags behind it, set before each decision."""
-        self.proposed_by = -1
-        """Whose drafts the next step verifies; -1: there are none."""
-
-
-class _Mode:
-    """Whether drafting is thought to pay, for one class of rows: with many rows it may not where with few it does."""
-
-    __slots__ = ("drafting", "dwell", "since")
-
-    def __init__(self, drafting: bool, step: int) -> None:
-        self.drafting = drafting
-        self.dwell = DWELL
-        self.since = step - 8 * DWELL
-
-    def update(self, gain: float, step: int) -> bool:
-        """Take in what drafting is predicted to gain now; returns whether that changed the mode."""
-        lasted = step - self.since
-        wrong = gain < -LEAVE if self.drafting else gain > ENTER
-        if not wrong or lasted < (self.dwell // 4 if abs(gain) > CLEARLY else self.dwell):
-            return False
-        self.dwell = min(2 * self.dwell, LONGEST_DWELL) if lasted < 8 * self.dwell else DWELL
-        self.drafting = not self.drafting
-        self.since = step
-        return True
 
 
 class Controller:
@@ -121,14 +74,13 @@ class Controller:
         self._without: dict[int, Backoff] = {}  # trials of no drafts, by class of rows
         self._with: dict[int, Backoff] = {}  # trials of drafting, by class of rows
         self._more: dict[int, Backoff] = {}  # trials of one draft more, by class of rows
-        self._modes: dict[int, _Mode] = {}  # by class of rows; 0: steps with prompts
-        self._mode = _Mode(True, 0)
+        self._modes: dict[int, Mode] = {}  # by class of rows; 0: steps with prompts
+        self._mode = Mode(True, 0)
         self.num_switches = 0
         self._step = 0
         self._next_decision = 0
         self._trial_ends = 0
         self._passes = 0
-        self._idle_seconds = 0.0  # what a step without drafts takes, while a trial is to be charged by what it takes
         self._batch: tuple[int, bool] = (0, False)
 
     @property
@@ -136,7 +88,19 @@ class Controller:
         """Whether drafting is thought to pay at present."""
         return self._mode.drafting
 
+    @property
+    def is_time(self) -> bool:
+        """Whether to decide, even if nothing has changed."""
+        return self._step >= self._next_decision
+
     # ------------------------------------------------------------------ evidence
+
+    def new_row(self, key: Hashable) -> RowState:
+        """A request of an adapter that is new: a reason to try again what its lane has left."""
+        lane = self.lane(key)
+        for trial in lane.trials:
+            trial.hasten()
+        return RowState(lane)
 
     def lane(self, key: Hashable) -> Lane:
         """The lane of an adapter."""
@@ -160,7 +124,7 @@ class Controller:
         if drafter < 0 or num_drafts < 1:
             return
         rates = row.lane.rates[drafter]
-        row.rates[drafter].count(rates.recent_probabilities, num_drafts, num_accepted)
+        row.rates_of(drafter).count(rates.recent_probabilities, num_drafts, num_accepted)
         rates.count(num_drafts, num_accepted)
         self._means[drafter].count(num_drafts, num_accepted)
 
@@ -174,29 +138,27 @@ class Controller:
         """A step has passed; with all that belongs to it, it took `seconds`."""
         self._step += 1
         self._budget.elapsed += seconds
-        if self._idle_seconds and self._step <= self._trial_ends:
-            self._budget.spent += max(0.0, min(seconds / self._idle_seconds - 1.0, 2.0)) * self._idle_seconds
 
     # ------------------------------------------------------------------ decision
 
-    def due(self, num_rows: int, mixed: bool) -> bool:
-        """Whether to decide now: it is time, or the batch is not what it was. `num_rows`: that sample."""
-        if self._step >= self._next_decision:
+    def due(self, num_rows: int, mixed: bool, changed: bool) -> bool:
+        """Whether to decide now: it is time, or the batch is not what it was. `num_rows`: that sample; `changed`:
+        requests have come or gone, for which it is decided anew where they are few."""
+        if self.is_time:
             return True
         rows, was_mixed = self._batch
         if self._step < self._trial_ends:
             return False
-        return row_class(num_rows) != row_class(rows) or (num_rows != rows and num_rows <= 4) or mixed != was_mixed
+        return row_class(num_rows) != row_class(rows) or (changed and num_rows <= FEW) or mixed != was_mixed
 
     def decide(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """Set `drafter` and `num_drafts` of all rows that sample; `prompt_tokens` are likely to be computed beside
         them in the next step."""
         self._batch = (len(rows), prompt_tokens > 0)
         kind = MIXED if prompt_tokens else row_class(len(rows))
-        self._mode = self._modes.setdefault(kind, _Mode(self._mode.drafting, self._step))
+        self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
         self._next_decision = self._step + self._period()
         self._end_trials(rows)
-        self._idle_seconds = 0.0
         self._limit_to_known(rows, prompt_tokens)
         offering = [row for row in rows if row.limit > 0]
         for row in rows:
@@ -208,6 +170,7 @@ class Controller:
         prices = self._prices(offering, len(rows), prompt_tokens)
         plan = best_plan(offers, prices, self._passes)
         self._take_state(plan)
+        self._next_decision = self._step + self._period()
         shown = self._trial_of_the_other(plan, len(rows), prices)
         if shown:
             self._passes = plan.passes
@@ -218,7 +181,8 @@ class Controller:
                 row.lane.trials[row.drafter].used(self._step)
             elif not row.num_drafts:
                 row.rates[row.drafter].fade(0.9)
-            row.lane.num_drafts = row.num_drafts
+            if row.limit == self._max_drafts:
+                row.lane.num_drafts = row.num_drafts
         if shown and self.drafting:
             self._try_more(offering, plan)
         if shown == self.drafting:
@@ -226,13 +190,15 @@ class Controller:
 
     def _period(self) -> int:
         early = min(PERIOD, 2 + self._step // 8)
-        return early if self.drafting else 2 * early
+        if not self.drafting:
+            return 4 * early
+        return 2 * early if self._mode.has_lasted(self._step) else early
 
     def _limit_to_known(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """At most twice as many tokens a step as were ever measured, or two drafts a row: a step that is far too long
         is not found out by running it."""
         if prompt_tokens == 0:
-            most = max(2, int(2 * self.costs.target.reach(len(rows)) / max(len(rows), 1)) - 1)
+            most = max(2, int(2 * self.costs.target.reach / max(len(rows), 1)) - 1)
             for row in rows:
                 row.limit = min(row.limit, most)
 
@@ -241,7 +207,7 @@ class Controller:
         rates = row.lane.rates[drafter]
         return Offer(
             drafter,
-            cumulative(rates.probabilities, row.rates[drafter].factor, row.limit),
+            cumulative(rates.probabilities, row.rates_of(drafter).factor, row.limit),
             rates.available[: row.limit],
         )
 
@@ -288,9 +254,9 @@ class Controller:
             return self.drafting
         kind = row_class(num_rows)
         backoffs = self._without if self.drafting else self._with
-        backoff = backoffs.setdefault(kind, Backoff(self._step))
-        unknown = self.drafting and self.costs.target.count(num_rows, prices.base_tokens) < TRIAL
-        if not (unknown or backoff.due(self._step)):
+        backoff = backoffs.setdefault(kind, Backoff(self._step, SLOW_INTERVAL))
+        unknown = self.drafting and not self.costs.target.knows(num_rows, prices.base_tokens)
+        if not (unknown or backoff.due(self._step, MAX_INTERVAL if abs(plan.gain) > CLEARLY else 0)):
             return self.drafting
         share = 1.0 - 1.0 / (1.0 + plan.gain) if self.drafting else -plan.gain
         seconds = prices.idle_seconds if self.drafting else plan.seconds
@@ -298,14 +264,14 @@ class Controller:
             return self.drafting
         backoff.tried(self._step)
         if abs(plan.gain) < 3 * ENTER:
-            backoff.surprised()
+            backoff.hasten()
         self._trial_ends = self._next_decision = self._step + TRIAL
         return not self.drafting
 
     def _try_more(self, offering: Sequence[RowState], plan: Plan) -> None:
         """One draft more for each row that has some, where that is due: steps between those measured may be shorter
         than the line between them (products are padded to tiles)."""
-        backoff = self._more.setdefault(row_class(self._batch[0]), Backoff(self._step))
+        backoff = self._more.setdefault(row_class(self._batch[0]), Backoff(self._step, SLOW_INTERVAL))
         if backoff.due(self._step) and self._budget.spend(0.05 * TRIAL * plan.seconds, plan.seconds):
             backoff.tried(self._step)
             for row in offering:
@@ -314,40 +280,55 @@ class Controller:
             self._trial_ends = self._next_decision = self._step + TRIAL
 
     def _probe(self, offering: Sequence[RowState], plan: Plan, prices: Prices) -> None:
-        """Lets a row of each lane try a drafter that the lane does not use, where that is due."""
-        for drafter, traits in enumerate(self._traits):
-            best: dict[Lane, RowState] = {}
+        """Lets some rows of each lane try a drafter that the lane does not use, where that is due."""
+        for drafter in range(len(self._traits)):
+            due: dict[Lane, list[RowState]] = {}
             for row in offering:
-                lane = row.lane
-                if lane.trials[drafter].due(self._step) and (lane not in best or row.lag < best[lane].lag):
-                    best[lane] = row
-            running = any(row.num_drafts and row.drafter == drafter for row in offering)
-            for lane, row in best.items():
-                count = min(PROBE_DRAFTS, row.limit)
-                cost = 0.0 if running else prices.drafts[drafter][0](count) - prices.drafts[drafter][0](0)
-                cost += prices.target(prices.base_tokens + count) - prices.target(prices.base_tokens)
-                if row.num_drafts:
-                    _, chances, available = self._offer(row)
-                    lost = sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts]))
-                    cost += lost / plan.goodput
-                cost = cost * TRIAL + (self.costs.catch_up(drafter, row.lag) if traits.has_passes else 0.0)
-                if not self._budget.spend(cost if self.drafting else 0.0, prices.idle_seconds):
+                if row.lane.trials[drafter].due(self._step):
+                    due.setdefault(row.lane, []).append(row)
+            for lane, rows in due.items():
+                if lane.on_trial:
                     continue
-                self._idle_seconds = 0.0 if self.drafting else prices.idle_seconds - prices.host
-                lane.trials[drafter].tried(self._step)
-                lane.rates[drafter].loosen(16.0)
-                lane.before[drafter] = lane.rates[drafter].probabilities[0]
-                row.drafter, row.num_drafts = drafter, count
-                running = True
-                self._trial_ends = self._next_decision = self._step + TRIAL + 1
+                rows = sorted(rows, key=lambda row: row.lag)[:PROBE_ROWS]
+                cost = self._probe_cost(drafter, rows, plan, prices)
+                if self._budget.spend(cost, prices.idle_seconds, borrow=lane.surprising == drafter):
+                    self._start_probe(drafter, lane, rows)
+
+    def _probe_drafts(self, drafter: int, row: RowState) -> int:
+        return min(1 if self._has_passes[drafter] else PROBE_DRAFTS, row.limit)
+
+    def _probe_cost(self, drafter: int, rows: Sequence[RowState], plan: Plan, prices: Prices) -> float:
+        """Seconds that a step takes longer, and those that its lost drafts are worth."""
+        drafts = self.costs.draft_curve(drafter, len(rows))
+        count = max(self._probe_drafts(drafter, row) for row in rows)
+        cost = drafts(count) - drafts(0)
+        cost += prices.target(prices.base_tokens + count * len(rows)) - prices.target(prices.base_tokens)
+        if self._has_passes[drafter]:
+            cost += self.costs.catch_up(drafter, sum(row.lag for row in rows))
+        for row in rows:
+            if row.num_drafts:
+                _, chances, available = self._offer(row)
+                cost += sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts])) / plan.goodput
+        return cost
+
+    def _start_probe(self, drafter: int, lane: Lane, rows: Sequence[RowState]) -> None:
+        lane.trials[drafter].tried(self._step)
+        if lane.surprising != drafter:
+            lane.rates[drafter].look_again()
+        lane.before[drafter] = lane.rates[drafter].probabilities[0]
+        for row in rows:
+            row.drafter, row.num_drafts = drafter, self._probe_drafts(drafter, row)
+        self._trial_ends = self._next_decision = self._step + 1
 
     def _end_trials(self, rows: Sequence[RowState]) -> None:
         for lane in {row.lane for row in rows}:
             for drafter, before in enumerate(lane.before):
                 if before is not None:
                     lane.before[drafter] = None
-                    if lane.rates[drafter].probabilities[0] > 1.25 * before + 0.1:
-                        lane.trials[drafter].surprised()
+                    lane.surprising = -1
+                    if lane.rates[drafter].recent > before + SURPRISING:
+                        lane.trials[drafter].surprised(self._step)
+                        lane.surprising = drafter
 
     # ------------------------------------------------------------------ introspection
 

@@ -108,6 +108,9 @@ class DraftModelProposer:
         assert self._limits is not None, "bind comes first"
         return propose(self, rows, self._limits)
 
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Nothing is missed: tokens can be computed at any time."""
+
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> Tensor:
         """See `TokenDrafter`; the state is the last tokens' hidden states [B, H]."""
         return self._forward(sequences, chunks, [s.start for s in sequences])

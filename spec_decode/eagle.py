@@ -137,12 +137,16 @@ class EagleProposer:
         """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
         every step with all of its rows."""
         assert self._limits is not None, "bind comes first"
+        self.watch(rows, target)
+        return autoregressive.propose(self, rows, self._limits)
+
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Keep the step's hidden states."""
         if self._eagle3:
             self._store.append(rows, target.aux)
         else:
             assert target.hidden is not None
             self._store.append(rows, (target.hidden,))
-        return autoregressive.propose(self, rows, self._limits)
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> Tensor:
         """See `TokenDrafter`; the state is the head's output [B, H]."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.linear import PackedLinear, pack
-from ..kernels.rope import apply_rope
+from ..kernels.rope import Rotation
 from ..kernels.silu_mul import silu_mul
 from ..models.attention import AttentionSpec, make_attention
 from ..models.batch import ForwardBatch, KVLayerSpec
@@ -211,7 +211,9 @@ class EagleHead:
             x = torch.cat((self._token_norm(embedded), normed), dim=-1)
         else:
             x = residual = self._fc.forward(torch.cat((embedded, hidden), dim=-1), batch)
-        attended = self._attend(self._qkv.forward(x, batch), batch)
+        rotation, window = Rotation(batch.cos, batch.sin), self.config.layer.windows[0]
+        qkv = self._qkv.forward(x, batch)
+        attended = self.attention.forward_qkv(qkv, rotation, None, batch.kv[0], batch.attention, window)
         rows: ForwardBatch | Adapters = batch
         if last is not None:
             attended, residual = attended.index_select(0, last.index), residual.index_select(0, last.index)
@@ -230,11 +232,3 @@ class EagleHead:
         if self._embedding is None:
             return self._target.embedding.lookup(input_ids)
         return F.embedding(input_ids, self._embedding)
-
-    def _attend(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        layer = self.config.layer
-        heads = qkv.view(qkv.shape[0], -1, layer.head_dim)
-        num_qk = layer.num_heads + layer.num_kv_heads
-        qk = apply_rope(heads[:, :num_qk], batch.cos, batch.sin)
-        q, k = qk[:, : layer.num_heads], qk[:, layer.num_heads :]
-        return self.attention.forward(q, k, heads[:, num_qk:], batch.kv[0], batch.attention, layer.windows[0])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..platform.core.errors import OutriderError
 from ..platform.core.speculative_config import SpeculativeConfig
-from .proposer import NoProposer, Proposer
+from .proposer import Drafter, NoProposer, Proposer
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
@@ -41,38 +41,38 @@ class ProposerContext:
     """What masks, biases and penalties do to the target's logits, for those of drafters."""
 
 
-def _ngram(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+def _ngram(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
     from .ngram import NgramProposer
 
     return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
 
 
-def _suffix(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+def _suffix(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
     from .suffix import SuffixProposer
 
     return SuffixProposer(config)
 
 
-def _draft_model(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+def _draft_model(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
     from .draft_model import load_draft_model
 
     return load_draft_model(config, context)
 
 
-def _eagle(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+def _eagle(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
     from .eagle import load_eagle
 
     return load_eagle(config, context)
 
 
-def _medusa(config: SpeculativeConfig, context: ProposerContext) -> Proposer:
+def _medusa(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
     from .medusa import load_medusa
 
     return load_medusa(config, context)
 
 
 # method of `speculative_config` -> factory; what it needs is imported on use.
-_FACTORIES: dict[str, Callable[[SpeculativeConfig, ProposerContext], Proposer]] = {
+_FACTORIES: dict[str, Callable[[SpeculativeConfig, ProposerContext], Drafter]] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "draft_model": _draft_model,
@@ -97,7 +97,7 @@ def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) ->
     if config.adaptive:
         from .adaptive import make_adaptive
 
-        return make_adaptive(proposer, config)
+        return make_adaptive(proposer, config, context.device)
     return proposer
 
 

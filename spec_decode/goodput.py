@@ -9,7 +9,7 @@ with c_ij the probability that drafts 0 .. j of row i are all accepted, a_ij tha
 sample, B the tokens computed without drafts, and K_d the most drafts that drafter d makes for a row.
 
 For given K the drafts differ in nothing but c_ij, and c_ij falls with j: the best set of any size takes the largest.
-So the drafts are sorted once, and for each K a sweep over the sorted list prices every prefix.
+So the drafts are sorted once, and for all K together a sweep over the sorted list prices every prefix.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Prices(NamedTuple):
     @property
     def idle_seconds(self) -> float:
         """A step without drafts."""
-        return self.host + self.target(self.base_tokens) + sum(few.seconds[0] for few, _, _ in self.drafts)
+        return self.host + self.target(self.base_tokens)
 
 
 class Plan(NamedTuple):
@@ -86,26 +86,23 @@ def best_plan(offers: Sequence[Offer], prices: Prices, passes: int = 0) -> Plan:
         return _best_for_one(offers[0], prices, off, passes)
     drafts = _sorted_drafts(offers)
     longest = max(len(offer.cumulative) for offer in offers)
-    some_have_passes = any(prices.has_passes[offer.drafter] for offer in offers)
-    best, best_score = Plan([0] * len(offers), 0.0, 1.0, off, 0), -1.0
-    for limit in [0, *(k for k in _PASSES if k < longest), longest] if some_have_passes else [0]:
-        found = _sweep(drafts, prices, limit)
-        if found is None:
-            continue
-        goodput, seconds, chosen = found
-        score = goodput * (STAY if limit == passes else 1.0)
-        if score > best_score:
-            best_score = score
-            counts = np.bincount(drafts.rows[chosen], minlength=len(offers)).tolist()
-            best = Plan(counts, goodput, seconds, off, limit)
-    return best
+    with_passes = [prices.has_passes[offer.drafter] for offer in offers]
+    limits = [0] if not all(with_passes) else []
+    if any(with_passes):
+        limits += [*(k for k in _PASSES if k < longest), longest]
+    goodput, seconds, chosen = _sweep(drafts, prices, limits)
+    rows, ends = goodput.argmax(axis=1), np.arange(len(limits))
+    scores = goodput[ends, rows] * np.array([STAY if limit == passes else 1.0 for limit in limits])
+    best = int(scores.argmax())
+    end = int(rows[best])
+    counts = np.bincount(drafts.rows[: end + 1][chosen[best, : end + 1]], minlength=len(offers)).tolist()
+    return Plan(counts, float(goodput[best, end]), float(seconds[best, end]), off, limits[best])
 
 
 def _best_for_one(offer: Offer, prices: Prices, off: float, passes: int) -> Plan:
     tokens, size, best_score = float(prices.base_rows), float(prices.base_tokens), -1.0
-    idle = sum(few.seconds[0] for few, _, _ in prices.drafts)
     draft = prices.drafts[offer.drafter][0]
-    fixed = prices.host + prices.extra + idle - draft.seconds[0]
+    fixed = prices.host + prices.extra
     best = Plan([0], 0.0, 1.0, off, 0)
     for k, (accepted, available) in enumerate(zip(offer.cumulative, offer.available, strict=True), 1):
         tokens += available * accepted
@@ -138,22 +135,24 @@ def _sorted_drafts(offers: Sequence[Offer]) -> _Drafts:
     return _Drafts(rows[order], positions[order], drafters[order], (chances * sizes)[order], sizes[order])
 
 
-def _sweep(drafts: _Drafts, prices: Prices, limit: int) -> tuple[float, float, np.ndarray] | None:
-    """(goodput, seconds, indices of the drafts) of the best prefix; drafters with passes make at most `limit`."""
-    limits = np.array([limit if passes else 1 << 30 for passes in prices.has_passes])
-    chosen = np.flatnonzero(drafts.positions < limits[drafts.drafters])
-    if not chosen.size:
-        return None
-    tokens = prices.base_rows + np.cumsum(drafts.gains[chosen])
-    seconds = prices.target.at(prices.base_tokens + np.cumsum(drafts.sizes[chosen])) + prices.host + prices.extra
-    first = drafts.positions[chosen] == 0
-    owner = drafts.drafters[chosen]
+def _sweep(drafts: _Drafts, prices: Prices, limits: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each of L limits to the drafts of drafters with passes, and each prefix of the N drafts: goodput [L, N] (0
+    where the prefix ends with a draft that the limit leaves out), seconds [L, N], and which drafts are in [L, N]."""
+    most = np.array(limits)[:, None]
+    unlimited = ~np.array(prices.has_passes)[drafts.drafters]
+    chosen = unlimited | (drafts.positions < most)
+    tokens = prices.base_rows + np.cumsum(drafts.gains * chosen, axis=1)
+    seconds = prices.target.at(prices.base_tokens + np.cumsum(drafts.sizes * chosen, axis=1))
+    seconds += prices.host + prices.extra
+    first = chosen & (drafts.positions == 0)
+    deepest = int(drafts.positions.max()) + 1
     for drafter, (few, many, rows) in enumerate(prices.drafts):
-        served = np.cumsum(first & (owner == drafter))
-        depth = limit if prices.has_passes[drafter] else int(drafts.positions.max()) + 1
-        low, high = few(depth), many(depth)
+        if rows == 0:
+            continue
+        served = np.cumsum(first & (drafts.drafters == drafter), axis=1)
+        depths = limits if prices.has_passes[drafter] else [deepest] * len(limits)
+        low = np.array([few(depth) for depth in depths])[:, None]
+        high = np.array([many(depth) for depth in depths])[:, None]
         slope = (high - low) / max(rows - 1, 1)
-        seconds += np.where(served > 0, low + slope * np.maximum(served - 1, 0), few.seconds[0])
-    goodput = tokens / seconds
-    best = int(goodput.argmax())
-    return float(goodput[best]), float(seconds[best]), chosen[: best + 1]
+        seconds += np.where(served > 0, low + slope * np.maximum(served - 1, 0), 0.0)
+    return np.where(chosen, tokens / seconds, 0.0), seconds, chosen

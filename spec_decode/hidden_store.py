@@ -4,27 +4,31 @@ A drafter may lag: while nobody asks it for drafts, and for what the prefix cach
 are there only in the step that computes them. So those of every position are kept, as one more layer of the shared
 block table: valid wherever the target's own KV is, after prefix-cache hits and preemption too.
 
-    step: hidden states [T, H] --append--> pending (references and slots) --flush--> fuse --> cache[slots]
+    step: hidden states [T, H] --append--> pending (references) --flush--> fuse --> cache[slots]
 
-Fusing is left for later: it costs a product, and a step without drafts should cost nothing. A block may be freed and
-reused while entries wait, so they are written in order, the last one to a slot wins.
+Fusing is left for later: it costs a product, and a step without drafts should cost nothing. What belongs to requests
+that have gone meanwhile is dropped, unless the prefix cache may have their blocks. A block may be freed and reused
+while entries wait: the last one to a slot wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..models.batch import KVLayerSpec, LayerKV
+from ..platform.core.request import Status
 from .proposer import AdapterPreparer, DraftRow, no_adapters
 
-MAX_PENDING = 256
-"""Tokens whose hidden states may wait: they are held in memory."""
+MAX_PENDING = 2048
+"""Tokens whose hidden states may wait..."""
+MAX_PENDING_BYTES = 32 << 20
+"""...and the memory that they may hold, beyond those of one step."""
 
 _FEW = 16
 
@@ -32,16 +36,28 @@ Fuse = Callable[[Sequence[Tensor], Any], Tensor]
 """From hidden states [T, H_target] each, and their tokens' adapters, to what is kept of them: [T, width]."""
 
 
+class _Step(NamedTuple):
+    """One step's hidden states, as they came."""
+
+    rows: Sequence[DraftRow]
+    """Block tables in use only grow, and one that was given back is a list that nobody changes: they still say where
+    these positions lie."""
+    states: tuple[Tensor, ...]
+    """[T, H_target] each."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The new positions of one step."""
+    """The new positions of some rows of one step."""
 
     states: tuple[Tensor, ...]
     """[T, H_target] each, of the whole step."""
     index: np.ndarray
     """[n] which of the T..."""
     slots: np.ndarray
-    """[n] ...and where they go. Taken when the entry was made: block tables change."""
+    """[n] ...and where they go."""
+    handles: list[tuple[Any, int]]
+    """(adapter, number of tokens) of each row."""
 
     @property
     def is_whole(self) -> bool:
@@ -61,7 +77,7 @@ class HiddenStore:
         self._prepare_adapters: AdapterPreparer = no_adapters
         self._halves: tuple[Tensor, Tensor] | None = None
         self._block_size = 0
-        self._pending: list[_Entry] = []
+        self._pending: list[_Step] = []
         self._num_pending = 0
 
     @property
@@ -76,24 +92,15 @@ class HiddenStore:
         self._prepare_adapters = prepare_adapters
 
     def append(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
-        """Take the hidden states [T, H_target] of a step; of `rows` all positions that count."""
+        """Take the hidden states [T, H_target] of a step; of `rows` all positions that count. Neither is changed
+        afterwards."""
         if not rows:
             return
-        index: list[int] = []
-        slots: list[int] = []
-        for row in rows:
-            index.extend(range(row.first_index, row.first_index + row.num_valid - row.start))
-            slots.extend(self._slots(row.block_table, row.start, row.num_valid))
-        entry = _Entry(states, np.array(index, dtype=np.int64), np.array(slots, dtype=np.int64))
-        if self._adapts and any(row.request.adapter is not None for row in rows):
-            adapters = self._prepare_adapters([(row.request.adapter, row.num_valid - row.start) for row in rows])
-            if adapters is not None:  # an adapter may be gone when its request is
-                self.flush()
-                self._write([entry], adapters)
-                return
-        self._pending.append(entry)
-        self._num_pending += len(index)
-        if self._num_pending > MAX_PENDING:
+        self._pending.append(_Step(rows, states))
+        self._num_pending += len(states[0])
+        if self._adapts and any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
+            self.flush()  # its blocks may outlive the request, and the request is what keeps its adapter
+        elif self._num_pending > MAX_PENDING or self._num_pending * self._bytes_per_token(states) > MAX_PENDING_BYTES:
             self.flush()
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> np.ndarray:
@@ -103,20 +110,38 @@ class HiddenStore:
         block, offset = np.divmod(np.arange(start, end), self._block_size)
         return blocks[block - first] * self._block_size + offset
 
-    def _slots(self, block_table: Sequence[int], start: int, end: int) -> list[int]:
-        """`slots`; for the few positions of a decode step an array would take longer to make than to use."""
-        if end - start > _FEW:
-            return self.slots(block_table, start, end).tolist()
-        size = self._block_size
-        return [block_table[position // size] * size + position % size for position in range(start, end)]
-
+    @torch.inference_mode()
     def flush(self) -> None:
         """Write all that waits."""
-        entries, self._pending, self._num_pending = self._pending, [], 0
-        if len(entries) > 1:
-            entries = _last_writes(entries)
+        steps, self._pending, self._num_pending = self._pending, [], 0
+        entries = [entry for entry in map(self._entry, steps) if entry is not None]
+        handles = [handle for entry in entries for handle in entry.handles]
+        adapters = None
+        if self._adapts and any(adapter is not None for adapter, _ in handles):
+            adapters = self._prepare_adapters(handles)
         if entries:
-            self._write(entries, None)
+            self._write(entries, adapters)
+
+    def _entry(self, step: _Step) -> _Entry | None:
+        """What is to be written of a step."""
+        size = self._block_size
+        index: list[int] = []
+        slots: list[int] = []
+        handles = []
+        for row in step.rows:
+            count = row.num_valid - row.start
+            if _has_gone(row):
+                continue
+            handles.append((row.request.adapter, count))
+            index.extend(range(row.first_index, row.first_index + count))
+            if count > _FEW:
+                slots.extend(self.slots(row.block_table, row.start, row.num_valid).tolist())
+            else:  # an array would take longer to make than to use
+                table = row.block_table
+                slots.extend([table[at // size] * size + at % size for at in range(row.start, row.num_valid)])
+        if not index:
+            return None
+        return _Entry(step.states, np.array(index, dtype=np.int64), np.array(slots, dtype=np.int64), handles)
 
     def read(self, slots: np.ndarray) -> Tensor:
         """[n, width] of `slots` [n], each of which holds a position that the target has computed."""
@@ -132,27 +157,31 @@ class HiddenStore:
             for entry, index, whole in ((entry, self._tensor(entry.index), entry.is_whole) for entry in entries)
         ]
         states = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*picked, strict=True)]
-        slots = self._tensor(np.concatenate([entry.slots for entry in entries]))
         # What is not finite becomes 0, as in the cache of attention: whoever gets the block next may not see it, but
         # 0 · NaN is NaN.
         vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
+        slots = np.concatenate([entry.slots for entry in entries])
+        if len(entries) > 1:
+            unique, last = np.unique(slots[::-1], return_index=True)
+            if len(unique) < len(slots):  # copying to one place twice has no defined order
+                slots, vectors = unique, vectors.index_select(0, self._tensor(len(slots) - 1 - last))
         for half, values in zip(self._halves, vectors.chunk(2, dim=-1), strict=True):
-            half.index_copy_(0, slots, values)
+            half.index_copy_(0, self._tensor(slots), values)
+
+    @staticmethod
+    def _bytes_per_token(states: tuple[Tensor, ...]) -> int:
+        return len(states) * states[0].shape[-1] * states[0].element_size()
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
 
-def _last_writes(entries: list[_Entry]) -> list[_Entry]:
-    """`entries` without what later ones overwrite."""
-    slots = np.concatenate([entry.slots for entry in entries])
-    keep = np.zeros(len(slots), dtype=bool)
-    keep[len(slots) - 1 - np.unique(slots[::-1], return_index=True)[1]] = True
-    if keep.all():
-        return entries
-    ends = np.cumsum([len(entry.slots) for entry in entries])
-    kept = []
-    for entry, mask in zip(entries, np.split(keep, ends[:-1]), strict=True):
-        if mask.any():
-            kept.append(_Entry(entry.states, entry.index[mask], entry.slots[mask]))
-    return kept
+def _has_gone(row: DraftRow) -> bool:
+    """Whether nobody will read what `row` computed: the request has finished or was preempted, and its blocks are not
+    shared."""
+    request = row.request
+    if request.namespace is not None:
+        return False
+    if request.status is Status.FINISHED:
+        return True
+    return request.num_preemptions > 0 and request.blocks is not row.block_table

@@ -85,6 +85,9 @@ class MedusaProposer:
         self._draft([s for s in sequences if s.num_wanted > 0], target)
         return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
 
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Nothing is missed: only the last hidden states are read."""
+
     def _draft(self, drafting: list[Drafting], target: TargetOutput) -> None:
         # Those who want most come first: each head serves a prefix of the rows.
         drafting = sorted(drafting, key=lambda s: -s.num_wanted)

@@ -88,6 +88,10 @@ class NgramProposer:
         self._forget_finished()
         return [Proposal(self._draft(row), len(row.tokens)) for row in rows]
 
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Nothing is missed: histories catch up with the tokens."""
+        self._forget_finished()
+
     def _draft(self, row: DraftRow) -> Drafts:
         if row.max_drafts < 1 or not row.sampled:
             return NO_DRAFTS

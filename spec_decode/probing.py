@@ -8,10 +8,14 @@ alternatives are about equal, rare where one is far behind, and never cost more 
 
 from __future__ import annotations
 
-SHARE = 0.01
+SHARE = 0.012
 """Of busy time, for all trials together."""
-HEAD_START = 12.0
+HEAD_START = 4.0
 """Steps' worth of trials before any time has passed."""
+MOST_BORROWED = 8.0
+"""Steps' worth of trials that may be borrowed, to repeat one that showed something new."""
+MOST_SAVED = 48.0
+"""Steps' worth of trials that may be saved up: after a long time without any, they do not come all at once."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 1024
 """Steps between two trials of the same thing."""
 
@@ -25,9 +29,12 @@ class Budget:
         self.elapsed = 0.0
         self.spent = 0.0
 
-    def spend(self, cost: float, step_seconds: float) -> bool:
-        """Charge `cost` seconds and return True, or return False and charge nothing: there is not enough."""
-        if self.spent + cost > SHARE * self.elapsed + HEAD_START * step_seconds:
+    def spend(self, cost: float, step_seconds: float, *, borrow: bool = False) -> bool:
+        """Charge `cost` seconds and return True, or return False and charge nothing: there is not enough. `borrow`:
+        some may be missing, later trials have to wait."""
+        self.spent = max(self.spent, SHARE * self.elapsed - MOST_SAVED * step_seconds)
+        spare = (HEAD_START + MOST_BORROWED * borrow) * step_seconds
+        if self.spent + cost > SHARE * self.elapsed + spare:
             return False
         self.spent += max(cost, 0.0)
         return True
@@ -36,15 +43,15 @@ class Budget:
 class Backoff:
     """When one thing is due to be tried again."""
 
-    __slots__ = ("interval", "last")
+    __slots__ = ("interval", "last", "least")
 
-    def __init__(self, step: int, interval: int = MIN_INTERVAL) -> None:
-        self.interval = interval
+    def __init__(self, step: int, least: int = MIN_INTERVAL) -> None:
+        self.interval = self.least = least
         self.last = step
 
-    def due(self, step: int) -> bool:
-        """Whether it is time."""
-        return step - self.last >= self.interval
+    def due(self, step: int, least: int = 0) -> bool:
+        """Whether it is time; not before `least` steps have passed."""
+        return step - self.last >= max(self.interval, least)
 
     def tried(self, step: int) -> None:
         """It is tried now; next after twice the time."""
@@ -54,8 +61,13 @@ class Backoff:
     def used(self, step: int) -> None:
         """It is in use: known, and should it be left, soon tried again."""
         self.last = step
-        self.interval = MIN_INTERVAL
+        self.interval = self.least
 
-    def surprised(self) -> None:
-        """The last trial showed something new: the next follows soon."""
-        self.interval = MIN_INTERVAL
+    def hasten(self) -> None:
+        """Something is new, such as the text: the next trial follows soon."""
+        self.interval = self.least
+
+    def surprised(self, step: int) -> None:
+        """The last trial showed something new: the next follows at once."""
+        self.interval = self.least
+        self.last = step - self.least

@@ -110,6 +110,14 @@ class Proposer(Protocol):
         ...
 
 
+class Drafter(Proposer, Protocol):
+    """A proposer that the adaptive one may compose: it need not be asked in steps where nothing is to be drafted."""
+
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Stands in for `propose` in a step that asks for no drafts: take in what would be lost otherwise."""
+        ...
+
+
 class NoProposer:
     """No speculation: proposes nothing, through the same path."""
 
@@ -124,6 +132,9 @@ class NoProposer:
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """No drafts."""
         return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
+
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Nothing to learn."""
 
     def forget_adapter(self, digest: bytes) -> None:
         """Nothing was learned."""

@@ -5,15 +5,17 @@
 `TimeTable` holds such a function of (rows, size) as a table of cells, one for each size (about 4% wide from 64 on) in
 each class of rows (two an octave). Times are noisy and drift: contexts grow, a neighbour takes the memory bus.
 
-- A cell is the least of its first two times, then the median of its first eight, then a running mean whose steps are
+- What disturbs a step makes it longer, so times are judged by the lower ones: a cell is the lower third of its first
+  eight times. Then it follows slowly, downwards three times as fast as upwards (an expectile), by steps that are
   clipped to three mean deviations: one time ten times too long moves it little.
-- What drifts is mostly common to all cells. It is followed by one factor for the table, and cells hold times over that
-  factor: a cell that was last visited long ago stays comparable with one visited now.
+- What changes sooner is mostly common to all cells, the machine's speed. It is followed by one factor for all tables,
+  and cells hold times over that factor: one that was last visited long ago stays comparable with one visited now.
 - More tokens never take less time: estimates are made monotone by pooling neighbours that disagree (isotonic
   regression, weighted by how often each was seen).
-- A size that was never seen lies between its neighbours; beyond the last one, on the curve of the nearest class of
-  rows, scaled to meet it; beyond that too, it costs little more (`GUESSED_GROWTH`): hopeful, so that it is tried and
-  measured.
+- Once a few classes of rows are known, all are judged against a plane through them (`cost_fit`): what was seen a few
+  times is trusted a little. Before, a size that was never seen lies between its neighbours; beyond the last one, on the
+  curve of the nearest class of rows, scaled to meet it; beyond that too, it costs little more (`GUESSED_GROWTH`):
+  hopeful, so that it is tried and measured.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+
+from .cost_fit import Plane, fit_plane
 
 GUESSED_GROWTH = 0.1
 """Where nothing was measured: share of a step's time that twice as many tokens are guessed to take more."""
@@ -38,7 +42,11 @@ SHORTEST = 1e-9
 MIXED = 0
 """Class of rows of the steps that also computed prompt tokens."""
 _FIRST, _EXACT = 8, 64
-_MIN_GAIN, _DRIFT_GAIN = 0.02, 0.05
+_TRUSTED_AFTER = 12
+"""Times of a cell after which it weighs as much as the plane."""
+_MOST_STALE = 64
+"""Times after which points are made anew; sooner while there are few."""
+_GAIN, _DRIFT_GAIN, _DOWNWARDS = 0.01, 0.03, 3.0
 _MAX_DRIFT_STEP = 0.3
 
 
@@ -82,6 +90,10 @@ class Curve:
         return inside + self.slope * np.maximum(sizes - self.sizes[-1], 0.0)
 
 
+def _lower_third(times: Collection[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 3]
+
+
 class _Cell:
     """Times of one size in one class of rows, over the table's drift."""
 
@@ -96,19 +108,18 @@ class _Cell:
 
     def add(self, size: float, seconds: float) -> None:
         self.count += 1
-        gain = max(_MIN_GAIN, 1.0 / self.count)
-        self.size += gain * (size - self.size)
+        self.size += max(_GAIN, 1.0 / self.count) * (size - self.size)
         if self.count <= _FIRST:
             self.first.append(seconds)
-            self.value = min(self.first) if self.count < 3 else median(self.first)
+            self.value = _lower_third(self.first)
             self.deviation = median(abs(x - self.value) for x in self.first)
             return
         self.first = []
         error = seconds - self.value
         most = 3.0 * self.deviation + 0.02 * self.value
         error = max(-most, min(most, error))
-        self.value += gain * error
-        self.deviation += gain * (abs(error) - self.deviation)
+        self.value += _GAIN * (error if error > 0.0 else _DOWNWARDS * error)
+        self.deviation += _GAIN * (abs(error) - self.deviation)
 
 
 class _Series:
@@ -120,27 +131,56 @@ class _Series:
         self.cells: dict[int, _Cell] = {}
 
     def points(self) -> tuple[list[float], list[float]]:
-        """(sizes, values), monotone: pools adjacent violators (Barlow et al. 1972)."""
-        pools: list[list[float]] = []  # weight, value, and the number of sizes in it
+        """(sizes, values), monotone."""
         cells = sorted(self.cells.values(), key=lambda cell: cell.size)
-        for cell in cells:
-            pools.append([min(cell.count, 50), cell.value, 1])
-            while len(pools) > 1 and pools[-1][1] < pools[-2][1]:
-                weight, value, number = pools.pop()
-                last = pools[-1]
-                last[1] = (last[0] * last[1] + weight * value) / (last[0] + weight)
-                last[0] += weight
-                last[2] += number
-        return [cell.size for cell in cells], [value for _, value, number in pools for _ in range(int(number))]
+        values = [cell.value for cell in cells]
+        return [cell.size for cell in cells], _monotone(values, [min(cell.count, 50) for cell in cells])
+
+
+def _monotone(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest values that never fall: pools adjacent violators (Barlow et al. 1972)."""
+    pools: list[list[float]] = []  # weight, value, and the number of values in it
+    for value, weight in zip(values, weights, strict=True):
+        pools.append([weight, value, 1])
+        while len(pools) > 1 and pools[-1][1] < pools[-2][1]:
+            weight, value, number = pools.pop()
+            last = pools[-1]
+            last[1] = (last[0] * last[1] + weight * value) / (last[0] + weight)
+            last[0] += weight
+            last[2] += number
+    return [value for _, value, number in pools for _ in range(int(number))]
+
+
+class Speed:
+    """What a step takes now over what it took when it was measured first, whatever the step: the machine's speed."""
+
+    __slots__ = ("_log", "factor")
+
+    def __init__(self) -> None:
+        self._log = 0.0
+        self.factor = 1.0
+
+    def follow(self, ratio: float) -> None:
+        """A step took `ratio` of what it took at first."""
+        error = math.log(max(ratio, SHORTEST)) - self._log
+        error = max(-_MAX_DRIFT_STEP, min(_MAX_DRIFT_STEP, error))
+        self._log += _DRIFT_GAIN * (error if error > 0.0 else _DOWNWARDS * error)
+        self.factor = math.exp(self._log)
 
 
 class TimeTable:
     """Seconds as a function of (rows, size), learned from single times. Memory is bounded by the classes of sizes
     that occur: a few hundred cells."""
 
-    def __init__(self) -> None:
+    def __init__(self, speed: Speed | None = None, *, by_row: bool = True) -> None:
+        """`speed`: what all tables of a machine share. `by_row`: sizes are sums over the rows, twice
+        as many rows are like others at twice the size."""
+        self._speed = speed or Speed()
+        self._by_row = by_row
         self._series: dict[int, _Series] = {}
-        self._drift = 0.0
+        self._plane: Plane | None = None
+        self._num_added = 0
+        self._points: dict[int, tuple[int, list[float], list[float]]] = {}  # by class: when they were made, over speed
         self._warm: set[tuple[int, int]] = set()  # (rows, size) classes that have been computed before
 
     def add(self, rows: int, size: int, seconds: float) -> None:
@@ -157,30 +197,73 @@ class TimeTable:
         if cell is None:
             cell = series.cells[_size_class(size)] = _Cell(size)
         if cell.count >= _FIRST and cell.value > 0.0 and rows != MIXED:
-            error = math.log(max(seconds, SHORTEST) / cell.value) - self._drift
-            self._drift += _DRIFT_GAIN * max(-_MAX_DRIFT_STEP, min(_MAX_DRIFT_STEP, error))
-        cell.add(size, seconds * math.exp(-self._drift))
+            self._speed.follow(seconds / cell.value)
+        cell.add(size, seconds / self._speed.factor)
+        self._num_added += 1
+        if cell.count == 1:
+            self._points.clear()
 
-    def count(self, rows: int, size: int) -> int:
-        """How often about this was seen."""
+    def knows(self, rows: int, size: int) -> bool:
+        """Whether about this was seen more than once, or enough else to tell."""
         series = self._series.get(row_class(rows))
         cell = series.cells.get(_size_class(size)) if series else None
-        return cell.count if cell else 0
+        return (cell is not None and cell.count > 1) or self._plane is not None
 
-    def reach(self, rows: int) -> float:
-        """The largest size that was seen for about so many rows; 0: none."""
-        series = self._series.get(row_class(rows))
-        return max((cell.size for cell in series.cells.values()), default=0.0) if series else 0.0
+    @property
+    def reach(self) -> float:
+        """The largest size that was seen in decoding; 0: none."""
+        sizes = [cell.size for key, series in self._series.items() if key != MIXED for cell in series.cells.values()]
+        return max(sizes, default=0.0)
 
     def points(self, rows: int) -> tuple[list[float], list[float]]:
         """(sizes, seconds), both rising, for `rows`; empty before anything was measured."""
         wanted = row_class(rows)
-        own, near = self._series.get(wanted), self._nearest(wanted)
-        sizes, values = own.points() if own else ([], [])
-        if near is not None:
-            sizes, values = _extended(sizes, values, *near.points())
-        scale = math.exp(self._drift)
+        made, sizes, values = self._points.get(wanted, (-1, [], []))
+        if made < 0 or self._num_added - made > min(_MOST_STALE, made // 8):
+            sizes, values = self._make_points(wanted)
+            self._points[wanted] = (self._num_added, sizes, values)
+        scale = self._speed.factor
         return sizes, [value * scale for value in values]
+
+    def _make_points(self, wanted: int) -> tuple[list[float], list[float]]:
+        own = self._series.get(wanted)
+        if wanted == MIXED:
+            return own.points() if own else ([], [])
+        cells = [(key, cell) for key, series in self._series.items() if key != MIXED for cell in series.cells.values()]
+        if cells:
+            self._plane = fit_plane(
+                [key for key, _ in cells], [cell.size for _, cell in cells], [cell.value for _, cell in cells]
+            )
+        if self._plane is not None:
+            shares = {round(cell.size / key if self._by_row else cell.size, 1) for key, cell in cells}
+            return self._blended(wanted, own, shares)
+        sizes, values = own.points() if own else ([], [])
+        near = self._nearest(wanted)
+        return _extended(sizes, values, *near.points()) if near is not None else (sizes, values)
+
+    def _blended(self, wanted: int, own: _Series | None, shares: Collection[float]) -> tuple[list[float], list[float]]:
+        """The plane, moved towards what was measured for this class as much as that can be trusted."""
+        assert self._plane is not None
+        at, errors, points = [0.0], [0.0], {}
+        cells = sorted(own.cells.values(), key=lambda cell: cell.size) if own else []
+        if cells:
+            at = [cell.size for cell in cells]
+            planes = [self._plane(wanted, cell.size) for cell in cells]
+            trusts = [cell.count / (cell.count + _TRUSTED_AFTER) for cell in cells]
+            errors = [
+                trust * math.log(cell.value / max(plane, SHORTEST))
+                for cell, plane, trust in zip(cells, planes, trusts, strict=True)
+            ]
+            points = {
+                cell.size: (plane * math.exp(error), min(cell.count, 50))
+                for cell, plane, error in zip(cells, planes, errors, strict=True)
+            }
+        for share in shares:
+            size = share * wanted if self._by_row else share
+            if all(abs(size - known) > 0.04 * size for known in points):
+                points[size] = (self._plane(wanted, size) * math.exp(float(np.interp(size, at, errors))), 1)
+        sizes = sorted(points)
+        return sizes, _monotone([points[size][0] for size in sizes], [points[size][1] for size in sizes])
 
     def _nearest(self, wanted: int) -> _Series | None:
         """The series of the class nearest to `wanted`, other than it; never the mixed one."""
@@ -223,11 +306,12 @@ class StepCosts:
 
     def __init__(self, has_passes: Sequence[bool]) -> None:
         """`has_passes`: for each drafter, whether it is a neural one."""
-        self.target = TimeTable()
-        self._drafters = [TimeTable() for _ in has_passes]
-        self._idle = [0.0 for _ in has_passes]
+        speed = Speed()
+        self.target = TimeTable(speed)
+        self._drafters = [TimeTable(speed, by_row=False) for _ in has_passes]
         self._shares = [GUESSED_DRAFT_SHARE if passes else GUESSED_LOOKUP_SHARE for passes in has_passes]
-        self._catch_up = [0.0 for _ in has_passes]  # seconds a token that a drafter lags
+        self._catch_up: list[deque[float]] = [deque(maxlen=8) for _ in has_passes]  # seconds a token that it lags
+        self._caught_up = [False for _ in has_passes]  # whether it ever did: as with sizes, the first time is left out
         self._gaps: deque[float] = deque(maxlen=16)
         self._step = 0.0  # seconds of a step of the target, smoothed, whatever it computed
 
@@ -251,14 +335,11 @@ class StepCosts:
     def add_draft(self, drafter: int, size: DraftSize, seconds: float) -> None:
         """A call of a drafter."""
         seconds = max(seconds, SHORTEST)
-        if size.rows == 0:
-            if not size.mixed:
-                self._idle[drafter] += 0.1 * (min(seconds, 2 * self._idle[drafter] + 1e-4) - self._idle[drafter])
-        elif size.lag > 0:
+        if size.lag > 0:
             known = self.draft_curve(drafter, size.rows)(size.passes)
-            each = max(seconds - known, 0.0) / size.lag
-            last = self._catch_up[drafter]
-            self._catch_up[drafter] = each if last == 0.0 else last + 0.2 * (min(each, 3 * last) - last)
+            if self._caught_up[drafter]:
+                self._catch_up[drafter].append(max(seconds - known, 0.0) / size.lag)
+            self._caught_up[drafter] = True
         else:
             self._drafters[drafter].add(MIXED if size.mixed else size.rows, size.passes, seconds)
 
@@ -270,18 +351,16 @@ class StepCosts:
         return Curve(sizes, seconds, GUESSED_GROWTH * seconds[-1] / max(sizes[-1], 16.0))
 
     def draft_curve(self, drafter: int, rows: int) -> Curve:
-        """Seconds of a call of a drafter by its passes, for `rows` rows; at 0, those of a call that asks for nothing.
-        A further pass takes what the passes before it took."""
+        """Seconds of a call of a drafter by its passes, for `rows` rows; none at 0. A further pass takes
+        what the passes before it took."""
         sizes, seconds = self._drafters[drafter].points(rows)
-        idle = self._idle[drafter]
         if not sizes:
             each = self._shares[drafter] * self._step
-            return Curve([0.0, 1.0], [idle, idle + each], each)
-        seconds = [max(value, idle) for value in seconds]
-        slope = (seconds[-1] - idle) / sizes[-1]
-        return Curve([0.0, *sizes], [idle, *seconds], slope)
+            return Curve([0.0, 1.0], [0.0, each], each)
+        return Curve([0.0, *sizes], [0.0, *seconds], seconds[-1] / sizes[-1])
 
     def catch_up(self, drafter: int, num_tokens: int) -> float:
         """Seconds to compute `num_tokens` that a drafter lags."""
-        each = self._catch_up[drafter] or self.draft_curve(drafter, 1)(1) / 32
+        times = self._catch_up[drafter]
+        each = min(times) if times else self.draft_curve(drafter, 1)(1) / 32
         return each * num_tokens

@@ -223,6 +223,14 @@ class SuffixProposer:
             proposals.append(Proposal(drafts, len(row.tokens)))
         return proposals
 
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Past outputs are taken in; running requests catch up when they are drafted for."""
+        self._remember_finished()
+        for row in rows:
+            if row.request.params.max_drafts != 0:
+                self._live_of(row.request)
+        self._stores.work(STEP_TOKENS)
+
     def _live_of(self, request: Request) -> _Live:
         live = self._live.get(request.request_id)
         if live is None or live.request is not request:

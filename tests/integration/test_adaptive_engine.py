@@ -124,7 +124,7 @@ def test_nothing_is_kept_of_finished_requests(models, make_engine, run, prompts,
     run(engine, jobs("greedy"))
     run(engine, [(prompts[0], PARAMS["greedy"])])
     run(engine, [(prompts[1], SamplingParams(max_tokens=1))])
-    assert len(proposer._states) == 1  # the last batch's, until the next
+    assert len(proposer._known) == 1  # the last batch's, until the next
     known = proposer.snapshot()
     assert len(known) == 4  # the base model and three adapters
     assert {entry["drafter"] for entry in known.values()} <= {"draft_model", "ngram"}

@@ -187,7 +187,9 @@ def test_the_demo_says_the_same_alone_and_in_a_batch(make_demo, demo_alone, name
         assert demo.ask(seed, [6, 1, 4]) == [alone[i] for i in (6, 1, 4)]
 
 
-def test_without_it_log_probabilities_depend_on_the_batch(make_demo):
+def test_without_it_log_probabilities_depend_on_the_batch(make_demo, monkeypatch):
+    """With PyTorch's attention: the C++ kernel is invariant, and at this model's size the linears may happen to be."""
+    monkeypatch.setattr("outrider.models.attention.native.is_native", lambda *_: False)
     demo = make_demo(batch_invariant=False, enable_prefix_caching=False)
     alone = [demo.ask(None, [i])[0] for i in range(8)]
     assert demo.ask(None, list(range(8))) != alone

@@ -200,7 +200,7 @@ BROKEN = {
     "not finite": (lambda folder: change(folder, lambda t: {k: v * float("inf") for k, v in t.items()}), "finite"),
     "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), WEIGHTS),
-    "DoRA": (_config(use_dora=True), "DoRA"),
+    "DoRA without magnitudes": (_config(use_dora=True), "lora_magnitude_vector is missing"),
 }
 
 

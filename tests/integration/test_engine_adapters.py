@@ -131,6 +131,76 @@ def test_unloading_lets_running_requests_finish(models, make_engine, run, prompt
     assert run(engine, [(prompts[1], greedy, models.lora("b"))])[0].token_ids == alone["b"]
 
 
+def test_unloading_with_abort_ends_what_has_the_adapter(models, make_engine, run, prompts, greedy, alone):
+    """Running or waiting; the base model's request beside them notices nothing, and all memory comes back."""
+    engine = make_engine(**LORA, max_loras=1, max_num_seqs=2)
+    engine.load_adapter(models.lora("a"))
+    for request_id, name in (("runs", "a"), ("base", None), ("waits", "a")):
+        request = EngineRequest(request_id, list(prompts[1]), greedy, [1], lora=models.lora(name))
+        engine.add_request(request)
+    deltas = []
+    while not any(delta.request_id == "runs" for delta in deltas):
+        deltas += engine.step()
+    engine.unload_adapter("a", "abort")
+    assert [request.request_id for request in engine.scheduler.running] == ["base"]
+    while engine.has_work():
+        deltas += engine.step()
+    reasons = {delta.request_id: delta.finish_reason for delta in deltas if delta.finish_reason is not None}
+    assert (reasons["runs"], reasons["waits"]) == ("abort", "abort")
+    assert [t for d in deltas if d.request_id == "base" for t in d.token_ids] == alone[None]
+    stats = engine.stats()
+    assert (stats.lora_host_bytes, stats.lora_rows_used, stats.num_adapters, stats.adapters) == (0, 0, 0, [])
+    assert run(engine, [(prompts[1], greedy, models.lora("a"))])[0].token_ids == alone["a"]
+    with pytest.raises(InvalidRequestError, match="drain, abort"):
+        engine.unload_adapter("a", "at once")
+
+
+def test_pin_and_unpin_a_loaded_adapter(models, make_engine, run, prompts, greedy, alone):
+    engine = make_engine(**LORA, max_loras=2)  # 16 rows: 4, 8 and whatever c has
+    engine.register_adapters([models.lora("a"), models.lora("b")])
+    assert [(info.level, info.pinned) for info in engine.list_adapters()] == [("disk", False)] * 2
+    assert engine.pin_adapter("a").level == "device", "it is loaded for that"
+    for name in ("b", "c", "b", "c"):
+        assert run(engine, [(prompts[1], greedy, models.lora(name))])[0].token_ids == alone[name]
+        assert next(info.level for info in engine.list_adapters() if info.name == "a") == "device"
+    with pytest.raises(InvalidUserInputError, match="cannot pin 'b'"):
+        engine.pin_adapter("b")
+    assert engine.unpin_adapter("a").pinned is False
+    assert engine.pin_adapter("b").pinned is True
+    for call in (engine.pin_adapter, engine.unpin_adapter):
+        with pytest.raises(NotFoundError):
+            call("nobody")
+
+
+def test_adapters_are_prefetched_while_the_batch_is_full(models, make_engine, prompts, greedy):
+    engine = make_engine(**LORA, max_loras=2, max_num_seqs=1)
+    for name in (None, "a"):
+        engine.add_request(EngineRequest(f"{name}", list(prompts[1]), greedy, [1], lora=models.lora(name)))
+    levels = set()
+    while any(request.lora is None for request in engine.scheduler.running) or not levels:
+        engine.step()
+        levels |= {info.level for info in engine.list_adapters()}
+        if "device" in levels:
+            break
+    assert "device" in levels, "its turn has not come yet, and it is there"
+    assert engine.stats().running_adapters == []
+    while engine.has_work():
+        engine.step()
+
+
+def test_lora_memory(models, make_engine, run, prompts, greedy, alone):
+    """In bytes, on the command line's terms; too little is refused with both figures."""
+    with pytest.raises(
+        InvalidRequestError, match=r"lora_memory of 1024 bytes \(1.0 KiB\) has room for 0 rank rows"
+    ) as error:
+        make_engine(**LORA, lora_memory="1KiB")
+    assert error.value.param == "lora_memory"
+    engine = make_engine(**LORA, max_loras=1, lora_memory="1MiB", max_cpu_lora_memory="100MB")
+    for name in "abc":
+        assert run(engine, [(prompts[1], greedy, models.lora(name))])[0].token_ids == alone[name]
+    assert {info.level for info in engine.list_adapters()} == {"device"}
+
+
 def test_same_prompt_with_another_adapter_shares_no_blocks(models, make_engine, run, prompts, greedy, alone):
     engine = make_engine(**LORA, max_loras=3)
     for name in ("a", "b", None, "a"):
@@ -152,12 +222,19 @@ def test_adapter_statistics(models, make_engine, prompts):
     params = SamplingParams(temperature=0, max_tokens=8)
     for index, name in enumerate("aab"):
         engine.add_request(EngineRequest(str(index), list(prompts[0]), params, lora=models.lora(name)))
-    engine.step()
+    while not engine.scheduler.running:  # until the first is on the device
+        engine.step()
     stats = engine.stats()
     assert stats.running_adapters == ["a"]
     assert stats.waiting_adapters == ["b"]
     assert sum(stats.num_waiting_by_reason.values()) == 1
-    assert {info.name: info.num_running for info in stats.adapters} == {"a": 2, "b": 0}
+    assert {info.name: (info.num_running, info.num_waiting) for info in stats.adapters} == {"a": (2, 0), "b": (0, 1)}
+    (a,) = [info for info in stats.adapters if info.name == "a"]
+    assert a.num_bytes > 0
+    assert a.load_seconds > 0
+    assert a.rows == stats.lora_rows_used == 4
+    assert stats.lora_rows == 8
+    assert stats.num_adapters == 2
     while engine.has_work():
         engine.step()
     assert len(engine.stats().lora_load_seconds + stats.lora_load_seconds) == 2

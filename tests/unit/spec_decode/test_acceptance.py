@@ -59,16 +59,20 @@ def test_drafts_behind_the_first_rejected_one_say_nothing():
     assert one.probabilities == other.probabilities
 
 
-def test_what_is_loosened_is_soon_outweighed():
-    fast, slow = Rates(1, HOPEFUL), Rates(1, HOPEFUL)
-    for rates in (fast, slow):
-        verify(rates, [0.0], 300, num_drafts=1)
-    before = fast.probabilities[0]
-    fast.loosen(4.0)
-    assert fast.probabilities[0] >= before
-    for rates in (fast, slow):
-        verify(rates, [1.0], 4, num_drafts=1)
-    assert fast.probabilities[0] > 0.4 > slow.probabilities[0]
+def test_another_text_is_noticed_within_a_dozen_rows_and_chance_is_not():
+    rates = Rates(4, HOPEFUL)
+    verify(rates, [0.1] * 4, 400)
+    assert rates.probabilities[0] < 0.2
+    rates.look_again()
+    verify(rates, [0.9] * 4, 12)
+    assert rates.probabilities[0] > 0.6
+    assert rates.epoch == 1
+    for seed in range(20):
+        steady = Rates(4, HOPEFUL)
+        for part in range(40):
+            verify(steady, [0.6] * 4, 8, seed=100 * seed + part)
+            steady.probabilities  # noqa: B018 - where changes are noticed
+        assert steady.epoch <= 1
 
 
 def test_requests_of_one_adapter_are_told_apart():

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec_decode.controller import MAX_LANES, Controller, DrafterTraits, RowState
+from outrider.spec_decode.controller import MAX_LANES, Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
+from outrider.spec_decode.lanes import RowState
 from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, SHARE, Backoff, Budget
 from outrider.spec_decode.step_costs import Curve
 
@@ -19,8 +20,8 @@ def prices(offers, slope=0.2, draft=0.5, row=0.05, rows=None):
     served = [sum(offer.drafter == d for offer in offers) for d in (0, 1)]
     curves = [
         (
-            Curve([0.0, 8.0], [0.1, 0.1 + 8 * draft], draft),
-            Curve([0.0, 8.0], [0.1, 0.1 + 8 * (draft + row)], draft + row),
+            Curve([0.0, 8.0], [0.0, 8 * draft], draft),
+            Curve([0.0, 8.0], [0.0, 8 * (draft + row)], draft + row),
         ),
         (Curve([0.0, 1.0, 8.0], [0.0, 0.05, 0.05], 0.0), Curve([0.0, 1.0, 8.0], [0.0, 0.2, 0.2], 0.0)),
     ]
@@ -40,7 +41,6 @@ def goodput_of(offers, counts, at):
     for drafter, (few, many, rows) in enumerate(at.drafts):
         used = [count for offer, count in zip(offers, counts, strict=True) if offer.drafter == drafter and count]
         if not used:
-            seconds += few.seconds[0]
             continue
         passes = max(used) if at.has_passes[drafter] else max(len(offer.cumulative) for offer in offers)
         low, high = few(passes), many(passes)

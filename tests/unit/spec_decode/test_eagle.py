@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
 from outrider.models.batch import allocate_kv
-from outrider.platform.core.request import NO_DRAFTS, Drafts, Request
+from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
+from outrider.spec_decode import hidden_store
 from outrider.spec_decode.proposer import DraftRow, TargetOutput, no_adapters
 
 BLOCK, NUM_BLOCKS = 4, 96
@@ -296,8 +297,9 @@ def test_a_spell_without_drafts_computes_nothing(target, make_head, load_head, m
     head.check_greedy(sequence.request.tokens, drafts.token_ids)
 
 
-def test_what_waits_is_bounded(target, make_head, load_head):
+def test_what_waits_is_bounded(target, make_head, load_head, monkeypatch):
     """A long spell is written in pieces; a request that wants no drafts is kept too: others may share its blocks."""
+    monkeypatch.setattr(hidden_store, "MAX_PENDING", 256)
     head = make_head("eagle3")
     engine = Engine(target, load_head(head))
     off = SamplingParams(temperature=0.0, speculative=False)
@@ -310,6 +312,22 @@ def test_what_waits_is_bounded(target, make_head, load_head):
     branch = engine.share(sequence, 60, 0, more=1)
     (drafts,) = engine.step((branch, 2, None, 0))
     head.check_greedy(branch.request.tokens, drafts.token_ids)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_has_gone_is_written_only_where_its_blocks_may_be_shared(target, make_head, load_head, shared):
+    head = make_head("eagle3")
+    engine = Engine(target, load_head(head))
+    gone, other = engine.sequence(12), engine.sequence(5)
+    gone.request.namespace = b"tenant" if shared else None
+    engine.step((gone, 0, None, 0), (other, 0, None, 0))
+    engine.step((gone, 0, None, 0), (other, 0, None, 0))
+    table = list(gone.table)
+    gone.request.status = Status.FINISHED
+    (drafts,) = engine.step((other, 2, None, 0))
+    head.check_greedy(other.request.tokens, drafts.token_ids)
+    written = engine.kv[1].k[0, table].abs().sum(-1) > 0
+    assert bool(written.any()) is shared
 
 
 def test_reused_blocks_keep_the_last_owners_states(target, make_head, load_head):

@@ -221,4 +221,5 @@ def test_bfloat16(make_engine, target, folders, prompts, method):
         with torch.inference_mode():
             logits = target.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         lost = logits.max(-1).values - logits[torch.arange(20), torch.tensor(ids)]
-        assert lost.max() < 0.1 * logits.std()
+        # Tokens by chance would lose two or three deviations.
+        assert lost.max() < 0.25 * logits.std()
