@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.models.config import DTYPES
-from outrider.platform.cli.bench.session import INFLATION_FILE
+from outrider.platform.cli.bench.machine import INFLATION_FILE
 from outrider.platform.core.errors import OutriderError
 from outrider.spec_decode.checkpoint import StoredTensor, read_tensors
 from outrider.spec_decode.medusa_model import canonical_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ....spec_decode.proposer import Proposer
@@ -43,6 +43,11 @@ class RequestTimes:
         return self.arrivals[-1] - self.arrivals[0]
 
     @property
+    def tpot(self) -> float:
+        """Seconds a token after the first one; only for more than one token."""
+        return self.decode_seconds / (len(self.token_ids) - 1)
+
+    @property
     def itl(self) -> list[float]:
         """Between one arrival and the next, however many tokens it brings (as in vLLM)."""
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
@@ -66,6 +71,72 @@ class Round:
         """Seconds a token after the first ones, over all requests; 0 when there are none."""
         tokens = sum(len(request.token_ids) - 1 for request in self.requests)
         return sum(request.decode_seconds for request in self.requests) / tokens if tokens else 0.0
+
+
+class Run:
+    """Requests that go through an engine, and their times."""
+
+    def __init__(self, core: EngineCore, name: str) -> None:
+        """`name`: of the run, for messages."""
+        self.times: dict[str, RequestTimes] = {}
+        """By request id, in the order of arrival."""
+        self.live: set[str] = set()
+        """Ids of those that have not ended."""
+        self._core = core
+        self._name = name
+
+    def add(self, request: EngineRequest, arrived: float | None = None) -> None:
+        """A request arrives now, or arrived a moment ago, while a step ran."""
+        self.times[request.request_id] = RequestTimes(time.perf_counter() if arrived is None else arrived)
+        self._core.add_request(request)
+        self.live.add(request.request_id)
+
+    def step(self) -> float:
+        """One step of the engine; returns its seconds.
+
+        Raises:
+            OutriderError: a request failed.
+        """
+        before = time.perf_counter()
+        deltas = self._core.step()
+        now = time.perf_counter()
+        for delta in deltas:
+            if delta.error is not None:
+                raise OutriderError(f"{self._name}: a request failed: {delta.error.message}")
+            got = self.times[delta.request_id]
+            if delta.token_ids:
+                got.token_ids += delta.token_ids
+                got.arrivals.append(now)
+            got.speculation = delta.speculation or got.speculation
+            if delta.finish_reason is not None:
+                self.live.remove(delta.request_id)
+        return now - before
+
+    def abort(self) -> None:
+        """End what has not ended."""
+        self._core.abort(self.live)
+        self.live.clear()
+
+    def complete(
+        self, requests: Sequence[EngineRequest], concurrency: int, after_step: Callable[[float], None] | None = None
+    ) -> float:
+        """Generate, with never more than `concurrency` requests at once: the next starts when one ends.
+
+        Returns:
+            The seconds that it took.
+
+        Raises:
+            OutriderError: a request failed.
+        """
+        waiting = deque(requests)
+        started = time.perf_counter()
+        while waiting or self.live:
+            while waiting and len(self.live) < concurrency:
+                self.add(waiting.popleft())
+            seconds = self.step()
+            if after_step is not None:
+                after_step(seconds)
+        return time.perf_counter() - started
 
 
 class BenchEngine:
@@ -99,29 +170,7 @@ class BenchEngine:
         Raises:
             OutriderError: a request failed.
         """
-        waiting = deque(requests)
-        times: dict[str, RequestTimes] = {}
-        live = 0
+        run = Run(self.core, f"mode {self.mode.name}")
         self._observer.take()
-        started = time.perf_counter()
-        while waiting or live:
-            while waiting and live < concurrency:
-                request = waiting.popleft()
-                times[request.request_id] = RequestTimes(time.perf_counter())
-                self.core.add_request(request)
-                live += 1
-            before = time.perf_counter()
-            deltas = self.core.step()
-            now = time.perf_counter()
-            self._observer.end_step(now - before)
-            for delta in deltas:
-                if delta.error is not None:
-                    raise OutriderError(f"mode {self.mode.name}: a request failed: {delta.error.message}")
-                got = times[delta.request_id]
-                if delta.token_ids:
-                    got.token_ids += delta.token_ids
-                    got.arrivals.append(now)
-                got.speculation = delta.speculation or got.speculation
-                live -= delta.finish_reason is not None
-        seconds = time.perf_counter() - started
-        return Round(seconds, list(times.values()), self._observer.take())
+        seconds = run.complete(requests, concurrency, self._observer.end_step)
+        return Round(seconds, list(run.times.values()), self._observer.take())

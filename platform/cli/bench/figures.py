@@ -54,10 +54,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
         "request_throughput": round(len(cell.rounds[0].requests) / median, 3),
         "output_throughput": round(tokens / median, 2),
         "total_token_throughput": round((tokens + cell.num_prompt_tokens) / median, 2),
-        "ttft_ms": _spread([request.ttft for request in requests]),
-        "tpot_ms": _spread([r.decode_seconds / (len(r.token_ids) - 1) for r in requests if len(r.token_ids) > 1]),
-        "itl_ms": _spread([gap for request in requests for gap in request.itl]),
-        "e2el_ms": _spread([request.e2el for request in requests]),
+        **latencies(requests),
         "speedup": round(statistics.median(_ratio(_speed(ours), _speed(plain)) for ours, plain in pairs), 4),
         "speedup_best": round(_ratio(max(map(_speed, cell.rounds)), max(map(_speed, off.rounds))), 4),
         "decode_speedup": round(statistics.median(decode), 4),
@@ -85,9 +82,19 @@ def _ratio(over: float, under: float) -> float:
     return over / under if under else 1.0
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
+def latencies(requests: Sequence[RequestTimes]) -> dict[str, Any]:
+    """TTFT, TPOT (the first token excluded), ITL and E2EL of requests, as `spread` gives them."""
+    return {
+        "ttft_ms": spread([request.ttft for request in requests]),
+        "tpot_ms": spread([request.tpot for request in requests if len(request.token_ids) > 1]),
+        "itl_ms": spread([gap for request in requests for gap in request.itl]),
+        "e2el_ms": spread([request.e2el for request in requests]),
+    }
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float] | None:
     """Mean, median and 99th percentile in milliseconds; None for no values."""
-    if not seconds:
+    if not len(seconds):
         return None
     found: dict[str, Callable[[Any], Any]] = {
         "mean": np.mean,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import sys
 from importlib.metadata import version
@@ -10,6 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ...core.messages import EngineInfo
+
+INFLATION_FILE = "inflation.json"
+"""Written beside a model by `benchmarks/inflate.py`: from what it was made."""
+RANDOM_WEIGHTS = "random_weights"
+"""In a model's config.json: true when it was never trained. Written by `benchmarks/lora_models.py`."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -29,3 +37,17 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
+
+
+def describe_model(info: EngineInfo, path: Path) -> dict[str, Any]:
+    """What was measured; `path` is the model's folder."""
+    described: dict[str, Any] = {
+        "architecture": info.architecture,
+        "dtype": info.dtype,
+        "device": info.device,
+        "num_parameters": info.num_parameters,
+    }
+    inflation = path / INFLATION_FILE
+    if inflation.is_file():
+        described["inflated_from"] = json.loads(inflation.read_text(encoding="utf-8")).get("source")
+    return described

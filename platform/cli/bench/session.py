@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ from ...core.config import EngineArgs
 from ...core.errors import OutriderError, PromptTooLongError
 from ...core.lora_request import LoRARequest
 from .driver import BenchEngine
-from .machine import describe_machine
+from .machine import describe_machine, describe_model
 from .measure import Plan, adapter_paths, measure
 from .modes import Mode
 from .report import labels
 from .workload import Task, make_tasks, random_task, read_prompts, without_draft_weights
 
 _BLOCK_SIZE = 16
-INFLATION_FILE = "inflation.json"
-"""Written beside a model by `benchmarks/inflate.py`: from what it was made."""
 
 
 def measure_speculation(
@@ -64,7 +61,7 @@ def measure_speculation(
             for name, folder in adapter_paths(tasks).items():
                 engines[-1].load_adapter(LoRARequest(name, path=folder))
         rows = measure(engines, tasks, plan)
-        model_facts = _describe(engines[0], path)
+        model_facts = describe_model(engines[0].core.info, path)
     finally:
         for engine in engines:
             engine.core.shutdown()
@@ -107,12 +104,12 @@ def _engine_options(
     }
     paths = adapter_paths(tasks)
     if paths:
-        rank = max(_largest_rank(Path(path)) for path in paths.values())
+        rank = max(largest_rank(Path(path)) for path in paths.values())
         shared |= {"enable_lora": True, "max_loras": len(paths), "max_lora_rank": rank}
     return shared
 
 
-def _largest_rank(folder: Path) -> int:
+def largest_rank(folder: Path) -> int:
     """Of an adapter, its draft weights included; 1 where its files do not say: loading it will say what is wrong."""
     ranks = [1]
     for file in folder.rglob("adapter_config.json"):
@@ -122,17 +119,3 @@ def _largest_rank(folder: Path) -> int:
         except (OutriderError, ValueError, TypeError, AttributeError):
             continue
     return max(ranks)
-
-
-def _describe(engine: BenchEngine, path: Path) -> dict[str, Any]:
-    info = engine.core.info
-    described = {
-        "architecture": info.architecture,
-        "dtype": info.dtype,
-        "device": info.device,
-        "num_parameters": info.num_parameters,
-    }
-    inflation = path / INFLATION_FILE
-    if inflation.is_file():
-        described["inflated_from"] = json.loads(inflation.read_text(encoding="utf-8")).get("source")
-    return described

@@ -1,0 +1,1 @@
+"""`outrider bench lora`: what adapters cost."""

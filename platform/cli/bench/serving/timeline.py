@@ -1,0 +1,120 @@
+"""Spans of time: recorded while a step runs, boiled down to a table, exported for Chrome's trace viewer."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+STEP, IPC, WIRE, DETOKENIZE = "step", "IPC", "wire", "detokenize"
+
+
+class Span(NamedTuple):
+    """Something that took time; in seconds of the machine's monotonic clock, which all processes share."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Recorder:
+    """Wraps functions, and records when they ran while it is on. For one thread."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.is_on = False
+        self.around: Callable[[str], AbstractContextManager[Any]] | None = None
+        """Entered around the functions instead of recording them, with their name."""
+
+    def wrap(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, noted as `name`."""
+
+        @functools.wraps(function)
+        def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+            if self.around is not None:
+                with self.around(name):
+                    return function(*args, **kwargs)
+            if not self.is_on:
+                return function(*args, **kwargs)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spans.append(Span(name, start, time.perf_counter()))
+
+        return recorded
+
+
+def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds by name, each span's without those of the spans inside it. Spans of one thread: nested or apart."""
+    total: dict[str, float] = defaultdict(float)
+    open_spans: list[Span] = []
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        while open_spans and open_spans[-1].end <= span.start:
+            open_spans.pop()
+        seconds = span.end - span.start
+        total[span.name] += seconds
+        if open_spans:
+            total[open_spans[-1].name] -= seconds
+        open_spans.append(span)
+    return dict(total)
+
+
+def wire_spans(engine: Sequence[Span], client: Sequence[Span]) -> list[Span]:
+    """From the end of each step until the client has its tokens: the i-th that sent some, and the i-th that came."""
+    sent = [span.end for span in engine if span.name == WIRE]
+    came = [span.start for span in client if span.name == DETOKENIZE]
+    return [Span(WIRE, end, start) for end, start in zip(sent, came, strict=False) if start >= end]
+
+
+def summarize(engine: Sequence[Span], client: Sequence[Span]) -> dict[str, Any]:
+    """What the parts of a step cost on average, and what happens beside the steps.
+
+    A part's share is that of the engine's time: its steps, and the IPC between them.
+    """
+    marks = [span for span in engine if span.name != WIRE]
+    steps = [span for span in marks if span.name == STEP]
+    number = max(1, len(steps))
+    own = own_seconds(marks)
+    own["other"] = own.pop(STEP, 0.0)
+    whole = sum(own.values()) or 1.0
+    wire = wire_spans(engine, client)
+    return {
+        "num_steps": len(steps),
+        "step_ms": round(1e3 * sum(span.end - span.start for span in steps) / number, 5),
+        "parts": [
+            {"name": name, "ms_per_step": round(1e3 * seconds / number, 5), "share": round(seconds / whole, 5)}
+            for name, seconds in sorted(own.items(), key=lambda item: -item[1])
+        ],
+        "detokenize_ms": round(1e3 * own_seconds(client).get(DETOKENIZE, 0.0) / number, 5),
+        "wire_ms": round(1e3 * sum(span.end - span.start for span in wire) / max(1, len(wire)), 5),
+    }
+
+
+def chrome_trace(tracks: dict[str, Sequence[Span]]) -> dict[str, Any]:
+    """The tracks, by name, in the trace event format (JSON), times in microseconds from the first span on."""
+    origin = min((span.start for spans in tracks.values() for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for number, (track, spans) in enumerate(tracks.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": track}})
+        events.append(
+            {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}}
+        )
+        events += [
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": number,
+                "tid": 0,
+                "ts": round(1e6 * (span.start - origin), 3),
+                "dur": round(1e6 * (span.end - span.start), 3),
+            }
+            for span in sorted(spans)
+        ]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
