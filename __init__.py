@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .platform.client.async_llm import AsyncLLM
     from .platform.client.llm import LLM
-    from .platform.core.lora_request import LoRARequest
+    from .platform.core.lora_request import LoRAMix, LoRARequest
     from .platform.core.outputs import CompletionOutput, RequestOutput
     from .platform.core.sampling_params import SamplingParams
 
@@ -19,6 +19,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "LoRAMix",
     "LoRARequest",
     "RequestOutput",
     "SamplingParams",
@@ -29,6 +30,7 @@ _MODULE_OF = {
     "LLM": ".platform.client.llm",
     "AsyncLLM": ".platform.client.async_llm",
     "CompletionOutput": ".platform.core.outputs",
+    "LoRAMix": ".platform.core.lora_request",
     "LoRARequest": ".platform.core.lora_request",
     "RequestOutput": ".platform.core.outputs",
     "SamplingParams": ".platform.core.sampling_params",
