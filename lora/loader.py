@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from ..kernels.threads import compute_alone
 from ..platform.core.errors import OutriderError
 from .peft_config import adapter_error
 
@@ -116,6 +117,7 @@ class Loader(Generic[T]):
         thread.join()
 
     def _run(self) -> None:
+        compute_alone()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
