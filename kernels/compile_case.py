@@ -1,0 +1,19 @@
+"""What the compile check builds: every `kernels/<op>/triton.py` lists its kernels with representative constants."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class CompileCase(NamedTuple):
+    """One kernel with one set of constants, as `triton.compile` takes it without a GPU."""
+
+    name: str
+    """Unique; the op, the kernel and what is special."""
+    kernel: Any
+    """The `triton.jit` function."""
+    signature: dict[str, str]
+    """Types of all arguments by name: "*bf16", "*fp32", "*i64", "i32", "fp32", and "constexpr" for constants."""
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
