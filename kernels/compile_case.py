@@ -17,3 +17,5 @@ class CompileCase(NamedTuple):
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    archs: tuple[int, ...] = (80, 90, 100)
+    """Compute capabilities, times ten, that these constants are for."""

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.lora.groups import is_grouped
 from ..platform.core.threads import give_way
 from .adapter import LoraWeights
 from .pool import Allocation
@@ -76,6 +77,8 @@ class RowArena:
         """[R, width]; filled by `write` alone."""
         self.live: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
         """[R, modules]: 0 where a row has no weights of the module."""
+        self.live_on_device: Tensor | None = None
+        """The same for kernels of a CUDA device."""
 
     def reserve(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> Place:
         """Columns for a site: modules `names` of one input, with `sizes` outputs."""
@@ -107,6 +110,8 @@ class RowArena:
             stride += 5 * _ALIGNMENT // self._dtype.itemsize
         self.rows = _zeros((num_rows, stride), self._dtype, self._device)[:, : self._width]
         self.live = np.zeros((num_rows, len(self._pieces)), np.uint8)
+        if is_grouped(self._dtype, self._device):
+            self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)
 
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedRows:
         """Cut out what an adapter has here. For any thread: others get their turn now and then."""
@@ -165,6 +170,8 @@ class RowArena:
             column += stop - start
             give_way()
         self.live[owned] = live
+        if self.live_on_device is not None:
+            self.live_on_device[_where(owned)] = torch.from_numpy(live).to(self._device)
 
 
 def _where(index: NDArray[np.int32]) -> slice | Tensor:

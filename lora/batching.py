@@ -1,9 +1,9 @@
 """From a step's rows to its LoraBatch, once a step and mostly the one of the step before.
 
-The native kernel takes every run of one adapter's tokens as it is, but for long ones (prompt chunks), for which matrix
-products are faster. Where it does not serve, tokens of several adapters go through one masked product over all their
-rank rows; a long run of one adapter's tokens is computed apart with that adapter's rows only, and a long run of the
-base model's not at all.
+The native kernel takes each run of one adapter's tokens as it is, the kernels of a CUDA device all tokens of an adapter
+as one group. Where neither serves, tokens of several adapters go through one masked product over all their rank rows; a
+long run of one adapter's tokens is computed apart with that adapter's rows only, and a long run of the base model's not
+at all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.lora import keep_mask
+from ..kernels.lora.groups import GroupBuffer, RowGroups, is_grouped
 from ..kernels.lora.native import RowSegments, is_native
 from .layers import LoraBatch, LoraRun, LoraSegment, RowSelection
 from .pool import Allocation
@@ -71,37 +72,51 @@ def _groups(runs: Sequence[LoraRun]) -> tuple[list[LoraRun], list[list[LoraRun]]
 class LoraBatcher:
     """Builds LoraBatches."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: what an adapter gives a token must not depend on the other tokens, bit for bit."""
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        batch_invariant: bool = False,
+        buffer: GroupBuffer | None = None,
+    ) -> None:
+        """
+        Args:
+            dtype: Of the rows.
+            device: Where they are.
+            batch_invariant: What an adapter gives a token must not depend on the other tokens, bit for bit.
+            buffer: Of this batcher alone, where captured graphs find the groups of small steps.
+        """
+        self._buffer = buffer
         self._batch_invariant = batch_invariant
         self._dtype = dtype
         self._device = device
         self._is_native = is_native(dtype, device)
+        self._is_grouped = is_grouped(dtype, device) and not batch_invariant
         self._last: _Step | None = None
 
-    def build(self, rows: Rows) -> LoraBatch | None:
-        """The batch for a step's rows; None when all are the base model's."""
+    def build(self, rows: Rows, *, has_gains: bool = False) -> LoraBatch | None:
+        """The batch for a step's rows; None when all are the base model's. `has_gains`: of an adapter among them."""
         if self._last is None or rows != self._last.rows:
-            self._last = _Step(rows, self._build(rows))
+            self._last = _Step(rows, self._build(rows, has_gains))
         return self._last.batch
 
-    def _build(self, rows: Rows) -> LoraBatch | None:
+    def _build(self, rows: Rows, has_gains: bool) -> LoraBatch | None:
         runs = _runs(rows)
         owned = [run for run in runs if run.owner is not None]
         if not owned:
             return None
-        native, alone = None, owned
-        groups: list[list[LoraRun]] = []
+        if self._is_grouped:
+            ranges = [(run.start, run.stop, run.owner.index) for run in owned if run.owner is not None]
+            groups = RowGroups(ranges, sum(count for _, count in rows), self._device, self._buffer)
+            return LoraBatch(tuple(owned), None, (), groups=groups, replayable=groups.replayable and not has_gains)
         if self._is_native:
-            alone = [] if self._batch_invariant else [run for run in owned if _is_long(run)]
-            short = owned if self._batch_invariant else [run for run in owned if not _is_long(run)]
-            if short:
-                native = RowSegments([(run.start, run.stop, run.owner.rows) for run in short if run.owner is not None])
-        elif not self._batch_invariant:
-            alone, groups = _groups(runs)
-        segments = [self._alone(run) for run in alone] + [self._masked(group) for group in groups]
+            native = RowSegments([(run.start, run.stop, run.owner.rows) for run in owned if run.owner is not None])
+            return LoraBatch(tuple(owned), native, (), self._batch_invariant)
+        alone, masked = (owned, []) if self._batch_invariant else _groups(runs)
+        segments = [self._alone(run) for run in alone] + [self._masked(group) for group in masked]
         segments.sort(key=lambda segment: segment.start)
-        return LoraBatch(tuple(owned), native, tuple(segments), self._batch_invariant)
+        return LoraBatch(tuple(owned), None, tuple(segments), self._batch_invariant)
 
     def _alone(self, run: LoraRun) -> LoraSegment:
         assert run.owner is not None

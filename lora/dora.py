@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.lora.groups import is_grouped
 from .pool import Allocation
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class GainSlots:
         self._slots: dict[int, int] = {}  # by the adapter's first row
         # The last step's tokens by the slots with gains at a site: most sites have the same.
         self._last: tuple[Runs | None, dict[int, list[_Piece]]] = (None, {})
+        self._last_slots: tuple[Runs | None, dict[int, Tensor | None]] = (None, {})  # the same for `of_tokens`
 
     def give_back(self, allocation: Allocation) -> list[int]:
         """The slots of adapters whose rows these were."""
@@ -124,13 +126,29 @@ class GainSlots:
             pieces = {}
             self._last = (step, pieces)
         if written not in pieces:
-            runs = [
-                (slot, start, stop)
-                for owner, start, stop in step.runs
-                if owner is not None and (slot := self._slots.get(int(owner.rows[0]))) is not None
-            ]
-            pieces[written] = _pieces([run for run in runs if written >> run[0] & 1], self.device)
+            pieces[written] = _pieces(self._runs(step, written), self.device)
         return pieces[written]
+
+    def of_tokens(self, step: Runs, written: int, num_tokens: int) -> Tensor | None:
+        """[T] int32: the slots of a step's tokens, -1 for those without; None where no token has one."""
+        batch, found = self._last_slots
+        if batch is not step:
+            found = {}
+            self._last_slots = (step, found)
+        if written not in found:
+            runs = self._runs(step, written)
+            slots = torch.full((num_tokens,), -1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            for slot, start, stop in runs:
+                slots[start:stop] = slot
+            found[written] = slots.to(self.device, non_blocking=True) if runs else None
+        return found[written]
+
+    def _runs(self, step: Runs, written: int) -> list[tuple[int, int, int]]:
+        return [
+            (slot, start, stop)
+            for owner, start, stop in step.runs
+            if owner is not None and (slot := self._slots.get(int(owner.rows[0]))) is not None and written >> slot & 1
+        ]
 
 
 def _pieces(runs: Sequence[tuple[int, int, int]], device: torch.device) -> list[_Piece]:
@@ -186,6 +204,13 @@ class Gains:
         and sums are rounded one by one, so that a token's result does not depend on its place.
         """
         if not self._written:
+            return
+        if is_grouped(y.dtype, y.device):
+            from ..kernels.lora.device_rows import apply_gains  # imports Triton
+
+            slots_of_tokens = self._slots.of_tokens(adapters, self._written, len(y))
+            if slots_of_tokens is not None:
+                apply_gains(y, self._excess, slots_of_tokens, bias, residual)
             return
         for tokens, slots in self._slots.pieces(adapters, self._written):
             whole = y[tokens]  # a view of neighbours, else a copy

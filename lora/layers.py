@@ -2,15 +2,16 @@
 
 LoraSite (one a Linear)           LoraBatch (one a step)
 a  [R, S, in]   row r of all      runs of tokens of one adapter, for the native kernel;
-b  [R, sum out] belongs to one    elsewhere segments with the rows they need and, where
-                adapter           several adapters meet, a mask
+b  [R, sum out] belongs to one    on CUDA groups of an adapter's tokens, for its kernels;
+                adapter           elsewhere segments with the rows they need and, where
+                                  several adapters meet, a mask
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.lora import expand_invariant, shrink_expand, shrink_expand_invariant
+from ..kernels.lora.groups import RowGroups
 from ..kernels.lora.native import NativeRows, RowSegments, is_native
 from .pool import Allocation
+
+if TYPE_CHECKING:
+    from ..kernels.lora.device_rows import TritonRows
 
 Live = NDArray[np.uint8]
 """[R, modules]: 0 where a rank row has no weights of a module."""
@@ -84,20 +89,32 @@ class LoraBatch:
     segments: tuple[LoraSegment, ...]
     """The others: disjoint and ascending."""
     invariant: bool = False
+    groups: RowGroups | None = None
+    """All runs, for the kernels of a CUDA device."""
+    replayable: bool = False
+    """Whether a graph captured with a batch of the same batcher, of as many tokens or more, serves this step too. What
+    gains need is not in the batcher's buffer, so that steps with any run without a graph."""
 
 
 class LoraSite:
     """The pools of one linear projection, with one slice for each module merged into it; views of a `RowArena`."""
 
-    def __init__(self, a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Live) -> None:
-        """`a` [R, S, in], `b` [R, sum(slice_sizes)], `live` [R, S]."""
+    def __init__(
+        self, a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Live, live_on_device: Tensor | None = None
+    ) -> None:
+        """`a` [R, S, in], `b` [R, sum(slice_sizes)], `live` [R, S]; on a device with kernels there too."""
         self._a = a
         self._b = b.split(list(slice_sizes), 1)
         self._live = live
         self._native = NativeRows(a, b, slice_sizes, live) if is_native(a.dtype, a.device) else None
+        self._grouped = _grouped(a, b, slice_sizes, live_on_device)
 
     def add(self, y: Tensor, x: Tensor, adapters: LoraBatch) -> None:
         """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place."""
+        if adapters.groups is not None:
+            assert self._grouped is not None
+            self._grouped.add(y, x, adapters.groups)
+            return
         if adapters.native is not None:
             assert self._native is not None
             self._native.add(y, x.contiguous(), adapters.native)
@@ -114,18 +131,31 @@ class LoraSite:
                 shrink_expand(ys, xs, a, b, segment.keep)
 
 
+def _grouped(a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Tensor | None) -> TritonRows | None:
+    if live is None:
+        return None
+    from ..kernels.lora.device_rows import TritonRows  # imports Triton
+
+    return TritonRows(a, b, slice_sizes, live)
+
+
 class EmbeddingSite:
     """The pools of a token embedding: token t of an adapter with A [r, V] and B [r, H] gets `A[:, t]ᵀ B` added."""
 
-    def __init__(self, a: Tensor, b: Tensor, live: Live) -> None:
+    def __init__(self, a: Tensor, b: Tensor, live: Live, live_on_device: Tensor | None = None) -> None:
         """`a` [R, V], `b` [R, H], `live` [R, 1]; views of a `RowArena`."""
         self._a = a
         self._b = b
         self._live = live
         self._device = a.device
+        self._grouped = _grouped(a.unsqueeze(1), b, [b.shape[1]], live_on_device)
 
     def add(self, y: Tensor, input_ids: Tensor, adapters: LoraBatch) -> None:
         """Add the adapters' deltas for `input_ids` [T] to their embeddings `y` [T, H] in place."""
+        if adapters.groups is not None:
+            assert self._grouped is not None
+            self._grouped.add_embeddings(y, input_ids, adapters.groups)
+            return
         for owner, start, stop in adapters.runs:
             assert owner is not None
             if not self._live[owner.index].any():

@@ -91,7 +91,7 @@ class AdapterManager:
         self._residency = Residency(config, self._registry, pool, self._transfers.write)
         self._aging = Aging(self._registry, self._residency, clock)
         self._catalog = Catalog(self._files, self._registry, self._residency, self._transfers, self._changed)
-        self._steps = StepAdapters(pool, dtype, device, batch_invariant=hooks.batch_invariant)
+        self._steps = StepAdapters(pool, dtype, device, config.max_lora_rank, batch_invariant=hooks.batch_invariant)
         self._resolver = Resolver(self._files, self._registry, self._residency, self._changed)
         self._refusals: dict[AdapterVersion, _Refusal] = {}  # since the last change; see `_changed`
 
@@ -156,6 +156,11 @@ class AdapterManager:
         """Let a registered adapter make way for others again; NotFoundError when unknown."""
         self._poll()
         return self._catalog.unpin(name)
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """The adapter registered under a name."""
+        version = self._registry.find(name)
+        return None if version is None else self._catalog.info(version)
 
     def list(self) -> builtins.list[AdapterInfo]:
         """The registered adapters, in the order of registration."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..kernels.lora.groups import GroupBuffer, is_grouped
 from .batching import LoraBatcher
 from .layers import LoraBatch
 from .pool import RowPool
@@ -20,12 +21,29 @@ class StepAdapters:
     that a pass where none has any costs nothing."""
 
     def __init__(
-        self, pool: RowPool, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
+        self,
+        pool: RowPool,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rank: int,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
-        """`batch_invariant`: for the target and its head; a drafter's rounding changes no text."""
+        """
+        Args:
+            pool: Whose rows the adapters have.
+            dtype: Of the rows.
+            device: Where they are.
+            max_rank: Steps with larger ranks are never replayed from captured graphs.
+            batch_invariant: For the target and its head; a drafter's rounding changes no text.
+        """
         self._pool = pool
-        self._tokens, self._head = (LoraBatcher(dtype, device, batch_invariant=batch_invariant) for _ in range(2))
-        self._draft = LoraBatcher(dtype, device)
+
+        def batcher(batch_invariant: bool) -> LoraBatcher:
+            buffer = GroupBuffer(pool.num_rows, max_rank, device) if is_grouped(dtype, device) else None
+            return LoraBatcher(dtype, device, batch_invariant=batch_invariant, buffer=buffer)
+
+        self._tokens, self._head, self._draft = batcher(batch_invariant), batcher(batch_invariant), batcher(False)
 
     def prepare(self, rows: PlanRows) -> LoraBatch | None:
         """For the target's forward pass over rows of tokens; None when all are the base model's."""
@@ -44,11 +62,12 @@ class StepAdapters:
     ) -> LoraBatch | None:
         if not any(version is not None and applies(version) for version, _ in rows):
             return None
-        allocations = []
+        allocations, has_gains = [], False
         for version, count in rows:
             allocation = None
             if version is not None and applies(version):
                 assert version.digest is not None
                 allocation = self._pool.allocation(version.digest)
+                has_gains |= version.has_gains
             allocations.append((allocation, count))
-        return batcher.build(allocations)
+        return batcher.build(allocations, has_gains=has_gains)

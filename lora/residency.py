@@ -101,18 +101,28 @@ class Residency:
         while not self.host.has_room(num_reserved, num_bytes, kept):
             if self._no_memory is not None and claim >= self._no_memory[0] and size >= self._no_memory[1]:
                 return False
-            victims = [
-                (self._registry.claim(digest) or LEAST_URGENT, digest not in self.pool, digest)
-                for digest in self.host
-                if (digest not in self.pool or self.pool.is_evictable(digest)) and not self._registry.is_held(digest)
-            ]
-            order, _, victim = max(victims, key=lambda item: item[:2], default=(MOST_URGENT, False, b""))
-            if not victims or (order <= claim and order != LEAST_URGENT):
+            victim = self._host_victim(claim)
+            if victim is None:
                 self._no_memory = (claim, size)
                 return False
             self.drop(victim)
             self.num_host_evictions += 1
         return True
+
+    def _host_victim(self, claim: Order) -> bytes | None:
+        """Who makes way in host memory for requests as urgent as `claim`; see `make_room`."""
+        found: tuple[Order, bool] = (MOST_URGENT, False)
+        victim: bytes | None = None
+        for digest in self.host:
+            on_device = digest in self.pool
+            if (on_device and not self.pool.is_evictable(digest)) or self._registry.is_held(digest):
+                continue
+            order = self._registry.claim(digest) or LEAST_URGENT
+            if victim is None or (order, not on_device) > found:
+                found, victim = (order, not on_device), digest
+            if found == (LEAST_URGENT, True):  # none comes before the first of these: not all thousands are looked at
+                break
+        return None if found[0] <= claim and found[0] != LEAST_URGENT else victim
 
     # --- device ---
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .adapter import EMBEDDING, LM_HEAD, LoraWeights, ModuleShape
 from .arena import PackedRows, Place, RowArena
 from .dora import GainSites, of_head, of_slice, of_table
-from .layers import EmbeddingSite, LoraSite
+from .layers import EmbeddingSite, Live, LoraSite
 from .pool import Allocation
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class AdapterSites:
         vocab_size, hidden_size = self._embedding.vocab_size, self._embedding.hidden_size
         rows, (a, b, first) = self._vocabulary.rows, self._lookup
         self._embedding.lookup_lora = EmbeddingSite(
-            rows[:, a : a + vocab_size], rows[:, b : b + hidden_size], self._vocabulary.live[:, first : first + 1]
+            rows[:, a : a + vocab_size], rows[:, b : b + hidden_size], *_live(self._vocabulary, first, 1)
         )
         self._embedding.head_lora = _site(self._vocabulary, self._head, hidden_size, [vocab_size])
         self._embedding.lookup_gains = self._gains.add([(EMBEDDING, hidden_size)])
@@ -131,7 +131,13 @@ def _site(arena: RowArena, place: Place, in_features: int, sizes: Sequence[int])
     num_slices = len(sizes)
     a = arena.rows[:, place.a : place.a + num_slices * in_features].unflatten(1, (num_slices, in_features))
     b = arena.rows[:, place.b : place.b + sum(sizes)]
-    return LoraSite(a, b, sizes, arena.live[:, place.first : place.first + num_slices])
+    return LoraSite(a, b, sizes, *_live(arena, place.first, num_slices))
+
+
+def _live(arena: RowArena, first: int, count: int) -> tuple[Live, Tensor | None]:
+    """Which rows have weights of `count` modules, for the host and for the device's kernels."""
+    columns = slice(first, first + count)
+    return arena.live[:, columns], None if arena.live_on_device is None else arena.live_on_device[:, columns]
 
 
 def make_sites(

@@ -12,7 +12,7 @@ from .files import AdapterFiles
 from .host import HostTier
 from .loader import Done, Loader
 from .mixing import Part, mix_adapters
-from .peft_config import shown
+from .peft_config import adapter_error, shown
 from .placing import HostEntry, Placer
 from .pool import Allocation
 from .versions import AdapterVersion, VersionPart
@@ -56,7 +56,17 @@ class Transfers:
 
     def reading(self, source: AdapterSource) -> Callable[[], HostEntry]:
         """The work of reading and checking an adapter, for any thread. AdapterError comes out of it."""
-        return lambda: self._placer.pack(self._files.read(source))
+
+        def read() -> HostEntry:
+            try:
+                return self._placer.pack(self._files.read(source))
+            except OutriderError:
+                raise
+            except Exception as error:  # out of memory, for one
+                what = f"{type(error).__name__}: {error}"
+                raise adapter_error(f"cannot load {shown(source.path)}: {what}") from error
+
+        return read
 
     def read(self, version: AdapterVersion, host: HostTier) -> None:
         """Read the version's files; of a mix those of the parts that are not in `host`."""

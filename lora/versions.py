@@ -45,6 +45,8 @@ class AdapterVersion:
     """Of the files that were parsed."""
     targets_head: bool = False
     """Whether it adapts the model's lm_head."""
+    has_gains: bool = False
+    """Whether it scales the model's base weights (DoRA)."""
     has_draft: bool = False
     """Whether it brings weights for the drafter..."""
     draft: str = ""
@@ -72,6 +74,7 @@ class AdapterVersion:
         self.digest, self.fingerprint = adapter.digest, adapter.fingerprint
         self.rank, self.rows, self.num_bytes = adapter.rank, adapter.rows, num_bytes
         self.targets_head, self.has_draft = LM_HEAD in adapter.modules, bool(adapter.draft_modules)
+        self.has_gains = any(weights.gain is not None for weights in adapter.modules.values())
         self.draft = adapter.draft
 
     @property

@@ -13,7 +13,8 @@ norm(max(p - q, 0)) instead; when all are accepted, one more token from p. A dra
 
 A request with k drafts brings 1 + k rows of logits: row j is the distribution p of the token after j drafts, after
 every sampling parameter (penalties at row j count the drafts before j). Rows of requests with different k and different
-rules lie one after the other; everything is computed for all of them at once and read back once.
+rules lie one after the other; everything is computed for all of them at once and read back once. On a GPU that is one
+launch (`kernels/verification`), which `choose` makes without waiting for it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels import verification as device_rules
+from ..kernels.dispatch import use_triton
 from ..kernels.noise import Stream, gumbel_argmax, row_keys, uniform
+from ..kernels.staging import upload
 from ..platform.core.request import Request
 
 
@@ -86,6 +90,9 @@ def verify(logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
         raise ValueError(f"{logits.shape[0]} rows of logits for {sum(counts)} positions")
     if not rows:
         return []
+    if use_triton(logits):
+        host = torch.cat(choose(logits, rows)).tolist()  # the only transfer
+        return as_verified(rows, host[: sum(counts)], host[sum(counts) :])
     rejecting = np.array([row.rule is Rule.REJECTION for row in rows])
     coupled = [row for row in rows if row.rule is not Rule.REJECTION]
     sampled = [row for row in rows if row.rule is Rule.REJECTION]
@@ -118,7 +125,58 @@ def _take(logits: Tensor, mask: np.ndarray) -> Tensor:
 
 
 def _device(array: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device)
+    """[N] int64 on the device of `like`."""
+    return upload(like.device, array)[0]
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------
+
+_RULES = {
+    Rule.GREEDY: device_rules.GREEDY,
+    Rule.INVARIANT: device_rules.INVARIANT,
+    Rule.REJECTION: device_rules.REJECTION,
+}
+
+
+class Choices(NamedTuple):
+    """What was chosen for B requests with R rows, on the device; the host has not waited for it."""
+
+    token_ids: Tensor
+    """[R] int64: in a request's rows its accepted drafts, the next token, and -1 after it."""
+    num_accepted: Tensor
+    """[B] int64"""
+
+
+def choose(logits: Tensor, rows: Sequence[VerifyRow], stats: tuple[Tensor, Tensor] | None = None) -> Choices:
+    """`verify` without waiting for the device.
+
+    Args:
+        logits, rows: those of `verify`; at least one row.
+        stats: `row_stats` of `logits`, where the caller has them.
+    """
+    probs = [
+        row.draft_probs
+        for row in rows
+        if row.rule is Rule.REJECTION and row.draft_probs is not None and len(row.draft_ids) > 0
+    ]
+    requests = device_rules.pack(
+        drafts=[row.draft_ids for row in rows],
+        certain=[row.rule is not Rule.REJECTION or row.draft_probs is None for row in rows],
+        rules=[_RULES[row.rule] for row in rows],
+        seed_keys=[row.seed_key for row in rows],
+        first_positions=[row.first_position for row in rows],
+        target=logits.device,
+    )
+    return Choices(*device_rules.verify(logits, torch.cat(probs) if probs else None, requests, stats))
+
+
+def as_verified(rows: Sequence[VerifyRow], token_ids: list[int], num_accepted: list[int]) -> list[Verified]:
+    """The host's view of `Choices`."""
+    results, start = [], 0
+    for row, accepted in zip(rows, num_accepted, strict=True):
+        results.append(Verified(token_ids[start : start + accepted + 1], accepted))
+        start += 1 + len(row.draft_ids)
+    return results
 
 
 # --- the drafter-invariant rule ------------------------------------------------------------------------------
@@ -137,16 +195,20 @@ def target_tokens(logits: Tensor, seed_keys: Sequence[int], positions: Sequence[
     Returns:
         [R] int64 on the device of `logits`.
     """
+    if use_triton(logits):
+        rules = [Rule.GREEDY if is_greedy else Rule.INVARIANT for is_greedy in greedy]
+        parts = zip(seed_keys, positions, rules, strict=True)
+        return choose(logits, [VerifyRow(seed, position, (), None, rule) for seed, position, rule in parts]).token_ids
     is_greedy = np.asarray(greedy, dtype=bool)
     if is_greedy.all():
         return logits.argmax(dim=-1)
     noisy = np.flatnonzero(~is_greedy).tolist()
     scores = _take(logits, ~is_greedy)
     keys = row_keys([seed_keys[i] for i in noisy], [positions[i] for i in noisy], Stream.TARGET)
-    tokens = gumbel_argmax(scores - scores.amax(dim=-1, keepdim=True), keys.to(logits.device))
+    tokens = gumbel_argmax(scores - scores.amax(dim=-1, keepdim=True), _device(keys.numpy(), logits))
     if len(noisy) == logits.shape[0]:
         return tokens
-    return logits.argmax(dim=-1).index_copy_(0, torch.tensor(noisy, device=logits.device), tokens)
+    return logits.argmax(dim=-1).index_copy_(0, _device(np.flatnonzero(~is_greedy), logits), tokens)
 
 
 def accept_equal(draft_ids: Sequence[int], target_ids: Sequence[int]) -> Verified:

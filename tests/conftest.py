@@ -15,6 +15,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: a second t
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
 
+def _has_cuda() -> bool:
+    """Whether kernels can run on a GPU. Without the driver's device files torch, whose import is slow, is not asked."""
+    if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+HAS_CUDA = _has_cuda()
+if not HAS_CUDA:
+    # Before any kernel is defined: `triton.jit` decides then whether the interpreter runs it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 class RootIsNoTestPackage:
     """Collects the repository root as a plain folder.
 
@@ -44,3 +59,9 @@ def _seed_everything() -> None:
 def repo_root() -> Path:
     """The repository root, which is also the package's folder."""
     return REPO_ROOT
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tests of Triton kernels put their tensors: "cuda", or "cpu" for Triton's interpreter."""
+    return "cuda" if HAS_CUDA else "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -38,16 +39,22 @@ class RowSegments:
 
     def __init__(self, segments: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """`segments`: (first token, token after the last, rank rows of their adapter), disjoint."""
-        table: list[tuple[int, int, int, int]] = []
-        rows: list[int] = []
+        runs: dict[tuple[int, ...], list[range]] = {}  # of an adapter: its tokens share the reading of its rows
         for start, stop, own in segments:
-            table.append((start, stop, len(rows), len(own)))
-            rows.extend(own)
+            runs.setdefault(tuple(own), []).append(range(start, stop))
+        table: list[tuple[int, int, int, int]] = []
+        tokens: list[int] = []
+        rows: list[int] = []
+        for own_rows, ranges in runs.items():
+            first = len(tokens)
+            tokens.extend(chain.from_iterable(ranges))
+            table.append((first, len(tokens), len(rows), len(own_rows)))
+            rows.extend(own_rows)
         self._table = np.array(table, dtype=np.int32).reshape(-1, 4)
-        self._rows = np.array(rows, dtype=np.int32)
+        self._tokens, self._rows = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32)
         self.stop = max((stop for _, stop, _ in segments), default=0)
         # The addresses are looked up once: that takes as long as a small projection's rows.
-        self.args = (self._table.ctypes.data, len(table), self._rows.ctypes.data)
+        self.args = (self._table.ctypes.data, len(table), self._tokens.ctypes.data, self._rows.ctypes.data)
 
 
 class NativeRows:
@@ -86,7 +93,7 @@ class NativeRows:
         assert kernels is not None, "is_native says when this may be made"
         self._add = kernels.outrider_lora_add
         self._add.restype = None
-        self._add.argtypes = (ctypes.c_void_p, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p)
+        self._add.argtypes = (*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
         self._address = ctypes.addressof(self._site)
 
     def add(self, y: Tensor, x: Tensor, segments: RowSegments) -> None:

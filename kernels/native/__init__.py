@@ -13,7 +13,7 @@ import os
 
 import torch
 
-from .compiler import BuildError, build
+from .compiler import build
 
 __all__ = ["DTYPES", "library"]
 
@@ -37,6 +37,6 @@ def library() -> ctypes.PyDLL | None:
         return None
     try:
         return ctypes.PyDLL(str(build()))
-    except (BuildError, OSError) as error:
+    except (RuntimeError, OSError) as error:  # RuntimeError: of BuildError, and of a user without a home
         logger.warning("the native CPU kernels are not used, which costs speed: %s", error)
         return None

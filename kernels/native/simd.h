@@ -11,7 +11,7 @@
 #include <omp.h>
 #endif
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -63,10 +63,13 @@ inline Vec load(const float* p) {
     return result;
 }
 inline Vec load(const bf16* p) {
+#if OUTRIDER_LANES == 16  // GCC makes six instructions of the other form
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
     VecU16 half;
     std::memcpy(&half, p, sizeof half);
-    VecU32 bits = __builtin_convertvector(half, VecU32) << 16;
-    return (Vec)bits;
+    return (Vec)(__builtin_convertvector(half, VecU32) << 16);
+#endif
 }
 
 inline void store(float* p, Vec value) { std::memcpy(p, &value, sizeof value); }
@@ -86,11 +89,15 @@ inline void store(bf16* p, Vec value) {
 
 // The lanes in a fixed order, by halves.
 inline float sum(Vec value) {
-    float lanes[LANES];
-    std::memcpy(lanes, &value, sizeof lanes);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
+#if OUTRIDER_LANES == 16
+    return _mm512_reduce_add_ps((__m512)value);
+#elif OUTRIDER_LANES == 8
+    const float* x = (const float*)&value;
+    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+#else
+    const float* x = (const float*)&value;
+    return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
 }
 
 inline int num_threads() {

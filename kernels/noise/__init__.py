@@ -7,8 +7,9 @@
 
 No state and no order: a row's noise does not depend on the batch around it, on the step or on the device, which is what
 makes speculation drafter-invariant (Daliri, Musco, Suresh 2024, "Coupling without Communication and Drafter-Invariant
-Speculative Decoding"). h is the same bit for bit everywhere; G is as exact as the device's float32 `log`, and large G,
-which decide an argmax, come from small v, where float32 is densest.
+Speculative Decoding"). h is the same bit for bit everywhere; G is as exact as the device's float32 `log`: the same on
+all GPUs, and there within 2e-6 of the CPU's (`triton.py` says what that can change). Large G, which decide an
+argmax, come from small v, where float32 is densest.
 
 Hashes: splitmix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators"); lowbias32 (Wellons,
 "Hash Prospector").
@@ -21,6 +22,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor, int64
+
+from ..dispatch import use_triton
 
 # In this package the name `torch` is the module beside this file: `import torch` here would hide it.
 from . import torch as _reference
@@ -70,12 +73,20 @@ def _check(row_keys: Tensor, num_tokens: int) -> None:
 def hash_bits(row_keys: Tensor, num_tokens: int) -> Tensor:
     """h: [R, num_tokens] int32, the 32 bits as they are, on the device of `row_keys` ([R] int64)."""
     _check(row_keys, num_tokens)
+    if use_triton(row_keys):
+        from . import triton as _triton
+
+        return _triton.hash_bits(row_keys, num_tokens)
     return _reference.hash_bits(row_keys, num_tokens)
 
 
 def gumbel(row_keys: Tensor, num_tokens: int) -> Tensor:
     """G: [R, num_tokens] float32, finite (-2.9 to 22.9), on the device of `row_keys` ([R] int64)."""
     _check(row_keys, num_tokens)
+    if use_triton(row_keys):
+        from . import triton as _triton
+
+        return _triton.gumbel(row_keys, num_tokens)
     return _reference.gumbel(row_keys, num_tokens)
 
 
@@ -92,6 +103,10 @@ def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor:
     _check(row_keys, scores.shape[-1])
     if scores.shape[0] != row_keys.shape[0]:
         raise ValueError(f"{row_keys.shape[0]} keys for {scores.shape[0]} rows")
+    if use_triton(row_keys):
+        from . import triton as _triton
+
+        return _triton.gumbel_argmax(scores, row_keys)
     return _reference.gumbel_argmax(scores, row_keys)
 
 

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..dispatch import use_triton
 from . import torch as _torch
 from .native import rms_norm as _native
 from .torch import NormWeight, prepare
 
-__all__ = ["NormWeight", "prepare", "rms_norm", "rms_norm_invariant"]
+__all__ = ["NormWeight", "add_rms_norm", "prepare", "rms_norm", "rms_norm_invariant"]
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
     """Normalise x [..., H] over its last dimension; computed in float32, returned in x's dtype."""
+    if use_triton(x):
+        from . import triton as _triton
+
+        if _triton.serves(x, weight):
+            return _triton.rms_norm(x, weight)
     y = _native(x, weight)
     return _torch.rms_norm(x, weight) if y is None else y
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> Tensor:
+    """`rms_norm` of residual + x, both [T, H] of one dtype. The sum, rounded, replaces `residual`.
+
+    Raises:
+        ValueError: x and residual differ in shape or dtype.
+    """
+    if x.dim() != 2 or x.shape != residual.shape or x.dtype != residual.dtype:
+        shapes = f"{tuple(x.shape)} {x.dtype}, {tuple(residual.shape)} {residual.dtype}"
+        raise ValueError(f"x and residual must be alike, [T, H]: {shapes}")
+    if use_triton(x) and residual.stride(1) == 1:
+        from . import triton as _triton
+
+        if _triton.serves(x, weight):
+            return _triton.add_rms_norm(x, residual, weight)
+    return rms_norm(residual.add_(x), weight)
 
 
 def rms_norm_invariant(x: Tensor, weight: NormWeight) -> Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor, float32
 
+from ..dispatch import use_triton
+
 # In this package the name `torch` is the module beside this file: `import torch` here would hide it.
 from . import torch as _reference
 
@@ -66,6 +68,11 @@ def filter_logits(
         top_p=np.where(sampled & (p < 1.0), p, 1.0),
         min_p=np.where(sampled & (m > 0.0), m, 0.0),
     )
+    if use_triton(logits):
+        from . import triton as _triton
+
+        idle = not limits.rows.size and (heat == 1.0).all()
+        return logits if idle else _triton.filter_logits(logits, heat, limits)
     scaled = logits if (heat == 1.0).all() else _reference.divide(logits, heat)
     if not limits.rows.size:
         return scaled
@@ -89,7 +96,29 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     """
     if logits.ndim != 2 or chosen.shape != logits.shape[:1] or k < 0:
         raise ValueError(f"logits {list(logits.shape)}, chosen {list(chosen.shape)} and k={k} do not fit")
-    return _reference.top_logprobs(logits, chosen, min(k, logits.shape[1]))
+    k = min(k, logits.shape[1])
+    if use_triton(logits):
+        from . import triton_logprobs as _triton
+
+        if k <= _triton.MAX_LOGPROBS:
+            return _triton.top_logprobs(logits, chosen, k)
+    return _reference.top_logprobs(logits, chosen, k)
 
 
-__all__ = ["GREEDY_TEMPERATURE", "filter_logits", "top_logprobs"]
+def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """What a softmax of each row needs.
+
+    Args:
+        logits: [R, V] float32.
+
+    Returns:
+        (maximum [R]; sum of exp(logit - maximum) [R]), float32; NaN both where a logit is NaN.
+    """
+    if use_triton(logits):
+        from . import triton_logprobs as _triton
+
+        return _triton.row_stats(logits)
+    return _reference.row_stats(logits)
+
+
+__all__ = ["GREEDY_TEMPERATURE", "filter_logits", "row_stats", "top_logprobs"]

@@ -157,3 +157,9 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
     ids = ids.gather(1, order)
     return ids, logprobs.gather(1, ids), logprobs.gather(1, chosen).squeeze(1), rank
+
+
+def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See the package."""
+    top = logits.amax(dim=-1)
+    return top, (logits - top.unsqueeze(1)).exp_().sum(dim=-1)

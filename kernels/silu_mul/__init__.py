@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..dispatch import use_triton
 from . import torch as _torch
 from .native import silu_mul as _native
 
@@ -12,6 +13,11 @@ __all__ = ["silu_mul", "silu_mul_invariant"]
 
 def silu_mul(x: Tensor) -> Tensor:
     """silu(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
+    if use_triton(x):
+        from . import triton as _triton
+
+        if _triton.serves(x):
+            return _triton.silu_mul(x)
     y = _native(x)
     return _torch.silu_mul(x) if y is None else y
 

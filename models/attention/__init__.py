@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...kernels.dispatch import has_triton
 from ...platform.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -71,10 +72,19 @@ def _native(spec: AttentionSpec) -> AttentionBackend:
     return NativeAttention(spec)
 
 
+def _triton(spec: AttentionSpec) -> AttentionBackend:
+    if not has_triton():
+        raise InvalidRequestError("attention backend 'triton' needs the package triton", param="attention_backend")
+    from .triton import TritonAttention
+
+    return TritonAttention(spec)
+
+
 _BACKENDS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
     "torch": _torch,
     "invariant": _invariant,
     "native": _native,
+    "triton": _triton,
 }
 
 
@@ -82,14 +92,27 @@ def make_attention(spec: AttentionSpec, name: str | None = None, *, batch_invari
     """The backend called `name`; None: the fastest for this model here, of those that are batch-invariant if wanted.
 
     Raises:
-        InvalidRequestError: there is none of that name.
+        InvalidRequestError: there is none of that name, or what it needs is not installed.
     """
     if name is None:
-        from .native import serves
-
-        name = "native" if serves(spec) else "invariant" if batch_invariant else "torch"
+        name = _fastest(spec, batch_invariant)
     if name not in _BACKENDS:
         raise InvalidRequestError(
             f"attention backend must be one of {', '.join(sorted(_BACKENDS))}; got {name!r}", param="attention_backend"
         )
     return _BACKENDS[name](spec)
+
+
+def _fastest(spec: AttentionSpec, batch_invariant: bool) -> str:
+    from .native import serves
+
+    if serves(spec):
+        return "native"
+    if batch_invariant:
+        return "invariant"
+    if spec.device.type == "cuda" and has_triton():
+        from .triton import serves as on_gpu
+
+        if on_gpu(spec):
+            return "triton"
+    return "torch"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from ...kernels.paged_attention import LayerKV, NativeStep, RowArrays, Shape, is_native
+from ...kernels.paged_attention import LayerKV, NativeStep, Shape, is_native
 from ...kernels.rope import Rotation
 from ..batch import SequenceRows
 from . import AttentionSpec
@@ -35,15 +35,7 @@ class NativeAttention:
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> NativeStep:
         """See AttentionBackend."""
-        tables = RowTables(rows, block_size)
-        arrays = RowArrays(
-            slots=tables.slots(positions),
-            query_lens=tables.query_lens,
-            starts=tables.starts,
-            token_starts=tables.token_starts,
-            table_starts=tables.table_starts,
-            blocks=tables.table,
-        )
+        arrays = RowTables(rows, block_size).arrays(positions)
         return NativeStep(self._shape, self._dtype, block_size, arrays, rows.first_key)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: NativeStep, window: int | None) -> Tensor:

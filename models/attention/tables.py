@@ -6,6 +6,7 @@ from itertools import chain
 
 import numpy as np
 
+from ...kernels.paged_attention import RowArrays
 from ..batch import SequenceRows
 
 
@@ -28,6 +29,17 @@ class RowTables:
         """[T] cache slots of all tokens."""
         block, offset = np.divmod(positions, self.block_size)
         return self.table[np.repeat(self.table_starts, self.query_lens) + block] * self.block_size + offset
+
+    def arrays(self, positions: np.ndarray) -> RowArrays:
+        """As kernels that read the cache in place take them; `positions` [T] are the tokens'."""
+        return RowArrays(
+            slots=self.slots(positions),
+            query_lens=self.query_lens,
+            starts=self.starts,
+            token_starts=self.token_starts,
+            table_starts=self.table_starts,
+            blocks=self.table,
+        )
 
     def blocks(self, rows: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
         """[len(rows), count] blocks from each row's `first` on; past its end a row's last block is repeated."""

@@ -48,10 +48,15 @@ class AdapterClient:
 
     async def register(self, requests: Sequence[LoRARequest]) -> None:
         """See `LLM.register_lora_adapters`."""
-        await self._engine().call(Call(0, "register_adapters", loras=list(requests)))
-        for request in requests:
-            self._loaded[request.name] = Call(0, "register_adapters", loras=[request])
-            self.requests[request.name] = request
+        try:
+            local = [await self._sources.localize_request(request) for request in requests]
+            await self._engine().call(Call(0, "register_adapters", loras=local))
+            for request in local:
+                self._loaded[request.name] = Call(0, "register_adapters", loras=[request])
+                self.requests[request.name] = request
+        finally:
+            for request in requests:
+                self._release(request.name)
 
     async def unload(self, name: str, mode: str) -> None:
         """Forget an adapter; NotFoundError when the engine does not know it."""
@@ -75,7 +80,17 @@ class AdapterClient:
     async def load_again(self, engine: EngineProcess) -> None:
         """Register in an engine that has just started what the last one had; what cannot be read any more is
         forgotten."""
-        for name, call in list(self._loaded.items()):
+        again = dict(self._loaded)
+        unread = [name for name, call in again.items() if call.method == "register_adapters"]
+        try:  # thousands by one call; when one of them is gone, each by itself
+            if unread:
+                await engine.call(Call(0, "register_adapters", loras=[self.requests[name] for name in unread]))
+            again = {name: call for name, call in again.items() if call.method != "register_adapters"}
+        except EngineDeadError:
+            raise
+        except OutriderError:
+            pass
+        for name, call in again.items():
             try:
                 await engine.call(call)
             except EngineDeadError:

@@ -10,6 +10,7 @@ LoRAMix, "a:0.7+b:0.3"          the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import nsmallest
 from typing import Any, TypeAlias
 
 from ..core.errors import InvalidRequestError, NotFoundError
@@ -18,6 +19,8 @@ from ..core.sampling_params import shown
 
 AnyLoRA: TypeAlias = LoRA | str | tuple[LoRARequest | str, float] | Sequence[tuple[LoRARequest | str, float]]
 """One request's adapter, in any spelling but None."""
+
+_MAX_SHOWN_NAMES = 20
 
 
 def resolve_lora(lora: AnyLoRA | None, known: Callable[[], Mapping[str, LoRARequest]]) -> LoRA | None:
@@ -84,6 +87,8 @@ def _resolve_name(name: str, known: Mapping[str, LoRARequest]) -> LoRA | None:
 
 def _named(name: str, known: Mapping[str, LoRARequest]) -> LoRARequest:
     if name not in known:
-        names = ", ".join(sorted(known)) or "none"
+        names = ", ".join(nsmallest(_MAX_SHOWN_NAMES, known)) or "none"
+        if len(known) > _MAX_SHOWN_NAMES:
+            names += f" and {len(known) - _MAX_SHOWN_NAMES} more"
         raise NotFoundError(f"the adapter {name!r} is not loaded; loaded are: {names}", param="lora_request")
     return known[name]

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import uuid
+from collections import ChainMap
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -284,7 +285,8 @@ class AsyncLLM:
         lora_request: AnyLoRA | None,
         **options: Any,
     ) -> list[EngineRequest]:
-        lora = resolve_lora(lora_request, lambda: self._demo_adapters | self.adapters)
+        # No copy: thousands may be registered.
+        lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
         lora = await self._adapters.localize(lora)
         text = _text_of(prompt)
         processor = self.input_processor

@@ -37,7 +37,7 @@ class Engine(Protocol):
         """Compute one step."""
 
     def adapter_reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], Any]:
-        """Reads an adapter's files, in any thread."""
+        """Reads an adapter's files, in another thread."""
 
     def load_adapter(
         self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
@@ -51,13 +51,16 @@ class Engine(Protocol):
         """Forget an adapter."""
 
     def adapter_pin_reader(self, name: str) -> Callable[[], Any] | None:
-        """Reads an adapter that is not in memory, in any thread; None when it is."""
+        """Reads an adapter that is not in memory, in another thread; None when it is."""
 
     def pin_adapter(self, name: str, *, read: Any = None) -> AdapterInfo:
         """Keep an adapter on the device, with what `adapter_pin_reader` brought."""
 
     def unpin_adapter(self, name: str) -> AdapterInfo:
         """Let an adapter make way again."""
+
+    def find_adapter(self, name: str) -> AdapterInfo | None:
+        """The adapter registered under a name."""
 
     def list_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
@@ -20,6 +19,7 @@ from .adapters import AnyLoRA, lora_of_each, resolve_lora
 from .chat_template import ChatOptions
 from .engine_factory import (
     DEFAULT_ENGINE,
+    Engine,
     demo_lora_requests,
     engine_args,
     load_engine,
@@ -32,6 +32,24 @@ from .progress import GenerationProgress
 T = TypeVar("T")
 
 Messages: TypeAlias = list[dict[str, Any]]
+
+
+class _KnownAdapters(Mapping[str, LoRARequest]):
+    """What names mean: the engine's adapters, of which it is asked for one at a time, and the demo's."""
+
+    def __init__(self, engine: Engine, demo: Mapping[str, LoRARequest]) -> None:
+        self._engine = engine
+        self._demo = demo
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        info = self._engine.find_adapter(name)
+        return self._demo[name] if info is None else LoRARequest(name, path=info.path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._demo, **{info.name: None for info in self._engine.list_adapters()}})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class LLM:
@@ -107,12 +125,12 @@ class LLM:
         params: list[SamplingParams] = _for_each("sampling_params", sampling_params, len(batch), SamplingParams())
         loras = lora_of_each(lora_request, len(batch))
         priorities = _for_each("priority", priority, len(batch), 0)
-        known = functools.cache(self._known_adapters)  # the engine is asked once, and only for names
+        known = _KnownAdapters(self._engine, self._demo_adapters)
         work: list[tuple[str, str | None, list[EngineRequest]]] = []
         for prompt, one_params, lora, one_priority in zip(batch, params, loras, priorities, strict=True):
             request_id = str(self._num_requests)
             self._num_requests += 1
-            local = self._sources.localize_now(resolve_lora(lora, known))
+            local = self._sources.localize_now(resolve_lora(lora, lambda: known))
             requests = self._input_processor.process(request_id, prompt, one_params, lora=local, priority=one_priority)
             work.append((request_id, _text_of(prompt), requests))
         states: list[RequestState] = []
@@ -240,10 +258,6 @@ class LLM:
     def list_lora_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""
         return self._engine.list_adapters()
-
-    def _known_adapters(self) -> dict[str, LoRARequest]:
-        loaded = {info.name: LoRARequest(info.name, path=info.path) for info in self._engine.list_adapters()}
-        return self._demo_adapters | loaded
 
     # --- the rest -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
 
+from ...kernels.threads import compute_alone
 from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
@@ -101,13 +102,13 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def adapter_reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], Any]:
-        """Reads and checks an adapter's files, which may take long: call it in any thread. Its result is for
-        `load_adapter`; AdapterError comes out of it.
+        """Reads and checks an adapter's files, which may take long: call it in another thread than this object's. Its
+        result is for `load_adapter`; AdapterError comes out of it.
 
         Raises:
             InvalidUserInputError: at once, when the name is taken (and not `load_inplace`).
         """
-        return self._adapters.reader(request, load_inplace=load_inplace)
+        return _beside_steps(self._adapters.reader(request, load_inplace=load_inplace))
 
     def load_adapter(
         self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
@@ -138,12 +139,13 @@ class EngineCore:
         self.scheduler.end([request.request_id for request in ending])
 
     def adapter_pin_reader(self, name: str) -> Callable[[], Any] | None:
-        """Reads what `pin_adapter` needs of an adapter that is not in memory, in any thread; None when it is.
+        """Reads what `pin_adapter` needs of an adapter that is not in memory, in another thread; None when it is.
 
         Raises:
             NotFoundError: the name is unknown.
         """
-        return self._adapters.pin_reader(name)
+        read = self._adapters.pin_reader(name)
+        return None if read is None else _beside_steps(read)
 
     def pin_adapter(self, name: str, *, read: Any = None) -> AdapterInfo:
         """Keep a registered adapter on the device; without `read`, what `adapter_pin_reader` brought, it is read here
@@ -158,6 +160,10 @@ class EngineCore:
     def unpin_adapter(self, name: str) -> AdapterInfo:
         """Let a registered adapter make way for others again; NotFoundError when the name is unknown."""
         return self._adapters.unpin(name)
+
+    def find_adapter(self, name: str) -> AdapterInfo | None:
+        """The adapter registered under a name."""
+        return self._adapters.find(name)
 
     def list_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""
@@ -226,6 +232,16 @@ class EngineCore:
         if request.group is None:
             return None
         return _joined(request.tenant, request.cache_salt, request.group)
+
+
+def _beside_steps(read: Callable[[], Any]) -> Callable[[], Any]:
+    """The same for another thread, which steps must not be slower for."""
+
+    def work() -> Any:
+        compute_alone()
+        return read()
+
+    return work
 
 
 def _joined(*texts: str) -> bytes:

@@ -89,6 +89,10 @@ class NoAdapters:
         """Refused: there is none."""
         raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
 
+    def find(self, name: str) -> AdapterInfo | None:
+        """There is none."""
+        return None
+
     def list(self) -> list[AdapterInfo]:
         """None."""
         return []

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.staging import to_device
 from ..core.request import Request, TokenCounts
 from ..core.sampling_params import SamplingParams
 
@@ -63,7 +64,7 @@ def _flat(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int] | np.nd
     """Indices into `logits.view(-1)` of these tokens of these rows. Tokens are below V: admission checks it."""
     width = logits.shape[1]
     parts = [np.asarray(tokens, dtype=np.int64) + row.place * width for row, tokens in pairs]
-    return torch.from_numpy(np.concatenate(parts)).to(logits.device)
+    return to_device(np.concatenate(parts), logits.device)
 
 
 def _ban(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int]]]) -> None:
@@ -74,7 +75,7 @@ def _ban(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int]]]) -> No
 def _allow_only(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     where = _flat(logits, [(row, row.request.params.allowed_token_ids or ()) for row in rows])
     kept = logits.view(-1)[where]
-    logits[torch.tensor([row.place for row in rows], device=logits.device)] = NEGATIVE_INFINITY
+    logits[to_device(np.array([row.place for row in rows]), logits.device)] = NEGATIVE_INFINITY
     logits.view(-1)[where] = kept
 
 
@@ -103,7 +104,7 @@ def _min_tokens(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 def _logit_bias(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     pairs = [(row, list(row.request.params.logit_bias or ())) for row in rows]
     amounts = [bias for row in rows for bias in (row.request.params.logit_bias or {}).values()]
-    logits.view(-1)[_flat(logits, pairs)] += torch.tensor(amounts, device=logits.device)
+    logits.view(-1)[_flat(logits, pairs)] += to_device(np.array(amounts, np.float32), logits.device)
 
 
 def _counts(request: Request) -> TokenCounts:
@@ -129,7 +130,7 @@ def _repetition(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
         [np.full(len(tokens), row.request.params.repetition_penalty, np.float32) for row, tokens in pairs]
     )
     where = _flat(logits, pairs)
-    factor, values = torch.from_numpy(factors).to(logits.device), logits.view(-1)[where]
+    factor, values = to_device(factors, logits.device), logits.view(-1)[where]
     logits.view(-1)[where] = torch.where(values > 0, values / factor, values * factor)
 
 
@@ -144,7 +145,7 @@ def _presence_and_frequency(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
         pairs.append((row, list(times)))
         counts = np.fromiter(times.values(), np.float32, len(times))
         amounts.append(np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts)
-    logits.view(-1)[_flat(logits, pairs)] -= torch.from_numpy(np.concatenate(amounts)).to(logits.device)
+    logits.view(-1)[_flat(logits, pairs)] -= to_device(np.concatenate(amounts), logits.device)
 
 
 EDITS: tuple[Edit, ...] = (

@@ -7,12 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import filter_logits, top_logprobs
+from ...kernels.dispatch import use_triton
+from ...kernels.sampling import filter_logits, row_stats, top_logprobs
+from ...kernels.staging import Download, upload
 from ...spec_decode.synthetic import verify_synthetic
-from ...spec_decode.verification import Verified, VerifyRow, choose_rule, verify
+from ...spec_decode.verification import Rule, Verified, VerifyRow, as_verified, choose, choose_rule, verify
 from ..core.errors import ErrorInfo, InvalidRequestError, OutriderError
 from ..core.messages import TokenLogprobs
 from ..core.request import Drafts, Request
@@ -77,6 +80,8 @@ class Sampler:
             logits: [sum(1 + k), V] float32, raw; may be overwritten.
             rows: the sequences in the order of their logits rows.
         """
+        if use_triton(logits) and self._synthetic_rates is None:
+            return self.launch(logits, rows).collect()
         starts = _starts(rows)
         raw_top = logits.amax(dim=-1)  # NaN where any logit is
         wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
@@ -96,6 +101,29 @@ class Sampler:
                 found = token_logprobs(raw[i][: len(tokens)], tokens, request.params.logprobs or 0)
                 sampled[i] = sampled[i]._replace(logprobs=found)
         return sampled
+
+    def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> Pending:
+        """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `__call__`."""
+        starts = _starts(rows)
+        raw_top = logits.amax(dim=-1)
+        wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
+        reported = [starts[i] + j for i in wanting for j in range(1 + len(rows[i].drafts.token_ids))]
+        index = upload(logits.device, np.array(reported, dtype=np.int64))[0]
+        raw = logits[index]  # a copy: edits and filters work in place
+        edited = self._edit(logits, rows, starts)
+        filtered = self._filter(logits, rows)
+        verify_rows = [self._verify_row(row) for row in rows]
+        stats = row_stats(filtered) if any(row.rule is not Rule.GREEDY for row in verify_rows) else None
+        if stats is not None:
+            top = stats[0]
+        else:
+            top = filtered.amax(dim=-1) if edited else raw_top
+        choices = choose(filtered, verify_rows, stats)
+        parts = [*choices, raw_top, top]
+        if reported:
+            k = max(rows[i].request.params.logprobs or 0 for i in wanting)
+            parts += top_logprobs(raw, choices.token_ids[index].clamp(min=0), k)
+        return Pending(rows, verify_rows, wanting, Download(parts))
 
     def _keep_raw(
         self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int], wanting: list[int]
@@ -138,6 +166,35 @@ class Sampler:
         return VerifyRow(request.seed_key, len(request.tokens), row.drafts.token_ids, row.drafts.probs, rule)
 
 
+class Pending(NamedTuple):
+    """A step's sampling, launched and not waited for."""
+
+    rows: Sequence[SampleRow]
+    verify_rows: list[VerifyRow]
+    wanting: list[int]
+    """The sequences that want log-probabilities."""
+    download: Download
+
+    def collect(self) -> list[Sampled]:
+        """Wait for the device, and tell each sequence what it got."""
+        tokens, accepted, raw_top, top, *reports = self.download.wait()
+        tops = list(zip(raw_top, top, strict=True))
+        verified = as_verified(self.verify_rows, tokens, accepted)
+        sampled = [
+            _reached(row.request, got, tops[start : start + len(got.token_ids)])
+            for row, start, got in zip(self.rows, _starts(self.rows), verified, strict=True)
+        ]
+        place = 0
+        for i in self.wanting:
+            row, got = self.rows[i], sampled[i].token_ids
+            if got:
+                k = row.request.params.logprobs or 0
+                of_tokens = (part[place : place + len(got)] for part in reports)
+                sampled[i] = sampled[i]._replace(logprobs=_as_logprobs(got, k, *of_tokens))
+            place += 1 + len(row.drafts.token_ids)
+        return sampled
+
+
 def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> Sampled:
     """What `got` holds before the first of its rows that offers nothing to choose; an error when that is the first.
 
@@ -165,6 +222,17 @@ def _starts(rows: Sequence[SampleRow]) -> list[int]:
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
     """Log-probabilities of `tokens` [R] and of the `k` most likely tokens under raw `logits` [R, V]."""
-    chosen = torch.tensor(tokens, device=logits.device)
-    ids, values, own, rank = (part.tolist() for part in top_logprobs(logits, chosen, k))
-    return [TokenLogprobs([token, *ids[i]], [own[i], *values[i]], rank[i]) for i, token in enumerate(tokens)]
+    chosen = upload(logits.device, np.array(tokens, dtype=np.int64))[0]
+    return _as_logprobs(tokens, k, *Download(top_logprobs(logits, chosen, k)).wait())
+
+
+def _as_logprobs(
+    tokens: Sequence[int],
+    k: int,
+    ids: list[list[int]],
+    values: list[list[float]],
+    own: list[float],
+    rank: list[int],
+) -> list[TokenLogprobs]:
+    """From lists of `top_logprobs` with at least `k` columns."""
+    return [TokenLogprobs([token, *ids[i][:k]], [own[i], *values[i][:k]], rank[i]) for i, token in enumerate(tokens)]

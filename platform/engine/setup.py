@@ -20,6 +20,7 @@ from ...spec_decode.adaptive import AdaptiveProposer
 from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
 from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
+from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from .block_pool import BlockPool
@@ -112,7 +113,11 @@ def _proposer_context(config: EngineConfig, target: Decoder, progress: bool) -> 
 
 
 def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> AdapterManager | NoAdapters:
-    """One manager for the target's adapters and their draft weights: they are loaded and dropped together."""
+    """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
+
+    Raises:
+        InvalidRequestError: there is no memory for as many rows as the options want.
+    """
     if config.lora is None:
         return NoAdapters()
     hooks = AdapterHooks(
@@ -122,7 +127,13 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
         on_gone=proposer.forget_adapter,
         batch_invariant=config.batch_invariant,
     )
-    return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
+    try:
+        return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise InvalidRequestError(
+            f"no memory for the adapters' rows: lower max_loras or max_lora_rank, or set lora_memory ({error})",
+            param="max_lora_rank",
+        ) from error
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:

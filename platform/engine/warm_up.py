@@ -45,7 +45,7 @@ def warm_up(
 def _fits(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> bool:
     """Whether so many dummies run at once without preemption, whole batches at a time."""
     config, most = scheduler.config, max(count for _, count in choices)
-    length = _PROMPT + sum(_STEPS * (1 + count) for _, count in choices) + 2 * most
+    length = _PROMPT + 1 + sum(_STEPS * (1 + count) for _, count in choices) + 2 * most
     blocks = -(-length // scheduler.prefix_cache.block_size)
     return (
         rows <= config.max_num_seqs
@@ -62,12 +62,14 @@ def _measure(
     rows: int,
     in_time: Callable[[], bool],
 ) -> None:
-    names = [f"warm-up {index}" for index in range(rows)]
+    dummies = [_dummy(f"warm-up {index}", index) for index in range(rows)]
     drafter.hold(0, 0)
-    for index, name in enumerate(names):
-        scheduler.add(_dummy(name, index))
+    for dummy in dummies:
+        scheduler.add(dummy)
     try:
-        while scheduler.has_work() and not all(request.num_output_tokens for request in scheduler.running):
+        while not all(dummy.num_output_tokens for dummy in dummies):  # the prompts, in one step or in several
+            if not in_time():
+                return
             _step(scheduler, runner)
         for number, count in drafter.choices:
             drafter.hold(number, count)
@@ -76,7 +78,7 @@ def _measure(
                     return
                 _step(scheduler, runner)
     finally:
-        scheduler.abort(names)
+        scheduler.abort([dummy.request_id for dummy in dummies])
 
 
 def _step(scheduler: Scheduler, runner: ModelRunner) -> None:

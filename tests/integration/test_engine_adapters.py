@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from threading import current_thread
 
 import pytest
 
@@ -188,6 +190,12 @@ def test_adapters_are_prefetched_while_the_batch_is_full(models, make_engine, pr
         engine.step()
 
 
+def test_more_rows_than_there_is_memory(make_engine):
+    with pytest.raises(InvalidRequestError, match="no memory for the adapters' rows: lower max_loras") as error:
+        make_engine(**LORA | {"max_lora_rank": 10**12})
+    assert error.value.param == "max_lora_rank"
+
+
 def test_lora_memory(models, make_engine, run, prompts, greedy, alone):
     """In bytes, on the command line's terms; too little is refused with both figures."""
     with pytest.raises(
@@ -214,6 +222,24 @@ def test_tenants_and_salts_share_no_blocks(make_engine, run, prompts, greedy):
     fields = [{}, {"tenant": "t"}, {"cache_salt": "t"}, {"tenant": "t", "cache_salt": "u"}, {"tenant": "t"}]
     outcomes = [run(engine, [(prompts[3], greedy, None, f)])[0] for f in fields]
     assert [o.num_cached_tokens for o in outcomes] == [0, 0, 0, 0, 48]
+
+
+def test_reads_beside_steps_compute_without_helpers(models, make_engine, monkeypatch):
+    """Those of another thread's, as the engine process has; what the engine's own thread reads changes nothing for
+    it."""
+    alone = []
+    monkeypatch.setattr(
+        "outrider.platform.engine.engine_core.compute_alone", lambda: alone.append(current_thread().name)
+    )
+    engine = make_engine(**LORA)
+    engine.register_adapters([models.lora("b")])
+    with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
+        for read in (engine.adapter_reader(models.lora("a")), engine.adapter_pin_reader("b")):
+            pool.submit(read).result()
+    assert alone == ["reader_0", "reader_0"]
+    engine.load_adapter(models.lora("a"))
+    assert engine.adapter_pin_reader("a") is None
+    assert len(alone) == 2
 
 
 def test_adapter_statistics(models, make_engine, prompts):

@@ -86,3 +86,18 @@ def test_without_a_compiler_the_torch_paths_serve(fresh, kernels, tmp_path, monk
         assert native.library() is None
         assert native.library() is None
     assert caplog.text.count("no-such-compiler") == 1
+
+
+def test_a_user_without_a_home(fresh, kernels, monkeypatch, caplog):
+    """As in a container that runs under an id of its own."""
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(building, "_compiler", lambda: ["c++"])
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(building.Path, "home", home)
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "home directory" in caplog.text

@@ -21,7 +21,9 @@ disturbs all alike. Without a model: the embedded demo with its adapters, its dr
 
 def add_parser(kinds: Any) -> None:
     """Add the measurement `speculation`."""
-    parser = kinds.add_parser("speculation", help="what every way of drafting is worth", description=_DESCRIPTION)
+    parser = kinds.add_parser(
+        "speculation", help="what every way of drafting is worth", description=_DESCRIPTION, allow_abbrev=False
+    )
     _add_options(parser)
     parser.set_defaults(run=run)
 

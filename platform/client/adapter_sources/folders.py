@@ -74,6 +74,8 @@ class FolderRules(NamedTuple):
             return CheckedFolder(real, ())  # the engine's error says it best
         try:
             return CheckedFolder(real, tuple(self._walk(real, field)))
+        except AdapterError:
+            raise
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise no_adapter(f"{field} {shown_source(path)!r} cannot be read: {reason}", field) from error

@@ -9,6 +9,7 @@ import pytest
 from outrider.platform.cli.bench.serving.arrivals import arrival_times
 from outrider.platform.cli.bench.serving.compare import compare, differences
 from outrider.platform.cli.bench.serving.metrics import RequestRecord, acceptance, figures
+from outrider.platform.cli.bench.serving.plot import draw_latencies
 from outrider.platform.cli.bench.serving.timeline import (
     Recorder,
     Span,
@@ -146,6 +147,13 @@ def test_summary_of_a_timeline():
     assert (event["ph"], event["pid"], event["ts"], event["dur"]) == ("X", 1, 7e6, 1e6)
 
 
+def test_spans_that_overlap_have_rows_of_their_own_in_a_trace():
+    spans = [Span("a", 0, 4), Span("inside", 1, 2), Span("late", 3, 6), Span("later", 5, 7), Span("next", 6, 8)]
+    events = chrome_trace({"wire": spans})["traceEvents"]
+    rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
+    assert rows == {"a": 0, "inside": 0, "late": 1, "later": 0, "next": 1}
+
+
 def test_a_recorder_records_while_it_is_on():
     recorder = Recorder()
     entered = []
@@ -167,6 +175,26 @@ def test_a_recorder_records_while_it_is_on():
     assert double(4) == 8
     assert entered == ["double"]
     assert len(recorder.spans) == 2
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+
+def _picture(records, file):
+    figures = {"completed": len(records), "output_throughput": 0.0, "request_throughput": 0.0}
+    machine = {"gpu": None, "cpu": "a processor", "date": "2026-01-01"}
+    report = {"benchmark": "serve", "labels": [], "model": {"name": "x"}, "figures": figures, "machine": machine}
+    draw_latencies(report, records, file)
+    head = file.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    return int.from_bytes(head[20:24], "big")  # height in pixels
+
+
+def test_a_picture_has_no_empty_half(tmp_path):
+    whole = _picture([_record()], tmp_path / "whole.png")
+    single_tokens = _picture([_record(gaps=(0.2,), tokens=1)], tmp_path / "half.png")  # no TPOT, no ITL
+    nothing = _picture([], tmp_path / "nothing.png")
+    assert nothing == single_tokens < 0.6 * whole
 
 
 # --- compare --------------------------------------------------------------------------------------------------------
@@ -191,10 +219,23 @@ def test_rows_are_matched_by_what_they_are_about():
     b = {"rows": [row("ngram", 4, 60.0), row("off", 1, 5.0), row("suffix", 1, 1.0)]}
     found = {c.name: c.ratio for c in compare(a, b)}
     assert found == {
-        "off 1 / output_throughput": 0.5,
-        "off 1 / ttft_ms.mean": 1,
-        "ngram 4 / output_throughput": 2,
-        "ngram 4 / ttft_ms.mean": 1,
+        "off batch_size=1 / output_throughput": 0.5,
+        "off batch_size=1 / ttft_ms.mean": 1,
+        "ngram batch_size=4 / output_throughput": 2,
+        "ngram batch_size=4 / ttft_ms.mean": 1,
+    }
+
+
+def test_rows_without_adapters_and_with_none_are_two():
+    def row(number, speed, ranks=()):
+        return {"batch_size": 1, "num_adapters": number, "ranks": [*ranks], "output_throughput": speed}
+
+    a = {"rows": [row(None, 1.0), row(0, 2.0), row(1, 3.0, (8, 16))]}
+    b = {"rows": [row(None, 2.0), row(0, 6.0), row(1, 12.0, (8, 16))]}
+    assert {c.name: c.ratio for c in compare(a, b)} == {
+        "batch_size=1 / output_throughput": 2,
+        "batch_size=1 num_adapters=0 / output_throughput": 3,
+        "batch_size=1 num_adapters=1 ranks=8,16 / output_throughput": 4,
     }
 
 

@@ -112,6 +112,8 @@ def test_batches_differ_so_that_no_drafter_remembers(tokenizer):
         ("serve --base-url ftp://host", "--base-url: must be http"),
         ("serve --base-url http://host:port", "--base-url: not a URL"),
         ("serve --base-url http://127.0.0.1:1", "--base-url: cannot connect"),
+        ("serve --base-url http://me:secret@127.0.0.1:1", "--base-url: must not hold a user or password"),
+        ("serve --host 127.0.0.1 --port 1", "--base-url: cannot connect to 127.0.0.1:1"),
         ("serve --endpoint /v1/embeddings", "--endpoint: must be a path"),
         ("serve --prefix-len -1", "--prefix-len: must be at least 0"),
         ("serve --save-detailed", "--save-detailed: has no file"),
@@ -163,6 +165,37 @@ def test_names_that_users_of_vllm_know():
     assert (options.input_len, options.output_len, options.prefix_len) == (3, 4, 5)
     assert options.goodput == [("ttft", 200.0), ("tpot", 50.0)]
     assert (options.percentile_metrics, options.metric_percentiles) == (["ttft", "itl"], [50.0, 99.9])
+
+
+@pytest.mark.parametrize(
+    ("given", "url", "endpoint"),
+    [
+        ("", "http://127.0.0.1:8000", "/v1/completions"),
+        ("--host ::1 --port 8001", "http://[::1]:8001", "/v1/completions"),
+        ("--backend openai-chat --host api", "http://api:8000", "/v1/chat/completions"),
+        ("--backend vllm --base-url https://x/y --endpoint /v2/completions", "https://x/y", "/v2/completions"),
+    ],
+)
+def test_where_requests_go(given, url, endpoint, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(namespace, api_key):
+        assert (namespace.base_url, namespace.endpoint) == (url, endpoint)
+        raise Stop
+
+    monkeypatch.setattr("outrider.platform.cli.bench.serving.serve._run_loop", stop)
+    with pytest.raises(Stop):
+        main(["bench", "serve", *given.split()])
+
+
+@pytest.mark.parametrize(
+    "command", ["serve --goodpu ttft:1", "lora --adapters 3", "compare a b --plo c", "speculation --rand"]
+)
+def test_options_are_not_abbreviated(command, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", *command.split()])
+    assert "unrecognized arguments" in capsys.readouterr().err
 
 
 def test_arguments_in_a_report_hold_no_secret():

@@ -75,7 +75,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.added: list[EngineRequest] = []
         self.adapters: dict[str, AdapterInfo] = {}
-        self.num_steps = 0
+        self.num_steps = self.num_registrations = 0
         self.closed = 0
         self.info = EngineInfo(
             model=str(args.model), architecture="Fake", dtype="float32", device="cpu", vocab_size=VOCAB_SIZE,
@@ -175,6 +175,15 @@ class FakeEngine:
         self.adapters[request.name] = info
         return info
 
+    def register_adapters(self, requests: list[LoRARequest]) -> None:
+        self.num_registrations += 1
+        for request in requests:
+            self._check_name(request, False)
+            if request.path.startswith("once:"):
+                self._read(request.path)
+        for request in requests:
+            self.adapters[request.name] = AdapterInfo(request.name, request.path, "", 0, 0, "disk", False)
+
     def unload_adapter(self, name: str, mode: str = "drain") -> None:
         if name == "kills-when-unloaded":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -182,12 +191,16 @@ class FakeEngine:
             raise NotFoundError(f"{name} is not loaded", param="lora_name")
         del self.adapters[name]
 
+    def find_adapter(self, name: str) -> AdapterInfo | None:
+        return self.adapters.get(name)
+
     def list_adapters(self) -> list[AdapterInfo]:
         return list(self.adapters.values())
 
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.sequences), num_steps=self.num_steps, running_adapters=self.aborted,
+            num_preemptions=self.num_registrations,
             speculation=[SpeculationEntry("", "", SpeculationCounts(1, 2, 1, [1, 0]))], adapters=self.list_adapters(),
         )  # fmt: skip
 

@@ -119,6 +119,34 @@ def test_what_was_fetched_is_registered_again_after_a_restart(spec, sources):
     asyncio.run(run())
 
 
+def test_names_are_registered_without_a_load(spec, sources, tmp_path):
+    """From a store too, and again after a restart: all by one call, or without those that are gone."""
+
+    async def run() -> None:
+        async with AsyncLLM.from_spec(spec, sources) as llm:
+            url, once = upload("sql"), tmp_path / "once"
+            with pytest.raises(AdapterError):
+                await llm.register_adapters([LoRARequest("x", path=url), LoRARequest("y", path="memory://nothing")])
+            assert sources.folders_of("x") == ()
+            await llm.register_adapters([LoRARequest(name, path="/a") for name in "abc"])
+            await llm.register_adapters([LoRARequest("sql", path=url)])
+            assert is_fetched(llm.adapters["sql"].path, tmp_path)
+            assert sources.folders_of("sql") == (llm.adapters["sql"].path,)
+            for num_restarts, num_calls, names in ((1, 1, ["a", "b", "c", "sql"]), (2, 5, ["b", "c", "sql"])):
+                os.kill(llm.engine_pid, 9)
+                while llm.num_restarts < num_restarts or llm.state != "ready":
+                    await asyncio.sleep(0.01)
+                assert [info.name for info in await llm.list_adapters()] == names
+                assert list(llm.adapters) == names
+                assert (await llm.stats()).num_preemptions == num_calls  # the fake's name for registrations
+                if num_restarts == 1:
+                    once.touch()
+                    await llm.unload_lora("a")
+                    await llm.register_adapters([LoRARequest("gone", path=f"once:{once}")])
+
+    asyncio.run(run())
+
+
 def test_concurrent_loads_of_one_name(spec, sources):
     """One wins; what it was read from is kept, however the others end."""
 

@@ -156,7 +156,7 @@ def test_special_files(rules, good, name, kind, monkeypatch):
         socket.socket(socket.AF_UNIX).bind(path.name)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(AdapterError, match=r"neither a file nor a folder|outside"):
+    with pytest.raises(AdapterError, match=r"^lora_path: .*(neither a file nor a folder|outside)"):
         rules.check(str(good))
 
 

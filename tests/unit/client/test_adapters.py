@@ -74,6 +74,12 @@ def test_unknown_names(spelled: Any) -> None:
     assert caught.value.param == "lora_request"
 
 
+def test_thousands_of_names_are_not_all_shown() -> None:
+    known = {f"n{index:04}": LoRARequest(f"n{index:04}", path="/n") for index in reversed(range(5000))}
+    with pytest.raises(NotFoundError, match=r"loaded are: n0000, n0001, .*, n0019 and 4980 more$"):
+        resolve_lora("c", lambda: known)
+
+
 def test_weights_are_checked() -> None:
     for spelled in ([(A, float("nan"))], (A, 1000), "a:1000", LoRAMix((LoRAPart(A, float("inf")),)), [(A, True)]):
         with pytest.raises(InvalidRequestError, match="lora_request: the weight of adapter 'a'"):
@@ -122,14 +128,23 @@ def test_offline(model_path: str) -> None:
         assert not asked
         outputs = run([[5], [6], [7]], lora_request=["a:0.7+b:0.3", None, [("a", 0.7), ("b", 0.3)]])
         assert [output.lora_request for output in outputs] == [MIX, None, MIX]
-        assert len(asked) == 1, "one look at the names for all prompts"
+        assert not asked, "names are looked up one by one: thousands may be registered"
         assert [request.lora for request in engine.added] == [MIX, MIX, None, MIX]
         with pytest.raises(NotFoundError, match="'c' is not loaded"):
             run([[5], [6]], lora_request="a+c")
         assert len(engine.added) == 4
 
 
-def test_through_the_engine_process(model_path: str, nothing_is_left: None) -> None:
+class Names(dict[str, LoRARequest]):
+    """A registry of which nobody looks at all names."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all names were looked at")
+
+    keys = __iter__
+
+
+def test_through_the_engine_process(model_path: str, nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         spec = EngineSpec(args=EngineArgs(model=model_path, enable_lora=True), engine="fake_engine:FakeEngine")
         async with AsyncLLM.from_spec(spec) as llm:
@@ -138,6 +153,9 @@ def test_through_the_engine_process(model_path: str, nothing_is_left: None) -> N
             for spelled, meant in (([("a", 0.7), (B, 0.3)], MIX), (("a", 0.5), HALF), ("a:0.5", HALF)):
                 outputs = [output async for output in llm.generate([5], params, lora_request=spelled)]
                 assert outputs[-1].lora_request == meant
+            monkeypatch.setattr(llm._adapters, "requests", Names(llm.adapters))
+            assert [output async for output in llm.generate([5], params, lora_request="a")]
+            monkeypatch.undo()
             with pytest.raises(NotFoundError, match="'b' is not loaded"):
                 await anext(llm.generate([5], params, lora_request="a:0.7+b:0.3"))
 

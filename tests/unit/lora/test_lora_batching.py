@@ -95,9 +95,7 @@ def path(request, monkeypatch):
 )
 def test_every_token_gets_its_own_adapter(path, items, batch_invariant):
     batch = Bench(batch_invariant=batch_invariant).check(*items)
-    assert (batch.native is not None) == (
-        path == "native" and (batch_invariant or any(n < LONG_RUN for k, n in items if k))
-    )
+    assert (batch.native is not None) == (path == "native")
 
 
 def test_no_batch_for_the_base_model_alone(path):

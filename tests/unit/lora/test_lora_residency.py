@@ -274,3 +274,19 @@ def test_pinned_in_place_moves_the_pin(make_manager, folder):
         manager.forget(admitted(manager, name, folder(name)))
     assert level(manager, "p") == "device"
     assert len(manager._residency.pool) == 2
+
+
+def test_who_leaves_host_memory_is_found_without_a_look_at_all(make_manager, folder, monkeypatch):
+    """The first in turn that nobody wants: with thousands in memory, a step would wait for more."""
+    manager = make_manager(max_loras=2, max_cpu_loras=24)
+    for index in range(24):
+        manager.load(LoRARequest(f"n{index}", path=folder(f"n{index}", seed=index)))
+    request = admitted(manager, "n0", folder("n0", seed=0))
+    asked = []
+    registry = manager._registry
+    is_held = registry.is_held
+    monkeypatch.setattr(registry, "is_held", lambda digest: asked.append(digest) or is_held(digest))
+    manager.load(LoRARequest("new", path=folder("new", seed=99)))
+    assert len(asked) <= 2
+    assert [info.name for info in manager.list() if info.level == "disk"] == ["n1"]
+    manager.forget(request)

@@ -134,6 +134,8 @@ def test_a_read_that_runs_out_of_memory(make_manager, folder, monkeypatch, error
         manager.resolve(request)
     with pytest.raises(AdapterError, match=type(error).__name__):
         settle(manager, bad)
+    with pytest.raises(AdapterError, match=f"cannot load .*{type(error).__name__}"):
+        manager.load(LoRARequest("now", path=bad.lora.path))
     assert settle(manager, good) is None
     manager.unload("good")
     manager.forget(good)

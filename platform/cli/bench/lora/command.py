@@ -34,7 +34,7 @@ _INTERRUPTED = 130
 
 def add_parser(kinds: Any) -> None:
     """Add the measurement `lora`."""
-    parser = kinds.add_parser("lora", help="what adapters cost", description=_DESCRIPTION)
+    parser = kinds.add_parser("lora", help="what adapters cost", description=_DESCRIPTION, allow_abbrev=False)
     _add_options(parser)
     parser.set_defaults(run=run)
 

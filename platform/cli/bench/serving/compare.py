@@ -49,6 +49,7 @@ def add_parser(kinds: Any) -> None:
         "compare",
         help="two results side by side",
         description="Ratios of the figures that two results of these measurements have in common, and a picture.",
+        allow_abbrev=False,
     )
     parser.add_argument("a", type=Path, metavar="A.json", help="what is compared with")
     parser.add_argument("b", type=Path, metavar="B.json", help="what is compared")
@@ -127,8 +128,18 @@ def _figures(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
     yield from _numbers(result.get("figures", {}))
     for row in result.get("rows", ()):
         if isinstance(row, dict):
-            identity = [str(v) for k, v in row.items() if v and (isinstance(v, str) or k in _IDENTITY)]
-            yield from ((f"{' '.join(dict.fromkeys(identity))} / {name}", value) for name, value in _numbers(row))
+            yield from ((f"{_identity(row)} / {name}", value) for name, value in _numbers(row))
+
+
+def _identity(row: dict[str, Any]) -> str:
+    """Which row it is: "ngram batch_size=4". A number that is 0 is not one that is missing."""
+    parts = [value for value in row.values() if isinstance(value, str) and value]
+    for name in _IDENTITY:
+        value = row.get(name)
+        if value is not None and value != []:
+            shown = ",".join(map(str, value)) if isinstance(value, list) else value
+            parts.append(f"{name}={shown}")
+    return " ".join(dict.fromkeys(parts))
 
 
 def _numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -148,10 +148,12 @@ class HttpClient:
             raise InvalidRequestError(f"not a URL: {error}", param="base_url") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidRequestError(f"must be http://HOST:PORT or https://..., got {base_url!r}", param="base_url")
+        if parts.username is not None or parts.password is not None:
+            raise InvalidRequestError("must not hold a user or password, which results would show", param="base_url")
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
-        headers = [f"Host: {parts.netloc.rpartition('@')[2]}", "User-Agent: outrider-bench", "Accept: */*"]
+        headers = [f"Host: {parts.netloc}", "User-Agent: outrider-bench", "Accept: */*"]
         if api_key:
             headers.append(f"Authorization: Bearer {api_key}")
         self._headers = "\r\n".join(headers)

@@ -15,6 +15,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to first token; time per output token, the first one excluded; inter-token latency; end-to-end latency."""
 DATASETS = ("random", "prefix", "sharegpt", "jsonl")
 FROM_FILE = ("sharegpt", "jsonl")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RANDOM, ROUND_ROBIN, SKEWED = ASSIGNMENTS = ("random", "round-robin", "skewed")
 
 

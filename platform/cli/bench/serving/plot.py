@@ -25,16 +25,19 @@ def draw_latencies(report: dict[str, Any], records: Sequence[RequestRecord], fil
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.5, 7.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     good = [record for record in records if record.error is None]
     found = {metric: 1e3 * np.sort(np.asarray(values(good, metric))) for metric in METRICS}
     shown = [metric for metric in METRICS if len(found[metric])]
-    axes = figure.subplots(2, 2).flatten().tolist()
+    rows = max(1, (len(shown) + 1) // 2)
+    figure = Figure(figsize=(10.5, 0.6 + 3.3 * rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, 2).flatten().tolist()
     for axis, metric in zip(axes, shown, strict=False):
         _draw_shares(axis, metric, found[metric])
     for axis in axes[len(shown) :]:
-        axis.set_visible(False)
+        axis.set_axis_off()
+    if not shown:
+        axes[0].text(0, 0.5, "no request was answered")
     figure.suptitle(_title(report), fontsize=11, x=0.01, ha="left")
     figure.savefig(file, format="png")
 
@@ -48,7 +51,7 @@ def _draw_shares(axis: Any, metric: str, ms: Any) -> None:
     axis.grid(color="#e4e4e4")
     # From the left edge, so that a single value is a step too.
     axis.step([ms[0], *ms], np.arange(len(ms) + 1) / len(ms), where="post", color=_COLOR, linewidth=1.8)
-    axis.set_xlim(left=0)
+    axis.set_xlim(0, 1.05 * float(ms[-1]) or 1.0)
     for q in (50, 99):
         value = float(np.percentile(ms, q))
         axis.plot([value], [q / 100], "o", color=_MARK, markersize=4)

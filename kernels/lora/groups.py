@@ -1,0 +1,155 @@
+"""Which tokens of a step use which rank rows, as the Triton kernels read it: one int32 array, copied once a step.
+
+    header  | tiles | items | order | rows          offsets of the last three, and the counts, are in the header
+
+A *group* is all tokens of one adapter, wherever they stand: `order` lists the step's adapter tokens group by group, so
+that decode rows of one adapter share loads of its weights. A *tile* is up to `tile` tokens of a group with all its
+rank rows, an *item* a tile with up to 16 of these rows. The float32 values between shrink and expand lie group by group
+too, `tokens * rank` of each: ranks are ragged and nothing is padded.
+
+The kernels take counts and offsets from the array alone, and their grids from the number of tokens alone. So a captured
+CUDA graph replays for any adapters when the array at the same address has been overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..dispatch import has_triton
+
+BLOCK_ROWS = 16
+"""Rank rows of an item: the least that a tensor core takes."""
+HEADER = ENTRY = 8
+"""int32 values of the header, and of a tile or an item."""
+SMALL_STEP = 1024
+"""Tokens up to which a step is cut into small tiles: decodes and verifications."""
+
+Segment = tuple[int, int, Sequence[int] | NDArray[np.int32]]
+"""(first token, token after the last, rank rows). Lists of rows that begin alike are the same: a row has one owner."""
+Ints = NDArray[np.int64]
+
+
+def is_grouped(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `device_rows.TritonRows` serves rows of this dtype there."""
+    return device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16) and has_triton()
+
+
+def tile_tokens(num_tokens: int) -> int:
+    """Tokens of a tile in a step of `num_tokens`."""
+    return 16 if num_tokens <= SMALL_STEP else 64
+
+
+class GroupBuffer:
+    """Device memory at one address for the groups of all small steps, so that captured graphs find them."""
+
+    def __init__(self, num_rows: int, max_rank: int, device: torch.device) -> None:
+        """For adapters of up to `max_rank` of the pool's `num_rows` rank rows."""
+        entries = SMALL_STEP * (1 + -(-max_rank // BLOCK_ROWS))
+        self.max_rank = max_rank
+        self.data = torch.zeros(HEADER + ENTRY * entries + SMALL_STEP + num_rows, dtype=torch.int32, device=device)
+
+
+class RowGroups:
+    """One step's groups on the device. Valid until the next one is written into the same buffer."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        num_tokens: int,
+        device: torch.device,
+        buffer: GroupBuffer | None = None,
+    ) -> None:
+        """
+        Args:
+            segments: Disjoint runs of tokens with their rows; tokens of none keep what they have.
+            num_tokens: Of the step.
+            device: Where the kernels run.
+            buffer: Used if the step is small and has no larger ranks. Bounds of launches depend on `num_tokens` then,
+                not on the segments.
+
+        Raises:
+            ValueError: segments beyond the step's tokens.
+        """
+        self.num_tokens = num_tokens
+        self.tile = tile_tokens(num_tokens)
+        self.stop = max((stop for _, stop, _ in segments), default=0)
+        if self.stop > num_tokens:
+            raise ValueError(f"segments end at token {self.stop} of {num_tokens}")
+        array, (self.max_tiles, self.max_items, self.h_size) = _array(segments, self.tile)
+        rank = max((len(rows) for _, _, rows in segments), default=0)
+        if buffer is not None and (num_tokens > SMALL_STEP or rank > buffer.max_rank):
+            buffer = None
+        self.replayable = buffer is not None
+        """Whether launches captured in a graph, with the buffer and as many tokens or more, serve this step."""
+        if buffer is not None:
+            self.max_tiles, self.max_items = num_tokens, num_tokens * -(-buffer.max_rank // BLOCK_ROWS)
+            self.h_size = num_tokens * buffer.max_rank
+        self.data = torch.empty(len(array), dtype=torch.int32, device=device) if buffer is None else buffer.data
+        """int32; see the module's docstring."""
+        # Pinned, so that the copy waits for nothing; torch gives the memory to nobody else before it has ended.
+        staged = torch.empty(len(array), dtype=torch.int32, pin_memory=device.type == "cuda")
+        staged.numpy()[:] = array
+        self.data[: len(array)].copy_(staged, non_blocking=True)
+
+
+def _array(segments: Sequence[Segment], tile: int) -> tuple[NDArray[np.int32], tuple[int, int, int]]:
+    """The array, and (number of tiles, of items, of values between shrink and expand). No loop over segments or tokens
+    but to read the arguments: this is on every step's path."""
+    segments = [segment for segment in segments if segment[1] > segment[0] and len(segment[2])]
+    if not segments:
+        return np.array([0, 0, HEADER, HEADER, HEADER, 0, 0, 0], np.int32), (0, 0, 0)
+    places_of: dict[int, int] = {}
+    group_of = np.array([places_of.setdefault(int(rows[0]), len(places_of)) for _, _, rows in segments])
+    by_group = np.argsort(group_of, kind="stable")
+    bounds = np.array([(start, stop) for start, stop, _ in segments], np.int64)[by_group]
+    starts, lengths = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
+    order = np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
+    group_rows = list({int(rows[0]): rows for _, _, rows in segments}.values())  # as `places_of` counts them
+    ranks = np.array([len(rows) for rows in group_rows])
+    counts = np.bincount(group_of[by_group], lengths).astype(np.int64)
+    places = (_starts(counts), _starts(ranks), _starts(counts * ranks))
+    tiles = _tiles(counts, ranks, places, tile)
+    items = _items(tiles)
+    first_item = HEADER + tiles.size
+    first_token = first_item + items.size
+    header = [len(tiles), len(items), first_item, first_token, first_token + len(order), 0, 0, 0]
+    array = np.concatenate([header, tiles.ravel(), items.ravel(), order, *group_rows]).astype(np.int32)
+    return array, (len(tiles), len(items), int((counts * ranks).sum()))
+
+
+def _starts(lengths: Ints) -> Ints:
+    return np.cumsum(lengths) - lengths
+
+
+def _split(sizes: Ints, piece: int) -> tuple[Ints, Ints]:
+    """(index into `sizes`, first of its elements) of all pieces of at most `piece`."""
+    pieces = -(-sizes // piece)
+    owner = np.repeat(np.arange(len(sizes)), pieces)
+    return owner, (np.arange(len(owner)) - _starts(pieces)[owner]) * piece
+
+
+def _tiles(counts: Ints, ranks: Ints, places: tuple[Ints, Ints, Ints], tile: int) -> Ints:
+    """[tiles, ENTRY]: first token in `order`, tokens, first row in `rows`, rows, first value between shrink and expand,
+    values of a token."""
+    group, offset = _split(counts, tile)
+    tokens, rows, values = (place[group] for place in places)
+    rank = ranks[group]
+    entries = np.zeros((len(group), ENTRY), np.int64)
+    entries[:, 0], entries[:, 1] = tokens + offset, np.minimum(counts[group] - offset, tile)
+    entries[:, 2], entries[:, 3] = rows, rank
+    entries[:, 4], entries[:, 5] = values + offset * rank, rank
+    return entries
+
+
+def _items(tiles: Ints) -> Ints:
+    """[items, ENTRY], as tiles with at most BLOCK_ROWS rows."""
+    tile, offset = _split(tiles[:, 3], BLOCK_ROWS)
+    entries = tiles[tile]
+    entries[:, 2] += offset
+    entries[:, 3] = np.minimum(entries[:, 3] - offset, BLOCK_ROWS)
+    entries[:, 4] += offset
+    return entries

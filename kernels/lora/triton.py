@@ -1,0 +1,307 @@
+"""Shrink and expand for all adapters of a step in two launches a projection, straight from the rows where they lie:
+Punica's SGMV and BGMV (Chen et al. 2023) with ragged ranks (S-LoRA, Sheng et al. 2023).
+
+Programs walk over the units of work that the step's array lists (`groups.py`). A unit with one token is memory-bound
+and goes through multiply-adds; one with several goes through tensor cores and reads its weights once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..compile_case import CompileCase
+from .groups import BLOCK_ROWS
+
+MAX_SPLITS = 16
+"""Parts of a shrink's sums, added up by the expand."""
+NUM_WARPS = 4
+SHRINK_STAGES, EXPAND_STAGES = 3, 2
+GAIN_BLOCK = 1024
+
+
+class Blocks(NamedTuple):
+    """What programs take at a time."""
+
+    inputs: int
+    """Of one token."""
+    dot_inputs: int
+    """Of several tokens."""
+    outputs: int
+
+
+BLOCKS = {16: Blocks(256, 128, 256), 64: Blocks(256, 64, 128)}
+"""By the tokens of a tile; see `groups.tile_tokens`."""
+
+
+@triton.jit
+def _rows_of(pool_rows, first, num_rows, live, live_stride, part_slice, ROWS: tl.constexpr):
+    """Places `first`... in a group's list of rows, the pool's rows there, and which of them have weights."""
+    r = first + tl.arange(0, ROWS)
+    row = tl.load(pool_rows + r, mask=r < num_rows, other=0).to(tl.int64)
+    alive = tl.load(live + row * live_stride + part_slice, mask=r < num_rows, other=0) != 0
+    return r, row, alive
+
+
+@triton.jit
+def _shrink_token(x, weights, alive, start, stop, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS] products of one token's inputs [start, stop) with rows of A."""
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(start, stop, BLOCK, loop_unroll_factor=2):
+        k = first + tl.arange(0, BLOCK)
+        inputs = tl.load(x + k, mask=k < FEATURES, other=0.0).to(tl.float32)
+        inside = alive[:, None] & (k < FEATURES)[None, :]
+        tile = tl.load(weights[:, None] + k[None, :], mask=inside, other=0.0)
+        sums += tile.to(tl.float32) * inputs[None, :]
+    return tl.sum(sums, axis=1)
+
+
+@triton.jit
+def _shrink_tile(
+    x,
+    known,
+    weights,
+    alive,
+    start,
+    stop,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """[TILE, ROWS] products of the inputs [start, stop) of tokens at `x` [TILE] with rows of A."""
+    products = tl.zeros([TILE, ROWS], tl.float32)
+    for first in tl.range(start, stop, BLOCK):
+        k = first + tl.arange(0, BLOCK)
+        inputs = tl.load(x[:, None] + k[None, :], mask=known[:, None] & (k < FEATURES)[None, :], other=0.0)
+        inside = alive[None, :] & (k < FEATURES)[:, None]
+        tile = tl.load(weights[None, :] + k[:, None], mask=inside, other=0.0)
+        products = tl.dot(inputs, tile, products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def shrink_kernel(
+    x,  # [T, FEATURES]
+    a,  # row r, slice s: a + r * row_stride + s * FEATURES
+    live,  # [R, SLICES] uint8
+    groups,
+    h,  # [SLICES, splits, h_stride] float32
+    x_stride,
+    row_stride,
+    live_stride,
+    h_stride,
+    splits,
+    chunk_stride,  # inputs of a split, a multiple of both blocks
+    FEATURES: tl.constexpr,
+    SLICES: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # inputs at a time for one token
+    DOT_BLOCK: tl.constexpr,  # and for several
+):
+    """h[s, split, place] = x[t, chunk] · A[row, s, chunk], for the tokens and rows of each item."""
+    items = groups + tl.load(groups + 2)
+    order = groups + tl.load(groups + 3)
+    pool_rows = groups + tl.load(groups + 4)
+    parts = SLICES * splits
+    for unit in tl.range(tl.program_id(0), tl.load(groups + 1) * parts, tl.num_programs(0)):
+        item = items + unit // parts * 8
+        part = unit % parts
+        part_slice = part // splits
+        start = part % splits * chunk_stride
+        stop = tl.minimum(start + chunk_stride, FEATURES)
+        num_tokens = tl.load(item + 1)
+        num_rows = tl.load(item + 3)
+        r, row, alive = _rows_of(pool_rows + tl.load(item + 2), 0, num_rows, live, live_stride, part_slice, ROWS)
+        if tl.max(alive.to(tl.int32), axis=0) > 0:
+            weights = a + row * row_stride + part_slice * FEATURES
+            token_ids = order + tl.load(item)
+            out = h + part.to(tl.int64) * h_stride + tl.load(item + 4)
+            if num_tokens == 1:
+                source = x + tl.load(token_ids).to(tl.int64) * x_stride
+                sums = _shrink_token(source, weights, alive, start, stop, FEATURES, ROWS, BLOCK)
+                tl.store(out + r, sums, mask=r < num_rows)
+            else:
+                m = tl.arange(0, TILE)
+                known = m < num_tokens
+                sources = x + tl.load(token_ids + m, mask=known, other=0).to(tl.int64) * x_stride
+                products = _shrink_tile(sources, known, weights, alive, start, stop, FEATURES, TILE, ROWS, DOT_BLOCK)
+                places = m[:, None] * tl.load(item + 5) + r[None, :]
+                tl.store(out + places, products, mask=known[:, None] & (r < num_rows)[None, :])
+
+
+@triton.jit
+def _sum_splits(h, mask, h_stride, splits, TILE: tl.constexpr, SPLITS: tl.constexpr):
+    """Values between shrink and expand at `h` [TILE, ROWS]. Of one token all parts of the sum are read at once; of more
+    that would take registers from the products."""
+    if SPLITS == 1:
+        total = tl.load(h, mask=mask, other=0.0)
+    elif TILE == 1:
+        split = tl.arange(0, SPLITS)
+        places = h + split[:, None] * h_stride
+        total = tl.sum(tl.load(places, mask=(split < splits)[:, None] & mask, other=0.0), axis=0)[None, :]
+    else:
+        total = tl.load(h, mask=mask, other=0.0)
+        for split in tl.range(1, splits, loop_unroll_factor=4):
+            total += tl.load(h + split * h_stride, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _expand_tile(
+    y, b, live, pool_rows, h, ids, token_ids, n, wanted, num_tokens, num_rows, values_stride, part_slice,
+    y_stride, row_stride, live_stride, h_stride, splits,
+    TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, EMBEDDING: tl.constexpr,
+):  # fmt: skip
+    """Outputs `n` of up to TILE tokens, over all rows of their adapter."""
+    m = tl.arange(0, TILE)
+    known = m < num_tokens
+    token = tl.load(token_ids + m, mask=known, other=0).to(tl.int64)
+    target = y + token[:, None] * y_stride + n[None, :]
+    here = known[:, None] & wanted[None, :]
+    if TILE == 1:  # early, to wait for it once; of more tokens it would take registers from the products
+        before = tl.load(target, mask=here, other=0.0)
+    totals = tl.zeros([TILE, BLOCK], tl.float32)
+    found = 0
+    for first in tl.range(0, num_rows, ROWS):
+        r, row, alive = _rows_of(pool_rows, first, num_rows, live, live_stride, part_slice, ROWS)
+        mask = known[:, None] & alive[None, :]
+        if EMBEDDING:
+            column = tl.load(ids + token, mask=known, other=0)
+            factors = tl.load(h + row[None, :] * row_stride + column[:, None], mask=mask, other=0.0)
+        else:
+            factors = _sum_splits(h + m[:, None] * values_stride + r[None, :], mask, h_stride, splits, TILE, SPLITS)
+        inside = alive[:, None] & wanted[None, :]
+        weights = tl.load(b + row[:, None] * row_stride + n[None, :], mask=inside, other=0.0)
+        if TILE == 1:
+            column_of_factors = tl.reshape(factors, [ROWS, 1]).to(tl.float32)
+            totals += tl.sum(weights.to(tl.float32) * column_of_factors, axis=0)[None, :]
+        else:
+            totals = tl.dot(factors.to(weights.dtype), weights, totals, input_precision="ieee")
+        found = tl.maximum(found, tl.max(alive.to(tl.int32), axis=0))
+    if found > 0:
+        if TILE > 1:
+            before = tl.load(target, mask=here, other=0.0)
+        tl.store(target, (before.to(tl.float32) + totals).to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def expand_kernel(
+    y,  # [T, out], added to
+    b,  # row r: b + r * row_stride, the slices side by side
+    live,
+    groups,
+    h,  # as the shrink left it; of an embedding A itself, row r: h + r * row_stride
+    ids,  # [T] of an embedding
+    blocks,  # [num_blocks, 4]: slice, first output, output after the last
+    y_stride,
+    row_stride,
+    live_stride,
+    h_stride,
+    splits,
+    num_blocks,
+    ALIGNMENT: tl.constexpr,  # of the slices, in elements
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,  # at least `splits`, a power of two
+    EMBEDDING: tl.constexpr,
+):
+    """y[t, n] += sum of h[s, :, place] B[row, n] over all rows of the token's adapter."""
+    order = groups + tl.load(groups + 3)
+    pool_rows = groups + tl.load(groups + 4)
+    for unit in tl.range(tl.program_id(0), tl.load(groups) * num_blocks, tl.num_programs(0)):
+        tile = groups + 8 + unit // num_blocks * 8
+        block = blocks + unit % num_blocks * 4
+        part_slice = tl.load(block)
+        n = tl.multiple_of(tl.load(block + 1), ALIGNMENT) + tl.arange(0, BLOCK)
+        wanted = n < tl.multiple_of(tl.load(block + 2), ALIGNMENT)
+        token_ids = order + tl.load(tile)
+        num_tokens = tl.load(tile + 1)
+        rows = pool_rows + tl.load(tile + 2)
+        num_rows = tl.load(tile + 3)
+        values = h
+        if not EMBEDDING:
+            values += (part_slice * splits).to(tl.int64) * h_stride + tl.load(tile + 4)
+        if num_tokens == 1:
+            _expand_tile(
+                y, b, live, rows, values, ids, token_ids, n, wanted, num_tokens, num_rows, tl.load(tile + 5),
+                part_slice, y_stride, row_stride, live_stride, h_stride, splits, 1, ROWS, BLOCK, SPLITS, EMBEDDING,
+            )  # fmt: skip
+        else:
+            _expand_tile(
+                y, b, live, rows, values, ids, token_ids, n, wanted, num_tokens, num_rows, tl.load(tile + 5),
+                part_slice, y_stride, row_stride, live_stride, h_stride, splits, TILE, ROWS, BLOCK, SPLITS, EMBEDDING,
+            )  # fmt: skip
+
+
+@triton.jit
+def gain_kernel(
+    y,  # [T, OUT], changed
+    excess,  # [slots, OUT]
+    slots,  # [T] int32
+    bias,  # [OUT]
+    residual,  # [T, OUT]
+    y_stride,
+    excess_stride,
+    residual_stride,
+    OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """y[t] += (y[t] - bias - residual[t]) * excess[slots[t]], for tokens with a slot."""
+    token = (tl.program_id(0) // tl.cdiv(OUT, BLOCK)).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        n = tl.program_id(0) % tl.cdiv(OUT, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+        wanted = n < OUT
+        value = tl.load(y + token * y_stride + n, mask=wanted, other=0.0).to(tl.float32)
+        base = value
+        if HAS_RESIDUAL:
+            base -= tl.load(residual + token * residual_stride + n, mask=wanted, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            base -= tl.load(bias + n, mask=wanted, other=0.0).to(tl.float32)
+        value += base * tl.load(excess + slot * excess_stride + n, mask=wanted, other=0.0).to(tl.float32)
+        tl.store(y + token * y_stride + n, value.to(y.dtype.element_ty), mask=wanted)
+
+
+def _case(name: str, kernel: Any, tensors: dict[str, str], constants: dict[str, Any], num_stages: int) -> CompileCase:
+    names = list(kernel.arg_names)
+    signature = {name: tensors.get(name, "constexpr" if name in constants else "i32") for name in names}
+    return CompileCase(name, kernel, signature, constants, NUM_WARPS, num_stages)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Both tiles of both kernels, each dtype, merged slices, an odd width, and embeddings."""
+    cases = []
+    for dtype, features, tile in [
+        *(("bf16", 4096, tile) for tile in (16, 64)),
+        *(("fp16", 14336, tile) for tile in (16, 64)),
+        *(("fp32", 896, tile) for tile in (16, 64)),
+        ("bf16", 1111, 16),
+    ]:
+        blocks = BLOCKS[tile]
+        tensors = {"live": "*u8", "groups": "*i32", "h": "*fp32", "ids": "*i64", "blocks": "*i32"}
+        tensors |= dict.fromkeys(("x", "a", "y", "b"), f"*{dtype}")
+        common = {"TILE": tile, "ROWS": BLOCK_ROWS}
+        shrink = {"FEATURES": features, "SLICES": 3, "BLOCK": blocks.inputs, "DOT_BLOCK": blocks.dot_inputs}
+        label = f"{dtype} tile{tile}"
+        cases.append(_case(f"lora shrink {label} in{features}", shrink_kernel, tensors, common | shrink, SHRINK_STAGES))
+        expand = {"ALIGNMENT": 16 if features % 16 == 0 else 1, "BLOCK": blocks.outputs, "EMBEDDING": False}
+        expand["SPLITS"] = MAX_SPLITS if tile == 16 else 1
+        cases.append(
+            _case(f"lora expand {label} a{expand['ALIGNMENT']}", expand_kernel, tensors, common | expand, EXPAND_STAGES)
+        )
+        if dtype == "bf16" and features == 4096:
+            embedding = common | expand | {"EMBEDDING": True, "SPLITS": 1}
+            embedded = tensors | {"h": tensors["b"]}
+            cases.append(_case(f"lora embedding {label}", expand_kernel, embedded, embedding, EXPAND_STAGES))
+        gains = {"OUT": features, "BLOCK": GAIN_BLOCK, "HAS_BIAS": tile == 16, "HAS_RESIDUAL": True}
+        tensors = {"slots": "*i32"} | dict.fromkeys(("y", "excess", "bias", "residual"), f"*{dtype}")
+        bias = " bias" if tile == 16 else ""
+        cases.append(_case(f"lora gains {dtype} out{features}{bias}", gain_kernel, tensors, gains, EXPAND_STAGES))
+    return cases

@@ -1,0 +1,263 @@
+"""Counter-based noise in Triton: hashes, keys and Gumbel noise in registers, and an argmax that never stores the noise.
+
+The bits h are the CPU's. G is float32 after each of its two logarithms, as on the CPU, but each is computed in float64
+and rounded once: so G is the same on every GPU and in the interpreter. Of all 2^32 hashes' 83,886,081 different v, four
+come so close to a rounding boundary that the last bit of a float64 logarithm counts.
+
+One G in twelve is not the CPU's, where torch's float32 logarithms are not always correctly rounded; over all v the two
+are never more than 1.9e-6 apart. That can change a choice only where the best two sums are closer than 2 * 1.9e-6:
+P(gap < e) <= e * sum p (1 - p), because the gap is that of two Gumbel variables: for noise alone, less than 4 draws in
+a million differ. On one device everything uses the same G, so verification stays drafter-invariant to the bit.
+
+The two float64 logarithms are computed for few tokens: a tile whose largest score cannot reach the best sum so far, not
+even with the largest noise, is skipped, and so is one whose sums with fast float32 noise stay below it by more than
+that noise's error.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase
+
+BLOCK = 1024
+"""Tokens of a tile."""
+_WARPS = 4
+_MAX_SPLITS = 32
+_PROGRAMS = 512
+"""Enough for all multiprocessors, a few each."""
+_LARGEST_NOISE = tl.constexpr(22.9)
+"""Upper bound of G: v is at least 2^-33, and 33 ln 2 = 22.874."""
+_FAST_ERROR = tl.constexpr(1e-3)
+"""Upper bound of the error of `fast_gumbel`, with a margin of ten."""
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+# --- bits ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _splitmix64(x):
+    """One step of splitmix64 from state `x`, uint64."""
+    x = x + tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def row_key(seed, position, STREAM: tl.constexpr):
+    """The key of (seed, position) of a stream; int64 in, uint64 out."""
+    stream_key = _splitmix64(tl.full((), STREAM, tl.uint64))
+    return _splitmix64(_splitmix64(seed.to(tl.uint64) ^ stream_key) ^ position.to(tl.uint64))
+
+
+@triton.jit
+def _first_round(x):
+    x = (x ^ (x >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _second_round(x):
+    x = x * tl.full((), 0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def token_bits(key, tokens):
+    """h of these tokens (int32) under a key (uint64): uint32."""
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    hashed = _second_round(_first_round(tokens.to(tl.uint32)))
+    return _second_round(_first_round(hashed ^ low) ^ high)
+
+
+@triton.jit
+def key_uniform(key):
+    """(2 m + 1) * 2^-24 with m the key's top 23 bits: float32 in (0, 1)."""
+    return ((key >> 41).to(tl.int32).to(tl.float32) * 2.0 + 1.0) * (1.0 / (1 << 24))
+
+
+# --- noise ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _fraction(bits):
+    """v = (h + 0.5) * 2^-32, at most the largest float32 below one."""
+    return tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / (1 << 32)), 1.0 - 1.0 / (1 << 24))
+
+
+@triton.jit
+def log_exponential(bits):
+    """-G = log(-log1p(-v)), each logarithm rounded to float32 once."""
+    v = _fraction(bits).to(tl.float64)
+    # 1 - v is exact from 2^-28 on; below, the series' next term is less than 2^-57 of the value.
+    exponential = tl.where(v < 1.0 / (1 << 28), v + v * v * 0.5, -tl.log(1.0 - v)).to(tl.float32)
+    return tl.log(exponential.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def fast_log_exponential(bits):
+    """-G within `_FAST_ERROR`."""
+    v = _fraction(bits)
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0)))
+    return tl.log(tl.where(v < 1.0 / 64.0, series, -tl.log(1.0 - v)))
+
+
+# --- the argmax ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_argmax(values, tokens):
+    """(largest value, its lowest token); NaN is larger than any number, as in torch. Scalars."""
+    is_nan = values != values
+    top = tl.max(tl.where(is_nan, float("inf"), values), 0)
+    broken = tl.max(is_nan.to(tl.int32), 0) > 0
+    wanted = tl.where(broken, is_nan, values == top)
+    return tl.where(broken, float("nan"), top), tl.min(tl.where(wanted, tokens, _NO_TOKEN), 0)
+
+
+@triton.jit
+def better(value, token, best, best_token):
+    """Whether (value, token) beats (best, best_token): the larger value, NaN above all, then the lower token."""
+    value_nan, best_nan = value != value, best != best
+    tie = (value == best) | (value_nan & best_nan)
+    return (tie & (token < best_token)) | (~best_nan & (value_nan | (value > best)))
+
+
+@triton.jit
+def update_noisy(scores, tokens, key, best, best_token):
+    """The better of (best, best_token) and the argmax of scores + G of one tile of tokens.
+
+    Padding must have the score -inf and come after all tokens.
+    """
+    value, token = tile_argmax(scores, tokens)
+    if tl.abs(value) < float("inf"):
+        # Where sums are large, their rounding is larger than the error of fast noise.
+        margin = _FAST_ERROR + tl.abs(best) * (1.0 / (1 << 21))
+        if value + _LARGEST_NOISE + margin >= best:
+            bits = token_bits(key, tokens)
+            if tl.max(scores - fast_log_exponential(bits), 0) + margin >= best:
+                value, token = tile_argmax(scores - log_exponential(bits), tokens)
+                if better(value, token, best, best_token):
+                    best, best_token = value, token
+    elif better(value, token, best, best_token):  # no noise changes an infinity, or NaN
+        best, best_token = value, token
+    return best, best_token
+
+
+# --- kernels -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _bits_kernel(keys, out, num_tokens, GUMBEL: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = token_bits(tl.load(keys + row).to(tl.uint64), tokens)
+    value = -log_exponential(bits) if GUMBEL else bits.to(tl.int32, bitcast=True)
+    tl.store(out + row * num_tokens + tokens, value, mask=tokens < num_tokens)
+
+
+@triton.jit
+def _argmax_kernel(scores, keys, values, tokens_out, num_tokens, row_stride, chunk, BLOCK: tl.constexpr):
+    """The best of one chunk of one row; a `chunk` is a multiple of BLOCK."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key = tl.load(keys + row).to(tl.uint64)
+    best, best_token = float("-inf"), 0x7FFFFFFF
+    for start in range(split * chunk, tl.minimum((split + 1) * chunk, num_tokens), BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        tile = tl.load(scores + row * row_stride + tokens, mask=tokens < num_tokens, other=float("-inf"))
+        best, best_token = update_noisy(tile, tokens, key, best, best_token)
+    place = row * tl.num_programs(1) + split
+    tl.store(values + place, best)
+    tl.store(tokens_out + place, best_token)
+
+
+@triton.jit
+def _reduce_kernel(values, tokens, out, num_splits, SPLITS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    inside = split < num_splits
+    value = tl.load(values + row * num_splits + split, mask=inside, other=float("-inf"))
+    token = tl.load(tokens + row * num_splits + split, mask=inside, other=0x7FFFFFFF)
+    tl.store(out + row, tile_argmax(value, token)[1].to(tl.int64))
+
+
+# --- operations ----------------------------------------------------------------------------------------------
+
+
+def chunk_size(num_rows: int, num_tokens: int) -> int:
+    """Tokens a program, a multiple of the tile, so that few rows use the whole device and many rows skip most tiles.
+
+    An argmax is the same however it is split, so this may depend on the batch.
+    """
+    num_splits = min(_MAX_SPLITS, max(1, _PROGRAMS // max(1, num_rows)))
+    return triton.cdiv(triton.cdiv(num_tokens, BLOCK), num_splits) * BLOCK
+
+
+def _bits(keys: Tensor, num_tokens: int, gumbel: bool) -> Tensor:
+    dtype = torch.float32 if gumbel else torch.int32
+    out = torch.empty(keys.shape[0], num_tokens, dtype=dtype, device=keys.device)
+    if out.numel():
+        grid = (keys.shape[0], triton.cdiv(num_tokens, BLOCK))
+        _bits_kernel[grid](keys.contiguous(), out, num_tokens, GUMBEL=gumbel, BLOCK=BLOCK, num_warps=_WARPS)
+    return out
+
+
+def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
+    """See the package."""
+    return _bits(keys, num_tokens, gumbel=False)
+
+
+def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
+    """See the package."""
+    return _bits(keys, num_tokens, gumbel=True)
+
+
+def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
+    """See the package; two launches, the second over one number a chunk."""
+    num_rows, num_tokens = scores.shape
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    chunk = chunk_size(num_rows, num_tokens)
+    num_splits = triton.cdiv(num_tokens, chunk)
+    values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=scores.device)
+    tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=scores.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    if num_rows:
+        _argmax_kernel[(num_rows, num_splits)](
+            scores,
+            keys.contiguous(),
+            values,
+            tokens,
+            num_tokens,
+            scores.stride(0),
+            chunk,
+            BLOCK=BLOCK,
+            num_warps=_WARPS,
+        )
+        splits = triton.next_power_of_2(num_splits)
+        _reduce_kernel[(num_rows,)](values, tokens, out, num_splits, SPLITS=splits, num_warps=1)
+    return out
+
+
+def compile_cases() -> list[CompileCase]:
+    """All kernels."""
+    sizes = {"num_tokens": "i32", "row_stride": "i32", "chunk": "i32", "BLOCK": "constexpr"}
+    argmax = {"scores": "*fp32", "keys": "*i64", "values": "*fp32", "tokens_out": "*i32", **sizes}
+    bits = {"keys": "*i64", "num_tokens": "i32", "GUMBEL": "constexpr", "BLOCK": "constexpr"}
+    reduce = {"values": "*fp32", "tokens": "*i32", "out": "*i64", "num_splits": "i32", "SPLITS": "constexpr"}
+    cases = [
+        CompileCase("noise argmax", _argmax_kernel, argmax, {"BLOCK": BLOCK}, num_warps=_WARPS),
+        CompileCase("noise reduce", _reduce_kernel, reduce, {"SPLITS": _MAX_SPLITS}, num_warps=1),
+    ]
+    for is_gumbel, dtype in ((True, "*fp32"), (False, "*i32")):
+        signature = {"keys": bits["keys"], "out": dtype, **bits}
+        constants = {"GUMBEL": is_gumbel, "BLOCK": BLOCK}
+        name = "noise gumbel" if is_gumbel else "noise bits"
+        cases.append(CompileCase(name, _bits_kernel, signature, constants, num_warps=_WARPS))
+    return cases

@@ -1,0 +1,227 @@
+"""The rows of a step on a GPU, and a layer's launches. Needs Triton."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from ..rms_norm import NormWeight
+from ..rope import Rotation
+from .native import RowArrays
+from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
+from .torch import LayerKV
+from .triton import (
+    BLOCK_HEADS,
+    attention_constants,
+    attention_kernel,
+    reduce_kernel,
+    write_constants,
+    write_kernel,
+)
+
+_LOG2_E = 1.4426950408889634
+# Larger ones hide nothing, and 32 bits are enough for it.
+_MAX_WINDOW = 1 << 30
+
+
+class KVScales(NamedTuple):
+    """What the numbers in a float8 cache stand for: value = number · scale."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+class AttentionOptions(NamedTuple):
+    """What a layer wants beside softmax(q Kᵀ / sqrt(D)) V."""
+
+    window: int | None = None
+    """A query at position p sees (p - window, p]."""
+    soft_cap: float | None = None
+    """c: a score x becomes c · tanh(x / c)."""
+    ancestors: Tensor | None = None
+    """[T] int64: bit i of a token's number says whether it sees token i of its row (itself included), instead of all up
+    to itself; for draft trees, in rows of at most 64 tokens that are a tile each, without a window."""
+    scales: KVScales = KVScales()
+
+
+class DeviceStep:
+    """The rows of a step as the kernels read them: one array, copied once for all layers, while the host goes on."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        dtype: torch.dtype,
+        block_size: int,
+        rows: RowArrays | Capacity,
+        device: torch.device,
+        first_key: int = 0,
+    ) -> None:
+        """No query sees positions before `first_key`.
+
+        With a Capacity there are no rows until `refill`, and tensors and launches stay as they are.
+        """
+        self._planner, self._dtype, self._block_size, self._first_key = planner, dtype, block_size, first_key
+        if isinstance(rows, Capacity):
+            self._layout = planner.reserve(rows)
+            empty = np.empty(0, dtype=np.int64)
+            packed = planner.pack(RowArrays(*(empty for _ in RowArrays._fields)), self._layout)
+        else:
+            self._layout = planner.layout(rows)
+            packed = planner.pack(rows, self._layout)
+        self._data = _staged(packed, device).to(device, non_blocking=True)
+        self._slots = self._data[self._layout.first_slot :]
+        self._table = self._data[self._layout.first_block :]
+        self._parts, self._part_sums = self._make_parts(self._layout, device)
+
+    def _make_parts(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where splits leave their results; all launches of the step use it one after the other."""
+        sizes = [
+            group.num_tiles * group.num_queries * self._planner.shape.num_heads * group.num_splits
+            for group in layout.groups
+            if group.num_splits > 1
+        ]
+        size = max(sizes, default=0)
+        sums = torch.empty(size, dtype=torch.float32, device=device)
+        return torch.empty(size * self._planner.shape.head_dim, dtype=torch.float32, device=device), sums
+
+    @property
+    def layout(self) -> Layout:
+        """What its launches are made of: steps of equal layouts can share a captured graph."""
+        return self._layout
+
+    def refill(self, rows: RowArrays) -> None:
+        """Other rows in the same tensors: for the next replay of a captured graph.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        packed = self._planner.pack(rows, self._layout)
+        self._data.copy_(_staged(packed, self._data.device), non_blocking=True)
+
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
+        """Write k and v [T, Hk, D] to the rows' slots; see `write_kv`."""
+        self._write(k, k, v, kv, None, None, KVScales())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, options: AttentionOptions) -> Tensor:
+        """Write k and v [T, Hk, D] to the rows' slots and attend with q [T, H, D]; returns [T, H * D].
+
+        What is not finite is written as 0, and keys are limited: see `write_kv`.
+        """
+        self._check(q, k, v, kv)
+        self._write(q, k, v, kv, None, None, options.scales)
+        return self._attend(q, kv, options)
+
+    def attend_qkv(
+        self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, options: AttentionOptions
+    ) -> Tensor:
+        """`attend` of what a projection gave, heads side by side: qkv [T, (H + 2 Hk) * D], whose queries change.
+
+        Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
+        """
+        num_heads, num_kv_heads, dim = self._planner.shape
+        if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * dim:
+            raise ValueError(f"qkv must be [T, {(num_heads + 2 * num_kv_heads) * dim}]; got {tuple(qkv.shape)}")
+        heads = qkv.view(qkv.shape[0], -1, dim)
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        self._check(q, k, v, kv)
+        self._write(q, k, v, kv, rotation, norm, options.scales)
+        return self._attend(q, kv, options)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV) -> None:
+        num_tokens, (num_heads, num_kv_heads, dim) = self._layout.num_tokens, self._planner.shape
+        shapes = (num_tokens, num_heads, dim), (num_tokens, num_kv_heads, dim), (num_tokens, num_kv_heads, dim)
+        if (q.shape, k.shape, v.shape) != shapes or not q.dtype == k.dtype == v.dtype == self._dtype:
+            got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
+            raise ValueError(f"q, k and v must be {self._dtype} {', '.join(map(str, shapes))}; got {got}")
+        if not q.stride(2) == k.stride(2) == v.stride(2) == 1:
+            raise ValueError(f"a head's elements must lie side by side: q {q.stride()}, k {k.stride()}, v {v.stride()}")
+        for cache in kv:
+            inner = (num_kv_heads, cache.shape[1], self._block_size, dim)
+            if cache.shape != inner or cache.stride()[1:] != (self._block_size * dim, dim, 1):
+                raise ValueError(f"a cache must be {inner}, contiguous but for heads; got {tuple(cache.shape)}")
+            if cache[0].numel() >= 1 << 31:
+                raise ValueError(f"a head must have less than 2^31 elements in a cache; got {cache[0].numel()}")
+            if cache.dtype not in (self._dtype, torch.float8_e4m3fn):
+                raise ValueError(f"a cache must be {self._dtype} or torch.float8_e4m3fn; got {cache.dtype}")
+
+    def _write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: LayerKV,
+        rotation: Rotation | None,
+        norm: NormWeight | None,
+        scales: KVScales,
+    ) -> None:
+        num_heads, num_kv_heads, _ = self._planner.shape
+        parts = 2 * triton.cdiv(num_kv_heads, BLOCK_HEADS)
+        if rotation is not None:
+            parts += triton.cdiv(num_heads, BLOCK_HEADS)
+        cos, sin = rotation if rotation is not None else (q, q)
+        scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
+        write_kernel[(len(q), parts)](
+            *(q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
+            *(cos, sin, cos.stride(0), scale, root * root),
+            *(kv.k, kv.v, kv.k.stride(0), kv.v.stride(0), self._slots, 1 / scales.key, 1 / scales.value),
+            **write_constants(self._planner.shape, rotate=rotation is not None, norm=norm is not None),
+            num_warps=2,
+        )
+
+    def _attend(self, q: Tensor, kv: LayerKV, options: AttentionOptions) -> Tensor:
+        if options.ancestors is not None and (options.window is not None or self._layout.long is not None):
+            raise ValueError("a tree needs rows of few queries, and no window")
+        num_heads, _, dim = self._planner.shape
+        out = torch.empty(q.shape[0], num_heads * dim, dtype=q.dtype, device=q.device)
+        tiles = self._data
+        for group in self._layout.groups:
+            self._attend_group(q, kv, group, tiles, out, options)
+            tiles = tiles[group.num_tiles * TILE_FIELDS :]
+        return out
+
+    def _attend_group(
+        self, q: Tensor, kv: LayerKV, group: TileGroup, tiles: Tensor, out: Tensor, options: AttentionOptions
+    ) -> None:
+        shape = self._planner.shape
+        blocks = group.blocks
+        is_split = group.num_splits > 1
+        parts, part_sums = (self._parts, self._part_sums) if is_split else (out, out)
+        constants = attention_constants(
+            shape, self._block_size, blocks, "fp32" if q.dtype == torch.float32 else "bf16", is_split
+        )
+        constants["HAS_WINDOW"] = options.window is not None
+        constants["HAS_CAP"] = options.soft_cap is not None
+        constants["HAS_TREE"] = options.ancestors is not None
+        attention_kernel[(group.num_tiles * shape.num_kv_heads, group.num_splits)](
+            *(q, q.stride(0), q.stride(1), kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
+            *(tiles, self._table, tiles if options.ancestors is None else options.ancestors, out, parts, part_sums),
+            shape.head_dim**-0.5 * options.scales.key * _LOG2_E,
+            *(
+                options.scales.value,
+                (options.soft_cap or 1.0) * _LOG2_E,
+                self._first_key,
+                min(options.window or 0, _MAX_WINDOW),
+            ),
+            *(group.num_queries, group.num_splits),
+            **constants,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+        if is_split:
+            reduce_kernel[(group.num_tiles * group.num_queries, shape.num_heads)](
+                *(parts, part_sums, tiles, out, group.num_queries),
+                HEADS=shape.num_heads,
+                HEAD_DIM=shape.head_dim,
+                BLOCK_D=padded_dim(shape.head_dim),
+                NUM_SPLITS=group.num_splits,
+            )
+
+
+def _staged(packed: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """The array as the device can fetch it while the host goes on; its pinned memory is reused when it has."""
+    staged = torch.from_numpy(packed)
+    return staged.pin_memory() if device.type == "cuda" else staged

@@ -1,0 +1,238 @@
+"""How the GPU kernels divide a step's rows: pure functions of the host's arrays, free of Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .native import RowArrays, Shape
+
+TILE_FIELDS = 8
+"""Numbers a tile: its first token, its queries (0: nothing to do), the first one's position, the row's first place in
+the block table, the row's first position; then zeros, so that what follows is aligned."""
+# Elements of 16 bytes: the kernels are compiled once for pointers that are aligned so, and again for others.
+_ALIGNMENT = 4
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_HEAD_DIM = 256
+# Of tiles of short rows, however many there are: one long context among many short ones must not be the last to end.
+_MIN_SPLITS, _MAX_SPLITS = 4, 64
+MIN_SPLIT_KEYS = 256
+"""Below that a split costs more than it gains."""
+# Programs that a multiprocessor should find to choose from: of short rows, and of others.
+_SHORT_PROGRAMS, _LONG_PROGRAMS = 4, 2
+
+
+class Gpu(NamedTuple):
+    """What the schedule needs to know of a device."""
+
+    num_processors: int
+    """Multiprocessors."""
+    arch: int
+    """Its compute capability times ten."""
+
+
+class Blocks(NamedTuple):
+    """What a program takes at once, and how it is compiled."""
+
+    block_m: int
+    """Queries times query heads a KV head; a power of two, at least 16."""
+    block_n: int
+    """Keys; a power of two."""
+    num_warps: int
+    num_stages: int
+
+
+class TileGroup(NamedTuple):
+    """Tiles that are computed in one launch."""
+
+    num_tiles: int
+    num_queries: int
+    """Of a tile, at most."""
+    num_splits: int
+    """Programs that share a tile's keys; a power of two."""
+    blocks: Blocks
+
+
+class Layout(NamedTuple):
+    """What the launches of a step are made of. It does not depend on the lengths of contexts."""
+
+    num_tokens: int
+    num_blocks: int
+    """Of all rows together."""
+    short: TileGroup | None
+    """Rows that are a tile each."""
+    long: TileGroup | None
+    """Rows of several tiles."""
+
+    @property
+    def groups(self) -> list[TileGroup]:
+        """Those that there are, in the order of their tiles."""
+        return [group for group in (self.short, self.long) if group is not None]
+
+    @property
+    def num_tiles(self) -> int:
+        """Of all groups."""
+        return sum(group.num_tiles for group in self.groups)
+
+    @property
+    def first_slot(self) -> int:
+        """Where in the packed array the slots begin."""
+        return self.num_tiles * TILE_FIELDS
+
+    @property
+    def first_block(self) -> int:
+        """Where the block table begins."""
+        return self.first_slot + -(-self.num_tokens // _ALIGNMENT) * _ALIGNMENT
+
+
+class Capacity(NamedTuple):
+    """Room for short rows, so that captured launches serve any rows that fit."""
+
+    num_rows: int
+    num_queries: int
+    """Of a row, at most."""
+    num_tokens: int
+    num_blocks: int
+    """Of all rows together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Divides steps for one model on one device."""
+
+    shape: Shape
+    itemsize: int
+    """Bytes of a query's element."""
+    gpu: Gpu
+    num_splits: int | None = None
+    """Of all tiles; None: as many as keep the device busy."""
+
+    @property
+    def _fold(self) -> int:
+        return self.shape.num_heads // self.shape.num_kv_heads
+
+    @property
+    def max_short_queries(self) -> int:
+        """Queries up to which a row is one tile; at least 1."""
+        # With the query heads of a KV head so many are still bound by memory; in float32 more would spill.
+        return max(1, min(64, self._long_blocks().block_m) // self._fold)
+
+    def layout(self, rows: RowArrays) -> Layout:
+        """For exactly these rows."""
+        short = rows.query_lens <= self.max_short_queries
+        few, many = rows.query_lens[short], rows.query_lens[~short]
+        long_blocks = self._long_blocks()
+        queries = long_blocks.block_m // self._fold
+        return Layout(
+            len(rows.slots),
+            len(rows.blocks),
+            self._short_group(len(few), int(few.max())) if len(few) else None,
+            self._group(int((-(-many // queries)).sum()), queries, long_blocks, _LONG_PROGRAMS) if len(many) else None,
+        )
+
+    def reserve(self, capacity: Capacity) -> Layout:
+        """For any rows within `capacity`.
+
+        Raises:
+            ValueError: its rows may be too long to be a tile each.
+        """
+        if capacity.num_queries > self.max_short_queries:
+            raise ValueError(f"num_queries must be at most {self.max_short_queries}; got {capacity.num_queries}")
+        group = self._short_group(capacity.num_rows, capacity.num_queries)
+        return Layout(capacity.num_tokens, capacity.num_blocks, group, None)
+
+    def _short_group(self, num_rows: int, num_queries: int) -> TileGroup:
+        blocks = self._short_blocks(num_queries)
+        return self._group(num_rows, num_queries, blocks, _SHORT_PROGRAMS, _MIN_SPLITS)
+
+    def _group(self, num_tiles: int, num_queries: int, blocks: Blocks, programs: int, least: int = 1) -> TileGroup:
+        splits, wanted = least, programs * self.gpu.num_processors
+        # What the reduction holds at once is limited.
+        most = min(_MAX_SPLITS, 8192 // padded_dim(self.shape.head_dim))
+        while splits < most and splits * num_tiles * self.shape.num_kv_heads < wanted:
+            splits *= 2
+        return TileGroup(num_tiles, num_queries, self.num_splits or splits, blocks)
+
+    def _short_blocks(self, num_queries: int) -> Blocks:
+        block_m = max(16, 1 << (num_queries * self._fold - 1).bit_length())
+        return default_blocks(block_m, self.shape.head_dim, self.itemsize, self.gpu.arch)
+
+    def _long_blocks(self) -> Blocks:
+        is_wide = padded_dim(self.shape.head_dim) > 128
+        least = (16 if is_wide else 32) if self.itemsize == 4 else (64 if is_wide else 128)
+        block_m = max(least, 1 << (self._fold - 1).bit_length())
+        return default_blocks(block_m, self.shape.head_dim, self.itemsize, self.gpu.arch)
+
+    def pack(self, rows: RowArrays, layout: Layout) -> np.ndarray[Any, Any]:
+        """[n] int32: the tiles, from `first_slot` on the slots (-1: none), from `first_block` on the block table.
+
+        Raises:
+            ValueError: the rows do not fit into the layout.
+        """
+        first_slot, first_block = layout.first_slot, layout.first_block
+        packed = np.zeros(first_block + layout.num_blocks, dtype=np.int32)
+        packed[first_slot:first_block] = -1
+        if len(rows.slots) > layout.num_tokens or len(rows.blocks) > layout.num_blocks:
+            have = f"{len(rows.slots)} tokens in {len(rows.blocks)} blocks"
+            raise ValueError(f"there is room for {layout.num_tokens} tokens in {layout.num_blocks} blocks; got {have}")
+        is_short = rows.query_lens <= self.max_short_queries
+        start = 0
+        for group, members in ((layout.short, is_short), (layout.long, ~is_short)):
+            queries, room = (0, 0) if group is None else (group.num_queries, group.num_tiles)
+            which = np.flatnonzero(members)
+            if len(which) == 0:
+                start += room
+                continue
+            tiles = make_tiles(rows, which, max(queries, 1))
+            if len(tiles) > room:
+                raise ValueError(f"there is room for {room} tiles of {queries} queries; the rows make {len(tiles)}")
+            packed[start * TILE_FIELDS :][: tiles.size].reshape(tiles.shape)[:] = tiles
+            start += room
+        packed[first_slot:][: len(rows.slots)] = rows.slots
+        packed[first_block:][: len(rows.blocks)] = rows.blocks
+        return packed
+
+
+def is_supported(shape: Shape, dtype: torch.dtype) -> bool:
+    """Whether the kernels serve such heads, as queries of that type."""
+    return dtype in _DTYPES and shape.head_dim % 2 == 0 and shape.head_dim <= _MAX_HEAD_DIM
+
+
+def padded_dim(head_dim: int) -> int:
+    """The power of two, at least 16, that a head is padded to."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def default_blocks(block_m: int, head_dim: int, itemsize: int, arch: int) -> Blocks:
+    """Without spills, but for float32 heads beyond 128, and within the shared memory of sm_80 to sm_100.
+
+    `itemsize` is that of a query's element, in bytes.
+    """
+    is_wide = padded_dim(head_dim) > 128
+    if itemsize == 4:
+        return Blocks(block_m, 16 if is_wide else 32, 8 if is_wide or block_m > 16 else 4, 2)
+    if is_wide:
+        return Blocks(block_m, 32, 8 if block_m >= 64 else 4, 2 if block_m > 64 else 3)
+    if block_m > 32:
+        # Before Hopper a product's operands are held in registers.
+        return Blocks(block_m, 32 if arch < 90 else 64, 4 if block_m == 64 else 8, 3)
+    # Five stages keep two chunks on their way from memory: one goes to the load of the block table.
+    return Blocks(block_m, 64 if block_m == 16 else 32, 4, 5)
+
+
+def make_tiles(rows: RowArrays, which: np.ndarray[Any, Any], queries: int) -> np.ndarray[Any, Any]:
+    """[n, TILE_FIELDS] int64: rows `which`, cut into tiles of up to `queries` queries; the longest contexts first, so
+    that no program begins a long one when the others end."""
+    counts = -(-rows.query_lens[which] // queries)
+    row = np.repeat(which, counts)
+    first = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
+    num_queries = np.minimum(rows.query_lens[row] - first, queries)
+    position = rows.starts[row] + first
+    tiles = np.zeros((len(row), TILE_FIELDS), dtype=np.int64)
+    tiles[:, 0], tiles[:, 1], tiles[:, 2] = rows.token_starts[row] + first, num_queries, position
+    tiles[:, 3], tiles[:, 4] = rows.table_starts[row], rows.starts[row]
+    return tiles[np.argsort(-(position + num_queries), kind="stable")]

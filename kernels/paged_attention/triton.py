@@ -1,0 +1,389 @@
+"""Attention of ragged rows on a GPU. A tile is some consecutive queries of a row with all query heads of a KV head.
+
+A program streams a tile's keys and values through the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), in
+chunks of BLOCK_N keys at absolute positions, so that a byte of the cache is read once for all of the tile's queries and
+heads. For small batches the chunks of a tile are divided among several programs, whose results another kernel adds
+(Flash-Decoding, Dao et al. 2023). The grid knows nothing of the rows' lengths: those stand in device memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ..compile_case import CompileCase
+from ..rope.triton import rotate_pairs
+from .native import Shape
+from .schedule import MIN_SPLIT_KEYS, TILE_FIELDS, Blocks, default_blocks, padded_dim
+
+BLOCK_HEADS = 8
+"""Heads a program of `write_kernel`."""
+
+# As KEY_LIMIT in torch.py, and the largest number of float8 e4m3.
+_KEY_LIMIT = tl.constexpr(1e30)
+_FP8_LIMIT = tl.constexpr(448.0)
+# A maximum before any key: finite, so that a difference is never NaN.
+_LEAST = tl.constexpr(-3e38)
+_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
+
+
+@triton.jit
+def _storable(x, inverse_scale, dtype: tl.constexpr, limit: tl.constexpr):
+    """`x` (float32) as the cache keeps it: in `dtype`, finite, and within `limit`: see `write_kv` in torch.py."""
+    if dtype == tl.float8e4nv:
+        x = tl.where(tl.abs(x) < float("inf"), x * inverse_scale, 0.0)
+        x = tl.minimum(tl.maximum(x, -_FP8_LIMIT), _FP8_LIMIT)
+    else:
+        x = x.to(dtype).to(tl.float32)
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        if limit and dtype != tl.float16:
+            x = tl.minimum(tl.maximum(x, -_KEY_LIMIT), _KEY_LIMIT)
+    return x.to(dtype)
+
+
+@triton.jit
+def _prepared(low, high, scale, root_squared, cos, sin, columns, mask, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Heads' halves [heads, pairs], normalised (see kernels/rms_norm) if NORM and rotated, in float32."""
+    if NORM:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        inverse = 1.0 / tl.sqrt(squares + root_squared)
+        low = low * inverse[:, None] * tl.load(scale, mask=mask, other=0.0)
+        high = high * inverse[:, None] * tl.load(scale + HALF, mask=mask, other=0.0)
+    return rotate_pairs(low, high, cos, sin, columns, columns < HALF, HALF)
+
+
+@triton.jit
+def write_kernel(
+    q, q_token_stride, q_head_stride, k, k_token_stride, k_head_stride, v, v_token_stride, v_head_stride,
+    cos, sin, angle_stride, scale, root_squared,
+    keys, values, key_head_stride, value_head_stride, slots, inverse_key_scale, inverse_value_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """k and v [T, KV_HEADS, D] to `slots` [T] (negative: nowhere) of the cache; a program takes some heads of a token.
+
+    With ROTATE, q [T, HEADS, D] (in place) and k are first normalised, if NORM, and rotated.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    columns = tl.arange(0, BLOCK_HALF)
+    there = columns < HALF
+    query_parts: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS if ROTATE else 0
+    key_parts: tl.constexpr = (KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    angles = token * angle_stride
+    slot = tl.load(slots + token).to(tl.int64)
+    if part < query_parts:
+        heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
+        mask = (heads < HEADS) & there[None, :]
+        source = q + token * q_token_stride + heads * q_head_stride + columns[None, :]
+        low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        weight = scale + heads * (2 * HALF) + columns[None, :]
+        low, high = _prepared(low, high, weight, root_squared, cos + angles, sin + angles, columns, mask, HALF, NORM)
+        tl.store(source, low.to(q.dtype.element_ty), mask=mask)
+        tl.store(source + HALF, high.to(q.dtype.element_ty), mask=mask)
+    elif slot >= 0:
+        if part < query_parts + key_parts:
+            heads = (part - query_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
+            mask = (heads < KV_HEADS) & there[None, :]
+            source = k + token * k_token_stride + heads * k_head_stride + columns[None, :]
+            low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+            if ROTATE:
+                weight = scale + (HEADS + heads) * (2 * HALF) + columns[None, :]
+                low, high = _prepared(
+                    low, high, weight, root_squared, cos + angles, sin + angles, columns, mask, HALF, NORM
+                )
+            target = keys + heads * key_head_stride + slot * (2 * HALF) + columns[None, :]
+            tl.store(target, _storable(low, inverse_key_scale, keys.dtype.element_ty, True), mask=mask)
+            tl.store(target + HALF, _storable(high, inverse_key_scale, keys.dtype.element_ty, True), mask=mask)
+        else:
+            heads = (part - query_parts - key_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
+            mask = (heads < KV_HEADS) & there[None, :]
+            source = v + token * v_token_stride + heads * v_head_stride + columns[None, :]
+            low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+            target = values + heads * value_head_stride + slot * (2 * HALF) + columns[None, :]
+            tl.store(target, _storable(low, inverse_value_scale, values.dtype.element_ty, False), mask=mask)
+            tl.store(target + HALF, _storable(high, inverse_value_scale, values.dtype.element_ty, False), mask=mask)
+
+
+@triton.jit
+def _scores(
+    q, k, key, scale, soft_cap, positions, first_key, window, tree_bits, tree_start,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] float32, times log2(e); -inf where a query must not look, if MASKED."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if HAS_CAP:
+        # c tanh(x / c), c in units of log2(e) as x; exp2 of what is large is infinite, and the quotient 0.
+        scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * (2.8853900817779268 / soft_cap)))
+    if MASKED:
+        if HAS_TREE:
+            place = tl.minimum(tl.maximum(key - tree_start, 0), 63)
+            seen = (key < tree_start)[None, :] | (((tree_bits[:, None] >> place[None, :].to(tl.int64)) & 1) == 1)
+            seen = seen & (key >= first_key)[None, :] & (key < tree_start + 64)[None, :]
+        else:
+            seen = (key[None, :] <= positions[:, None]) & (key >= first_key)[None, :]
+        if HAS_WINDOW:
+            seen = seen & (key[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _attend_chunks(
+    acc, top, total, q, keys, values, table, begin, end, gap_begin, gap, num_keys, columns,
+    scale, soft_cap, positions, first_key, window, tree_bits, tree_start,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state of the online softmax (sum of weighted values, maximum, sum of weights) after end - begin more chunks:
+    those from `begin` on, without the `gap` chunks from `gap_begin` on."""
+    for index in tl.range(begin, end):
+        chunk = tl.where(index < gap_begin, index, index + gap)
+        key = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = key < num_keys
+        # 32 bits: a head's part of a layer's cache has less than 2^31 elements.
+        block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
+        place = (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * HEAD_DIM + columns[None, :]
+        mask = there[:, None] & (columns < HEAD_DIM)[None, :]
+        k = tl.load(keys + place, mask=mask, other=0.0).to(q.dtype)
+        scores = _scores(
+            q, k, key, scale, soft_cap, positions, first_key, window, tree_bits, tree_start,
+            HAS_WINDOW, HAS_CAP, HAS_TREE, MASKED, PRECISION,
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        fading = tl.exp2(top - new_top)
+        v = tl.load(values + place, mask=mask, other=0.0).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * fading[:, None], input_precision=PRECISION)
+        total = total * fading + tl.sum(weights, 1)
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _chunk_range(
+    position, num_keys, first_key, window, split, num_splits,
+    BLOCK_N: tl.constexpr, MIN_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """(begin, end, whole_begin, whole_end): the chunks that a program meets, and, with TWO_LOOPS, those of them that
+    every query of the tile sees whole. `position` is the first query's, `num_keys` what the last one sees."""
+    least = first_key
+    most = first_key
+    if HAS_WINDOW:
+        least = tl.maximum(first_key, position - window + 1)
+        most = tl.maximum(first_key, num_keys - window)
+    begin = least // BLOCK_N
+    end = tl.cdiv(num_keys, BLOCK_N)
+    if HAS_SPLITS:
+        count = tl.maximum(tl.cdiv(end - begin, num_splits), MIN_CHUNKS)
+        begin += split * count
+        end = tl.minimum(begin + count, end)
+    whole_begin = end
+    whole_end = end
+    if TWO_LOOPS:
+        whole_begin = tl.minimum(tl.maximum(begin, tl.cdiv(most, BLOCK_N)), end)
+        whole_end = tl.maximum(tl.minimum(end, (position + 1) // BLOCK_N), whole_begin)
+    return begin, end, whole_begin, whole_end
+
+
+@triton.jit(do_not_specialize=["max_queries", "num_splits"])
+def attention_kernel(
+    q, q_token_stride, q_head_stride, keys, values, key_head_stride, value_head_stride,
+    tiles, table, ancestors, out, parts, part_sums, scale, value_scale, soft_cap, first_key, window, max_queries,
+    num_splits, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIN_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile: to out [T, H, D], or with splits to parts [tiles, max_queries, H, num_splits, D] float32 and
+    part_sums [tiles, max_queries, H, num_splits], the log2 of a part's sum of weights, -inf where there is none."""
+    tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    split = tl.program_id(1)
+    record = tiles + tile * _TILE_FIELDS
+    num_queries = tl.load(record + 1)
+    if num_queries == 0:
+        return
+    position = tl.load(record + 2)
+    num_keys = position + num_queries
+    begin, end, whole_begin, whole_end = _chunk_range(
+        position, num_keys, first_key, window, split, num_splits, BLOCK_N, MIN_CHUNKS, HAS_SPLITS, TWO_LOOPS, HAS_WINDOW
+    )
+    query = tl.arange(0, BLOCK_M) // GROUP
+    query_head = head * GROUP + tl.arange(0, BLOCK_M) % GROUP
+    real = query < num_queries
+    part = ((tile.to(tl.int64) * max_queries + query) * (KV_HEADS * GROUP) + query_head) * num_splits + split
+    if (begin >= end) & HAS_SPLITS:
+        tl.store(part_sums + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
+        return
+
+    token = (tl.load(record) + query).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    inside = real[:, None] & (columns < HEAD_DIM)[None, :]
+    place = token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + columns[None, :]
+    q_tile = tl.load(q + place, mask=inside, other=0.0)
+    table += tl.load(record + 3)
+    keys += head.to(tl.int64) * key_head_stride
+    values += head.to(tl.int64) * value_head_stride
+    tree_start = tl.load(record + 4) if HAS_TREE else 0
+    tree_bits = tl.load(ancestors + token, mask=real, other=0) if HAS_TREE else query
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], _LEAST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if TWO_LOOPS:
+        acc, top, total = _attend_chunks(
+            acc, top, total, q_tile, keys, values, table, whole_begin, whole_end, whole_end, 0, num_keys, columns,
+            scale, soft_cap, position + query, first_key, window, tree_bits, tree_start,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, HAS_TREE, False, PRECISION,
+        )  # fmt: skip
+    gap = whole_end - whole_begin
+    acc, top, total = _attend_chunks(
+        acc, top, total, q_tile, keys, values, table, begin, end - gap, whole_begin, gap, num_keys, columns,
+        scale, soft_cap, position + query, first_key, window, tree_bits, tree_start,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, HAS_TREE, True, PRECISION,
+    )  # fmt: skip
+    divisor = tl.where(total == 0.0, 1.0, total)  # 0: no key is for this query
+    result = acc * (value_scale / divisor)[:, None]
+    if HAS_SPLITS:
+        tl.store(parts + part[:, None] * HEAD_DIM + columns[None, :], result, mask=inside)
+        tl.store(part_sums + part, tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), mask=real)
+    else:
+        place = (token * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["max_queries"])
+def reduce_kernel(
+    parts, part_sums, tiles, out, max_queries,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out [T, HEADS, D] from `attention_kernel`'s parts; a program takes a head of a query."""
+    tile = tl.program_id(0) // max_queries
+    query = tl.program_id(0) % max_queries
+    head = tl.program_id(1)
+    if query >= tl.load(tiles + tile * _TILE_FIELDS + 1):
+        return
+    token = (tl.load(tiles + tile * _TILE_FIELDS) + query).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    part = (tl.program_id(0).to(tl.int64) * HEADS + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    sums = tl.load(part_sums + part)
+    weights = tl.exp2(sums - tl.maximum(tl.max(sums, 0), _LEAST))
+    mask = (sums > float("-inf"))[:, None] & (columns < HEAD_DIM)[None, :]
+    values = tl.load(parts + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
+    total = tl.sum(weights, 0)
+    result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    place = (token * HEADS + head) * HEAD_DIM + columns
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
+
+
+def attention_constants(shape: Shape, block_size: int, blocks: Blocks, dtype: str, is_split: bool) -> dict[str, Any]:
+    """The constants of `attention_kernel` for queries of `dtype` ("fp32" or a shorter one), without options."""
+    return {
+        "GROUP": shape.num_heads // shape.num_kv_heads,
+        "KV_HEADS": shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": blocks.block_m,
+        "BLOCK_N": blocks.block_n,
+        "BLOCK_D": padded_dim(shape.head_dim),
+        "MIN_CHUNKS": MIN_SPLIT_KEYS // blocks.block_n,
+        "HAS_SPLITS": is_split,
+        # Masks are cheap beside memory, but not beside matrix products.
+        "TWO_LOOPS": blocks.block_m > 64,
+        "HAS_WINDOW": False,
+        "HAS_CAP": False,
+        "HAS_TREE": False,
+        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
+    }
+
+
+def write_constants(shape: Shape, *, rotate: bool, norm: bool) -> dict[str, Any]:
+    """The constants of `write_kernel`."""
+    half = shape.head_dim // 2
+    return {
+        "HEADS": shape.num_heads,
+        "KV_HEADS": shape.num_kv_heads,
+        "HALF": half,
+        "BLOCK_HEADS": BLOCK_HEADS,
+        "BLOCK_HALF": triton.next_power_of_2(half),
+        "ROTATE": rotate,
+        "NORM": norm,
+    }
+
+
+_ATTENTION_TYPES = {
+    **dict.fromkeys(("q_token_stride", "q_head_stride", "key_head_stride", "value_head_stride"), "i64"),
+    **dict.fromkeys(("tiles", "table"), "*i32"),
+    "ancestors": "*i64",
+    **dict.fromkeys(("parts", "part_sums"), "*fp32"),
+    **dict.fromkeys(("scale", "value_scale", "soft_cap"), "fp32"),
+    **dict.fromkeys(("first_key", "window", "max_queries", "num_splits"), "i32"),
+}
+
+
+def _attention_case(
+    name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, **options: str | bool
+) -> CompileCase:
+    """For Ampere alone or for Hopper and later. `options`: constants that are not those of plain attention, or `cache`,
+    the type of the cache."""
+    blocks = default_blocks(block_m, shape.head_dim, 4 if dtype == "fp32" else 2, arch)
+    cache = str(options.pop("cache", dtype))
+    constants = attention_constants(shape, block_size, blocks, dtype, is_split=block_m <= 64) | options
+    types = _ATTENTION_TYPES | {"q": f"*{dtype}", "out": f"*{dtype}", "keys": f"*{cache}", "values": f"*{cache}"}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: types[argument] for argument in attention_kernel.arg_names}
+    archs = (80,) if arch < 90 else (90, 100)
+    full = f"paged_attention {name}{dtype} d{shape.head_dim} m{block_m}{' ampere' if arch < 90 else ''}"
+    return CompileCase(full, attention_kernel, signature, constants, blocks.num_warps, blocks.num_stages, archs)
+
+
+def _write_case(name: str, dtype: str, shape: Shape, cache: str, *, rotate: bool, norm: bool) -> CompileCase:
+    constants = write_constants(shape, rotate=rotate, norm=norm)
+    kinds = {"keys": f"*{cache}", "values": f"*{cache}", "slots": "*i32", "scale": "*fp32" if norm else f"*{dtype}"}
+    kinds |= dict.fromkeys(("q", "k", "v", "cos", "sin"), f"*{dtype}") | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(("root_squared", "inverse_key_scale", "inverse_value_scale"), "fp32")
+    signature = {argument: kinds.get(argument, "i64") for argument in write_kernel.arg_names}
+    full = f"paged_attention write {name}{dtype} d{shape.head_dim}"
+    return CompileCase(full, write_kernel, signature, constants, num_warps=2)
+
+
+def _reduce_case(dtype: str, head_dim: int, num_splits: int) -> CompileCase:
+    constants = {"HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": padded_dim(head_dim), "NUM_SPLITS": num_splits}
+    kinds = {"parts": "*fp32", "part_sums": "*fp32", "tiles": "*i32", "out": f"*{dtype}", "max_queries": "i32"}
+    name = f"paged_attention reduce {dtype} d{head_dim} s{num_splits}"
+    return CompileCase(name, reduce_kernel, kinds | dict.fromkeys(constants, "constexpr"), constants)
+
+
+def compile_cases() -> list[CompileCase]:
+    """See CompileCase."""
+    llama, wide, odd = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80)
+    all_options = {"HAS_WINDOW": True, "HAS_CAP": True}
+    cases = [
+        _attention_case("fp8 ", "bf16", llama, 16, 16, cache="fp8e4nv"),
+        _attention_case("fp8 ", "bf16", llama, 16, 128, cache="fp8e4nv"),
+        _write_case("rope ", "bf16", llama, "bf16", rotate=True, norm=False),
+        _write_case("norm rope ", "bf16", llama, "bf16", rotate=True, norm=True),
+        _write_case("norm rope ", "fp32", wide, "fp32", rotate=True, norm=True),
+        _write_case("", "fp16", odd, "fp16", rotate=False, norm=False),
+        _write_case("rope fp8 ", "bf16", llama, "fp8e4nv", rotate=True, norm=False),
+        _reduce_case("bf16", 128, 4),
+        _reduce_case("bf16", 128, 64),
+        _reduce_case("fp16", 256, 32),
+    ]
+    for arch in (80, 90):
+        cases += [_attention_case("", "bf16", llama, 16, block_m, arch) for block_m in (16, 128)]
+        cases += [_attention_case("window cap ", "bf16", llama, 16, m, arch, **all_options) for m in (16, 32, 64, 128)]
+        cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch, **all_options) for m in (16, 32, 64)]
+        cases += [_attention_case("window cap ", "fp32", llama, 16, m, arch, **all_options) for m in (16, 32)]
+        cases += [
+            _attention_case("", "fp16", Shape(14, 2, 64), 128, 16, arch),
+            _attention_case("", "fp16", odd, 64, 128, arch),
+            _attention_case("tree ", "bf16", llama, 16, 64, arch, HAS_TREE=True),
+        ]
+    return cases

@@ -1,0 +1,149 @@
+"""One launch: a program holds one row, or several short ones, in registers, so that each element is read once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase
+from .torch import NormWeight
+
+_MAX_WIDTH = 65536
+"""Of a row in registers: 64 a thread of the largest program."""
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,  # [outer, inner, WIDTH]
+    residual,  # [outer * inner, WIDTH]; x is added to it first
+    scale,  # [repeats, WIDTH] float32
+    y,  # [outer * inner, WIDTH], contiguous
+    root_square,  # eps * WIDTH
+    num_rows,
+    inner,
+    repeats,
+    outer_stride,
+    inner_stride,
+    residual_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    starts = (rows // inner).to(tl.int64) * outer_stride + (rows % inner).to(tl.int64) * inner_stride
+    value = tl.load(x + starts[:, None] + columns[None, :], mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        place = residual + rows.to(tl.int64)[:, None] * residual_stride + columns[None, :]
+        total = value.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        value = total.to(value.dtype)
+        tl.store(place, value, mask=inside)
+    wide = value.to(tl.float32)
+    # Where |x|² overflows this is 1 / inf = 0, as in the reference.
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) + root_square)
+    factors = tl.load(scale + (rows % repeats)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+    normed = wide * inverse[:, None] * factors
+    tl.store(y + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :], normed.to(y.dtype.element_ty), mask=inside)
+
+
+class _Shape(NamedTuple):
+    """How programs are cut out of the rows."""
+
+    block: int
+    rows: int
+    num_warps: int
+
+
+def _shape(width: int) -> _Shape:
+    block = triton.next_power_of_2(width)
+    # Eight elements a thread, which are one 16-byte load of a 2-byte dtype; of long rows more.
+    num_warps = 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32
+    return _Shape(block, max(1, 1024 // block), num_warps)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: NormWeight) -> Tensor:
+    width = x.shape[-1]
+    wide = x if x.dim() == 3 else x.reshape(-1, x.shape[-2] if x.dim() > 3 else 1, width)
+    if wide.stride(2) != 1:
+        wide = wide.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows = wide.shape[0] * wide.shape[1]
+    if num_rows == 0:
+        return y
+    shape = _shape(width)
+    _rms_norm_kernel[(triton.cdiv(num_rows, shape.rows),)](
+        wide,
+        wide if residual is None else residual,
+        weight.scale,
+        y,
+        weight.root_value**2,
+        num_rows,
+        wide.shape[1],
+        weight.repeats,
+        wide.stride(0),
+        wide.stride(1),
+        0 if residual is None else residual.stride(0),
+        WIDTH=width,
+        BLOCK=shape.block,
+        ROWS=shape.rows,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=shape.num_warps,
+    )
+    return y
+
+
+def serves(x: Tensor, weight: NormWeight) -> bool:
+    """Whether the kernel computes `rms_norm` of this."""
+    repeats = weight.repeats
+    return (
+        x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and weight.size == x.shape[-1] <= _MAX_WIDTH
+        and (repeats == 1 or (weight.scale.dim() == 2 and x.dim() > 1 and x.shape[-2] == repeats))
+    )
+
+
+def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
+    """Normalise x [..., H], whose rows may be any distance apart; where it `serves`."""
+    return _launch(x, None, weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> Tensor:
+    """residual [T, H] += x [T, H] in place; returns its norm. Where it `serves`."""
+    if residual.stride(1) != 1:
+        raise ValueError(f"residual's rows must be contiguous, its strides are {residual.stride()}")
+    return _launch(x, residual, weight)
+
+
+_SIGNATURE = {
+    "root_square": "fp32",
+    **dict.fromkeys(("num_rows", "inner", "repeats", "outer_stride", "inner_stride", "residual_stride"), "i32"),
+    **dict.fromkeys(("WIDTH", "BLOCK", "ROWS", "HAS_RESIDUAL"), "constexpr"),
+}
+
+
+def compile_cases() -> list[CompileCase]:
+    """Hidden sizes from a head's to a large model's, each dtype, with and without a residual."""
+    cases = []
+    shapes = [
+        ("bf16", 128),
+        ("bf16", 4096),
+        ("bf16", 5120),
+        ("bf16", 16384),
+        ("fp16", 4096),
+        ("fp32", 1024),
+        ("bf16", 896),
+    ]
+    for dtype, width in shapes:
+        for has_residual in (False, True):
+            shape = _shape(width)
+            tensors = {"x": f"*{dtype}", "residual": f"*{dtype}", "scale": "*fp32", "y": f"*{dtype}"}
+            constants = {"WIDTH": width, "BLOCK": shape.block, "ROWS": shape.rows, "HAS_RESIDUAL": has_residual}
+            name = f"rms_norm {dtype} w{width}{' residual' if has_residual else ''}"
+            cases.append(CompileCase(name, _rms_norm_kernel, tensors | _SIGNATURE, constants, shape.num_warps))
+    return cases

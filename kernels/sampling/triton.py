@@ -1,0 +1,314 @@
+"""Sampling filters in Triton: thresholds by bisection over the bits of floats, without a sort, in one launch.
+
+One program a row. It scales the row, remembering the largest logit of each of its BLOCK lanes (a lane: every BLOCK-th
+token). The w-th largest of those is a bound that at least w logits reach, so all that top-k can need reach it, and
+nearly always all of the nucleus. They are put aside, each lane its own, without any exchange between threads, and the
+bisections run over them, a few tiles instead of the vocabulary. Where they do not fit or do not suffice, the same
+bisections run over the row itself: slower, and as exact.
+
+A row or its candidates: logit (lane, j) stands at lane + j * BLOCK for j below the lane's count. Everything about a row
+is computed in an order that depends on the vocabulary alone, never on the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase
+from ..staging import upload
+from .torch import Limits
+
+_BLOCK = 4096
+_WARPS = 16
+_DEPTH = 8
+"""Candidates a lane has room for."""
+_NUCLEUS = 1024
+"""Lanes that must reach the bound of a row without top-k."""
+_LOWEST = tl.constexpr(-0x80000000)
+_INFINITY = tl.constexpr(float("inf"))
+_KEY_OF_NO_MASS = tl.constexpr(-0x7F800001)  # of -inf
+
+
+# --- floats as integers --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def order(x):
+    """int32 keys in the order of float32 `x`; the zeros are equal, NaN is the largest."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def value_of(key):
+    """The float32 of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+# --- lanes ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def lane_bound(lanes, wanted):
+    """The `wanted`-th largest of the lanes' keys; the lowest key when there are not as many lanes."""
+    low, high = tl.min(lanes, 0).to(tl.int64), tl.max(lanes, 0).to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        enough = tl.sum((lanes >= middle).to(tl.int32), 0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return tl.where(wanted <= lanes.shape[0], low, _LOWEST).to(tl.int32)
+
+
+@triton.jit
+def row_counts(num_tokens, BLOCK: tl.constexpr):
+    """How many of the row's tokens each lane has."""
+    return (num_tokens - tl.arange(0, BLOCK) + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def _collect(row, num_tokens, bound, candidates, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    """Put the logits of `row` that reach `bound` (a key) aside; returns how many each lane found, maybe too many."""
+    lane = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        inside = start + lane < num_tokens
+        x = tl.load(row + start + lane, mask=inside, other=0.0)
+        found = inside & (order(x) >= bound)
+        tl.store(candidates + counts * BLOCK + lane, x, mask=found & (counts < DEPTH))
+        counts += found.to(tl.int32)
+    return counts
+
+
+@triton.jit
+def _count(source, counts, key, BLOCK: tl.constexpr):
+    """How many logits reach `key`."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int32)
+    for j in range(tl.max(counts, 0)):
+        x = tl.load(source + j * BLOCK + lane, mask=j < counts, other=0.0)
+        total += ((j < counts) & (order(x) >= key)).to(tl.int32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _total(source, counts, least, top, BLOCK: tl.constexpr):
+    """Sum of exp(x - top) over all but x < least: float32, NaN when there is NaN or no finite maximum."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float64)
+    for j in range(tl.max(counts, 0)):
+        x = tl.load(source + j * BLOCK + lane, mask=j < counts, other=0.0)
+        kept = (j < counts) & ~(x < least)
+        total += tl.where(kept, tl.exp(x - top), 0.0).to(tl.float64)
+    return tl.sum(total, 0).to(tl.float32)
+
+
+@triton.jit
+def _probability(x, top, total):
+    """float32, rounded as the reference rounds it: a nucleus of equal logits may end exactly at its mass."""
+    return tl.div_rn(tl.exp(x - top), total)
+
+
+@triton.jit
+def _mass_above(source, counts, least, key, top, total, BLOCK: tl.constexpr):
+    """Sum of the probabilities of logits above `key` that are not below `least`, in float64."""
+    lane = tl.arange(0, BLOCK)
+    mass = tl.zeros([BLOCK], tl.float64)
+    for j in range(tl.max(counts, 0)):
+        x = tl.load(source + j * BLOCK + lane, mask=j < counts, other=0.0)
+        above = (j < counts) & (order(x) > key) & ~(x < least)
+        mass += tl.where(above, _probability(x, top, total), 0.0).to(tl.float64)
+    return tl.sum(mass, 0)
+
+
+# --- thresholds ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _kth_largest(source, counts, low, high, k, BLOCK: tl.constexpr):
+    """The key of the k-th largest logit; at least k logits reach `low`, and none is above `high`."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        enough = _count(source, counts, middle, BLOCK) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _nucleus(source, counts, least, low, high, top, total, top_p, BLOCK: tl.constexpr):
+    """(key of the nucleus's smallest logit, how many equal to it belong to it, whether more are equal to it)."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while low < high:
+        middle = low + (high - low) // 2
+        inside = _mass_above(source, counts, least, middle, top, total, BLOCK) < top_p
+        high = tl.where(inside, middle, high)
+        low = tl.where(inside, low, middle + 1)
+    key = low.to(tl.int32)
+    num_equal = _count(source, counts, low, BLOCK) - _count(source, counts, low + 1, BLOCK)
+    before = _mass_above(source, counts, least, low, top, total, BLOCK)
+    each = _probability(value_of(key), top, total).to(tl.float64)
+    # Token i of the equal ones is in when before + i * each < top_p; the division may be off by one at an exact end.
+    size = tl.where(each > 0.0, tl.minimum((top_p - before) / each, 1.0 * num_equal), 1.0 * num_equal).to(tl.int32)
+    size += (before + size * each < top_p).to(tl.int32)
+    size -= (before + (size - 1) * each >= top_p).to(tl.int32)
+    size = tl.maximum(size, 1)
+    return key, size, size < num_equal
+
+
+@triton.jit
+def _mask_row(row, num_tokens, least, threshold, size, tied, BLOCK: tl.constexpr):
+    """-inf where a logit is below `least` or `threshold`, and for all but the first `size` equal to it if `tied`."""
+    lane = tl.arange(0, BLOCK)
+    seen = 0
+    for start in range(0, num_tokens, BLOCK):
+        inside = start + lane < num_tokens
+        x = tl.load(row + start + lane, mask=inside, other=0.0)
+        outside = (x < least) | (x < threshold)
+        if tied:
+            equal = (inside & (x == threshold)).to(tl.int32)
+            outside = outside | ((equal > 0) & (seen + tl.cumsum(equal, 0) > size))
+            seen += tl.sum(equal, 0)
+        tl.store(row + start + lane, tl.full([BLOCK], float("-inf"), tl.float32), mask=inside & outside)
+
+
+@triton.jit
+def _limit_row(
+    row,
+    candidates,
+    lanes,
+    num_tokens,
+    k,
+    top_p,
+    log_min_p,
+    NUCLEUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Apply min-p, top-k and top-p to a scaled row in place, which all threads have written."""
+    top_key = tl.max(lanes, 0)
+    top = value_of(top_key)
+    whole = row_counts(num_tokens, BLOCK)
+    source, counts, bound = row, whole, tl.full((), _LOWEST, tl.int32)
+    if (k > 0) | (top_p < 1.0):
+        bound = lane_bound(lanes, tl.where(k > 0, k, NUCLEUS))
+        found = _collect(row, num_tokens, bound, candidates, BLOCK, DEPTH)
+        tl.debug_barrier()
+        if tl.max(found, 0) <= DEPTH:
+            source, counts = candidates, found
+        else:
+            bound = tl.full((), _LOWEST, tl.int32)
+    least = tl.where(log_min_p > -_INFINITY, top + log_min_p, -_INFINITY)
+    if k > 0:
+        kth = value_of(_kth_largest(source, counts, tl.maximum(bound, _KEY_OF_NO_MASS), top_key, k, BLOCK))
+        least = tl.where((kth > least) | (kth != kth), kth, least)
+    threshold, size, tied = -_INFINITY, 0, False
+    if top_p < 1.0:
+        low = tl.where(least == least, order(least), _LOWEST)
+        # Without top-k the row's whole mass counts, and candidates are enough when they hold top_p of it.
+        if k > 0:
+            total = _total(source, counts, least, top, BLOCK)
+        else:
+            total = _total(row, whole, least, top, BLOCK)
+            floor = tl.maximum(low, bound)
+            if (low >= bound) | (
+                _mass_above(source, counts, least, floor.to(tl.int64) - 1, top, total, BLOCK) >= top_p
+            ):
+                low = floor
+            else:
+                source, counts = row, whole
+        if total == total:
+            key, size, tied = _nucleus(source, counts, least, low, top_key, top, total, top_p, BLOCK)
+            threshold = value_of(key)
+        else:  # nothing has a probability: the first of the largest stays
+            threshold, size, tied = top, 1, top == _INFINITY
+    _mask_row(row, num_tokens, least, threshold, size, tied, BLOCK)
+
+
+@triton.jit
+def _filter_kernel(
+    logits,
+    out,
+    candidates,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    num_tokens,
+    row_stride,
+    NUCLEUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    source, row = logits + index * row_stride, out + index * num_tokens
+    heat = tl.load(temperature + index).to(tl.float32)
+    k, p = tl.load(top_k + index).to(tl.int32), tl.load(top_p + index)
+    m = tl.load(log_min_p + index).to(tl.float32)
+    lane = tl.arange(0, BLOCK)
+    lanes = tl.full([BLOCK], _LOWEST, tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        inside = start + lane < num_tokens
+        x = tl.div_rn(tl.load(source + start + lane, mask=inside, other=0.0), heat)
+        tl.store(row + start + lane, x, mask=inside)
+        lanes = tl.where(inside, tl.maximum(lanes, order(x)), lanes)
+    if (k > 0) | (p < 1.0) | (m > -_INFINITY):
+        tl.debug_barrier()  # other threads have written what this one reads
+        _limit_row(row, candidates + index * BLOCK * DEPTH, lanes, num_tokens, k, p, m, NUCLEUS, BLOCK, DEPTH)
+
+
+def filter_logits(logits: Tensor, heat: np.ndarray, limits: Limits) -> Tensor:
+    """[R, V] float32 logits / heat with the limits of each row applied, a new tensor.
+
+    Args:
+        logits: not changed. heat: [R] on the host, 1 for rows that stay as they are.
+    """
+    num_rows, num_tokens = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    out = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=logits.device)
+    block = min(_BLOCK, triton.next_power_of_2(num_tokens))
+    candidates = torch.empty(num_rows * block * _DEPTH, dtype=torch.float32, device=logits.device)
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(limits.min_p)
+    parameters = upload(logits.device, heat, limits.top_k, limits.top_p, log_min_p)
+    _filter_kernel[(num_rows,)](
+        logits,
+        out,
+        candidates,
+        *parameters,
+        num_tokens,
+        logits.stride(0),
+        NUCLEUS=_NUCLEUS,
+        BLOCK=block,
+        DEPTH=_DEPTH,
+        num_warps=_WARPS if block == _BLOCK else 4,
+    )
+    return out
+
+
+def compile_cases() -> list[CompileCase]:
+    """All kernels of the package."""
+    from .triton_logprobs import compile_cases as of_logprobs
+
+    filtering = {
+        "logits": "*fp32",
+        "out": "*fp32",
+        "candidates": "*fp32",
+        "temperature": "*fp64",
+        "top_k": "*i64",
+        "top_p": "*fp64",
+        "log_min_p": "*fp64",
+        "num_tokens": "i32",
+        "row_stride": "i32",
+        "NUCLEUS": "constexpr",
+        "BLOCK": "constexpr",
+        "DEPTH": "constexpr",
+    }
+    constants = {"NUCLEUS": _NUCLEUS, "BLOCK": _BLOCK, "DEPTH": _DEPTH}
+    return [CompileCase("sampling filter", _filter_kernel, filtering, constants, num_warps=_WARPS), *of_logprobs()]

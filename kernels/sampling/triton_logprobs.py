@@ -1,0 +1,208 @@
+"""Statistics of rows of logits in Triton: maximum and sum of exponentials; log-probabilities and ranks.
+
+Sums are taken in an order that depends on the vocabulary alone, never on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase
+from .triton import lane_bound, order, row_counts
+
+_BLOCK = 1024
+_WARPS = 4
+_SPLITS = 16
+"""Programs a row, at most; fixed, because the order of a sum must not depend on the batch."""
+_WIDE_BLOCK, _WIDE_WARPS, _DEPTH = 4096, 16, 8
+MAX_LOGPROBS = 128
+"""Each of the k most likely tokens is a pass over the candidates."""
+_LOWEST = tl.constexpr(-0x80000000)
+_INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _accumulate(x, top, total):
+    """Lanes' running maximum and sum of exp(x - maximum) with one more tile; nothing is added while all is -inf."""
+    new = tl.maximum(top, x)
+    shift = tl.where(new == -_INFINITY, 0.0, new)
+    return new, total * tl.exp(top - shift) + tl.exp(x - shift)
+
+
+@triton.jit
+def _combine(top, total, SIZE: tl.constexpr):
+    """(maximum, sum of exp(x - maximum)) of all lanes; both NaN where anything is."""
+    broken = tl.max((total != total).to(tl.int32), 0) > 0
+    largest = tl.max(top, 0)
+    shift = tl.where(largest == -_INFINITY, 0.0, largest)
+    combined = tl.sum(total * tl.exp(top - shift), 0)
+    return tl.where(broken, float("nan"), largest), tl.where(broken, float("nan"), combined)
+
+
+@triton.jit
+def _stats_kernel(logits, tops, totals, num_tokens, row_stride, chunk, BLOCK: tl.constexpr):
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    end = tl.minimum((split + 1) * chunk, num_tokens)
+    for start in range(split * chunk, end, BLOCK):
+        x = tl.load(logits + row * row_stride + start + lane, mask=start + lane < end, other=float("-inf"))
+        top, total = _accumulate(x, top, total)
+    top, total = _combine(top, total, BLOCK)
+    place = row * tl.num_programs(1) + split
+    tl.store(tops + place, top)
+    tl.store(totals + place, total)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _stats_reduce_kernel(tops, totals, out_tops, out_totals, num_splits, SPLITS: tl.constexpr):
+    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    inside = split < num_splits
+    top = tl.load(tops + row * num_splits + split, mask=inside, other=float("-inf"))
+    total = tl.load(totals + row * num_splits + split, mask=inside, other=0.0)
+    top, total = _combine(top, total, SPLITS)
+    tl.store(out_tops + row, top)
+    tl.store(out_totals + row, total)
+
+
+def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See the package; two launches, the second over one pair of numbers a chunk."""
+    num_rows, num_tokens = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    chunk = triton.cdiv(triton.cdiv(num_tokens, _BLOCK), _SPLITS) * _BLOCK
+    num_splits = triton.cdiv(num_tokens, chunk)
+    parts = torch.empty(2, num_rows, num_splits, dtype=torch.float32, device=logits.device)
+    out = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        sizes = (num_tokens, logits.stride(0), chunk)
+        _stats_kernel[(num_rows, num_splits)](logits, parts[0], parts[1], *sizes, BLOCK=_BLOCK, num_warps=_WARPS)
+        _stats_reduce_kernel[(num_rows,)](parts[0], parts[1], out[0], out[1], num_splits, SPLITS=_SPLITS, num_warps=1)
+    return out[0], out[1]
+
+
+@triton.jit
+def _collect_ids(row, num_tokens, bound, ids, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    """Put the ids of logits that reach `bound` (a key) aside, each lane its own; returns how many each lane found."""
+    lane = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        inside = start + lane < num_tokens
+        found = inside & (order(tl.load(row + start + lane, mask=inside, other=0.0)) >= bound)
+        tl.store(ids + counts * BLOCK + lane, start + lane, mask=found & (counts < DEPTH))
+        counts += found.to(tl.int32)
+    return counts
+
+
+@triton.jit
+def _next_best(row, ids, fits, counts, before, BLOCK: tl.constexpr):
+    """The largest (key, lowest id) below `before`, as one integer: key * 2^32 + (2^31 - 1 - id)."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -0x8000000000000000, tl.int64)
+    for j in range(tl.max(counts, 0)):
+        mask = j < counts
+        token = j * BLOCK + lane
+        if fits:
+            token = tl.load(ids + token, mask=mask, other=0)
+        key = order(tl.load(row + token, mask=mask, other=0.0))
+        rated = (key.to(tl.int64) << 32) + (0x7FFFFFFF - token)
+        best = tl.where(mask & (rated < before), tl.maximum(best, rated), best)
+    return tl.max(best, 0)
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits,
+    chosen,
+    scratch,
+    ids,
+    logprobs,
+    own,
+    rank,
+    num_tokens,
+    row_stride,
+    k,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    row, aside = logits + index * row_stride, scratch + index * BLOCK * DEPTH
+    mine = tl.load(row + tl.load(chosen + index))
+    lane = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    above = tl.zeros([BLOCK], tl.int32)
+    lanes = tl.full([BLOCK], _LOWEST, tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        inside = start + lane < num_tokens
+        x = tl.load(row + start + lane, mask=inside, other=float("-inf"))
+        top, total = _accumulate(x, top, total)
+        above += (x > mine).to(tl.int32)
+        lanes = tl.where(inside, tl.maximum(lanes, order(x)), lanes)
+    largest, total_of_row = _combine(top, total, BLOCK)
+    # Without any mass there are no probabilities either.
+    log_total = tl.where(total_of_row > 0.0, tl.log(total_of_row), float("nan"))
+    tl.store(own + index, mine - largest - log_total)
+    tl.store(rank + index, (tl.sum(above, 0) + 1).to(tl.int64))
+    if k > 0:
+        counts = _collect_ids(row, num_tokens, lane_bound(lanes, k), aside, BLOCK, DEPTH)
+        tl.debug_barrier()
+        fits = tl.max(counts, 0) <= DEPTH
+        if not fits:
+            counts = row_counts(num_tokens, BLOCK)
+        rated = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for place in range(k):
+            rated = _next_best(row, aside, fits, counts, rated, BLOCK)
+            token = 0x7FFFFFFF - (rated & 0x7FFFFFFF)
+            tl.store(ids + index * k + place, token)
+            tl.store(logprobs + index * k + place, tl.load(row + token) - largest - log_total)
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See the package; one launch. k is at most MAX_LOGPROBS."""
+    num_rows, num_tokens = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    ids = torch.empty(num_rows, k, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(num_rows, k, dtype=torch.float32, device=logits.device)
+    own = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    rank = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    block = min(_WIDE_BLOCK, triton.next_power_of_2(num_tokens))
+    scratch = torch.empty(num_rows * block * _DEPTH, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        _logprobs_kernel[(num_rows,)](
+            logits,
+            chosen,
+            scratch,
+            ids,
+            logprobs,
+            own,
+            rank,
+            num_tokens,
+            logits.stride(0),
+            k,
+            BLOCK=block,
+            DEPTH=_DEPTH,
+            num_warps=_WIDE_WARPS if block == _WIDE_BLOCK else 4,
+        )
+    return ids, logprobs, own, rank
+
+
+def compile_cases() -> list[CompileCase]:
+    """All kernels."""
+    sizes = {"num_tokens": "i32", "row_stride": "i32"}
+    stats = {"logits": "*fp32", "tops": "*fp32", "totals": "*fp32", **sizes, "chunk": "i32", "BLOCK": "constexpr"}
+    reduce = dict.fromkeys(("tops", "totals", "out_tops", "out_totals"), "*fp32")
+    reduce |= {"num_splits": "i32", "SPLITS": "constexpr"}
+    logprobs = {"logits": "*fp32", "chosen": "*i64", "scratch": "*i32", "ids": "*i64", "logprobs": "*fp32"}
+    logprobs |= {"own": "*fp32", "rank": "*i64", **sizes, "k": "i32", "BLOCK": "constexpr", "DEPTH": "constexpr"}
+    wide = {"BLOCK": _WIDE_BLOCK, "DEPTH": _DEPTH}
+    return [
+        CompileCase("sampling stats", _stats_kernel, stats, {"BLOCK": _BLOCK}, num_warps=_WARPS),
+        CompileCase("sampling stats reduce", _stats_reduce_kernel, reduce, {"SPLITS": _SPLITS}, num_warps=1),
+        CompileCase("sampling logprobs", _logprobs_kernel, logprobs, wide, num_warps=_WIDE_WARPS),
+    ]

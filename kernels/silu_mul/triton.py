@@ -1,0 +1,56 @@
+"""One launch over tokens and blocks of outputs; gate and up are read once, in 16-byte loads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase
+
+_BLOCK = 1024
+_WARPS = 4
+
+
+@triton.jit
+def _silu_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(HALF, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < HALF
+    gate = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + HALF + columns, mask=inside, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y + row * HALF + columns, value.to(y.dtype.element_ty), mask=inside)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernel computes `silu_mul` of this."""
+    return x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(x[:, :I]) · x[:, I:] for x [T, 2I], whose rows may be any distance apart; where it `serves`."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    num_rows, half = x.shape[0], x.shape[1] // 2
+    y = torch.empty(num_rows, half, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (num_rows * triton.cdiv(half, _BLOCK),)
+        _silu_mul_kernel[grid](x, y, x.stride(0), HALF=half, BLOCK=_BLOCK, num_warps=_WARPS)
+    return y
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every dtype; widths of models, and one that is odd."""
+    return [
+        CompileCase(
+            f"silu_mul {dtype} w{half}",
+            _silu_mul_kernel,
+            {"x": f"*{dtype}", "y": f"*{dtype}", "x_stride": "i32", "HALF": "constexpr", "BLOCK": "constexpr"},
+            {"HALF": half, "BLOCK": _BLOCK},
+            num_warps=_WARPS,
+        )
+        for dtype, half in (("bf16", 14336), ("bf16", 4864), ("fp16", 3072), ("fp32", 1111))
+    ]

@@ -1,0 +1,118 @@
+"""Verification of drafts on the device: ragged requests of all three rules in one launch, without the host.
+
+Request b has k_b drafts and 1 + k_b rows of logits; row j is the distribution p_j after j drafts.
+
+    greedy:     t_j = argmax_v logits_j[v]
+    invariant:  t_j = argmax_v (logits_j[v] - max logits_j) + G_j[v]         G_j: noise, (seed, position + j, TARGET)
+                accept draft j while t_j = d_j;  next token t_a
+    rejection:  accept draft j while u_j q_j(d_j) < p_j(d_j)                 u_j: uniform, (seed, position + j, ACCEPT)
+                next token argmax_v log max(p_a - q_a, 0)[v] + G_a[v]        G_a: noise, (seed, position + a, RESIDUAL)
+                with q_k = 0, and p_a instead where p_a - q_a has no positive part
+
+a is the number of accepted drafts. Sources: see `spec_decode/verification.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor, device, float32
+
+from ..dispatch import use_triton
+from ..staging import upload
+
+# In this package the name `torch` is the module beside this file: `import torch` here would hide it.
+from . import torch as _reference
+
+GREEDY, INVARIANT, REJECTION = 0, 1, 2
+NO_TOKEN = -1
+
+
+class Requests(NamedTuple):
+    """B requests with R logits rows in all, on the device, int64. Rows with `request` -1 are padding."""
+
+    request: Tensor
+    """[R] whose row it is."""
+    draft_ids: Tensor
+    """[R] the draft that the row decides about; -1 in a request's last row."""
+    draft_row: Tensor
+    """[R] row of the draft's distribution among the `draft_probs`; -1: the draft is certain, q is one-hot."""
+    first_row: Tensor
+    """[B]"""
+    num_drafts: Tensor
+    """[B]"""
+    rule: Tensor
+    """[B]"""
+    seed_keys: Tensor
+    """[B]"""
+    first_position: Tensor
+    """[B] index in the sequence of the token that the request's first row decides."""
+    max_drafts: int
+    """At least the largest `num_drafts`."""
+    sampled: bool
+    """Whether any request may be sampled: greedy ones need no statistics of their rows."""
+
+
+def pack(
+    drafts: Sequence[Sequence[int]],
+    certain: Sequence[bool],
+    rules: Sequence[int],
+    seed_keys: Sequence[int],
+    first_positions: Sequence[int],
+    target: device,
+) -> Requests:
+    """Describe B requests (all arguments [B], on the host) in one upload that the host does not wait for.
+
+    `certain`: the request's drafts have no distributions; those of the others follow each other in `draft_probs`.
+    """
+    k = np.array([len(ids) for ids in drafts], dtype=np.int64)
+    request = np.repeat(np.arange(len(k)), k + 1)
+    first_row = np.cumsum(k + 1) - (k + 1)
+    is_draft = np.arange(len(request)) - first_row[request] < k[request]
+    draft_ids = np.full(len(request), NO_TOKEN, dtype=np.int64)
+    draft_ids[is_draft] = [token for ids in drafts for token in ids]
+    has_probs = is_draft & ~np.asarray(certain, dtype=bool)[request]
+    draft_row = np.where(has_probs, np.cumsum(has_probs) - 1, -1)
+    mask = (1 << 64) - 1
+    seeds = np.array([seed & mask for seed in seed_keys], dtype=np.uint64).view(np.int64)
+    columns = (request, draft_ids, draft_row, first_row, k, np.asarray(rules), seeds, np.asarray(first_positions))
+    there = upload(target, *(column.astype(np.int64) for column in columns))
+    return Requests._make([*there, int(k.max(initial=0)), any(rule != GREEDY for rule in rules)])
+
+
+def verify(
+    logits: Tensor,
+    draft_probs: Tensor | None,
+    requests: Requests,
+    stats: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the next tokens of all requests.
+
+    Args:
+        logits: [R, V] float32 after every sampling parameter. Not changed. A row without a finite maximum decides
+            nothing: its token is some token.
+        draft_probs: [N, V] float32, what the drafts that are not certain were drawn from; None: there are none.
+        stats: `kernels.sampling.row_stats` of `logits`, where the caller has them; not needed for greedy requests.
+
+    Returns:
+        (tokens [R] int64: in a request's rows its accepted drafts, the next token, and NO_TOKEN after it;
+        num_accepted [B] int64), on the device of `logits`.
+
+    Raises:
+        ValueError: shapes or types do not fit.
+    """
+    num_rows = requests.request.shape[0]
+    if logits.dtype != float32 or logits.ndim != 2 or logits.shape[0] != num_rows:
+        raise ValueError(f"logits must be float32 [{num_rows}, V], got {logits.dtype} {list(logits.shape)}")
+    if draft_probs is not None and (draft_probs.dtype != float32 or draft_probs.shape[1:] != logits.shape[1:]):
+        raise ValueError(f"draft_probs must be float32 [N, {logits.shape[1]}], got {list(draft_probs.shape)}")
+    if use_triton(logits):
+        from . import triton as _triton
+
+        return _triton.verify(logits, draft_probs, requests, stats)
+    return _reference.verify(logits, draft_probs, requests)
+
+
+__all__ = ["GREEDY", "INVARIANT", "NO_TOKEN", "REJECTION", "Requests", "pack", "verify"]

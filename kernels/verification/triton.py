@@ -1,0 +1,285 @@
+"""Verification in one launch: a program finds the best token of one chunk of one row, the request's last one decides.
+
+A program does not wait for others. Those of a request count themselves; the one that finds that all others have
+finished reads what they found (one number a chunk), accepts and rejects, and sets the count back to zero for the next
+launch. Padding rows leave at once, so that a captured graph replays for any mix of rules, requests and drafts.
+
+Rows behind the first rejected draft are computed too: nobody knows yet that they are not needed, and waiting would cost
+more than reading them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase
+from ..noise.triton import BLOCK, better, chunk_size, key_uniform, row_key, tile_argmax, update_noisy
+from ..sampling import row_stats
+from . import Requests
+
+_WARPS = 4
+_MAX_SPLITS = 32
+_ROWS = 32
+"""Rows of a request that one compiled kernel has room for; more drafts than 31 get one with more."""
+_INVARIANT, _REJECTION = tl.constexpr(1), tl.constexpr(2)
+# Values of `noise.Stream`.
+_TARGET, _ACCEPT, _RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _probability(x, top, total):
+    return tl.div_rn(tl.exp(x - top), total)
+
+
+@triton.jit
+def _best_plain(row, start, end, BLOCK: tl.constexpr):
+    """(value, token) of the argmax of logits [start, end): each lane its own first."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    for first in range(start, end, BLOCK):
+        x = tl.load(row + first + lane, mask=first + lane < end, other=float("-inf"))
+        wins = better(x, first + lane, best, token)
+        best, token = tl.where(wins, x, best), tl.where(wins, first + lane, token)
+    return tile_argmax(best, token)
+
+
+@triton.jit
+def _best_noisy(row, top, key, start, end, BLOCK: tl.constexpr):
+    """(value, token) of the argmax of logits - top + G."""
+    best, best_token = float("-inf"), 0x7FFFFFFF
+    for first in range(start, end, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        x = tl.load(row + tokens, mask=tokens < end, other=float("-inf"))
+        best, best_token = update_noisy(x - top, tokens, key, best, best_token)
+    return best, best_token
+
+
+@triton.jit
+def _best_residual(row, top, total, q, q_end, draft, key, start, end, BLOCK: tl.constexpr):
+    """(value, token) of the argmax of log max(p - q, 0) + G.
+
+    q is the row at `q`, with zeros from `q_end` on, or one-hot at `draft` if that is a token.
+    """
+    best, best_token = float("-inf"), 0x7FFFFFFF
+    for first in range(start, end, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        inside = tokens < end
+        p = _probability(tl.load(row + tokens, mask=inside, other=float("-inf")), top, total)
+        q_here = tl.load(q + tokens, mask=inside & (tokens < q_end), other=0.0)
+        # Where the drafter failed (q is NaN) its draft was rejected; then the token is a draw from p.
+        rest = tl.maximum(p - tl.where(q_here == q_here, q_here, 0.0), 0.0)
+        rest = tl.where(inside & (tokens != draft), rest, 0.0)
+        best, best_token = update_noisy(tl.log(rest), tokens, key, best, best_token)
+    return best, best_token
+
+
+@triton.jit
+def _gather(values, tokens, rows, valid, num_splits, SPLITS: tl.constexpr):
+    """(value, token) of whole rows from those of their chunks; [ROWS] each."""
+    split = tl.arange(0, SPLITS)
+    mask = valid[:, None] & (split < num_splits)[None, :]
+    place = rows[:, None] * num_splits + split[None, :]
+    value = tl.load(values + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    token = tl.load(tokens + place, mask=mask, other=0x7FFFFFFF, cache_modifier=".cg")
+    is_nan = value != value
+    top = tl.max(tl.where(is_nan, float("inf"), value), 1)
+    broken = tl.max(is_nan.to(tl.int32), 1) > 0
+    wanted = tl.where(broken[:, None], is_nan, value == top[:, None])
+    return top, tl.min(tl.where(wanted, token, _NO_TOKEN), 1)
+
+
+@triton.jit
+def _accepts(logits, row_stride, rows, is_draft, draft, draft_row, draft_probs, tops, totals, seed, positions, width):
+    """u q(d) < p(d) for the drafts of one request: [ROWS]."""
+    x = tl.load(logits + rows * row_stride + draft, mask=is_draft, other=0.0)
+    top = tl.load(tops + rows, mask=is_draft, other=0.0)
+    p = _probability(x, top, tl.load(totals + rows, mask=is_draft, other=1.0))
+    q = tl.load(draft_probs + draft_row * width + draft, mask=is_draft & (draft_row >= 0), other=1.0)
+    return key_uniform(row_key(seed, positions, _ACCEPT)) * q < p
+
+
+@triton.jit
+def _decide(
+    logits,
+    draft_probs,
+    tops,
+    totals,
+    draft_ids,
+    draft_rows,
+    values,
+    tokens,
+    out_tokens,
+    first,
+    k,
+    rule,
+    seed,
+    position,
+    num_tokens,
+    row_stride,
+    num_splits,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Write the tokens of one request whose chunks are all done; returns how many drafts are accepted."""
+    j = tl.arange(0, ROWS)
+    rows = first + j
+    best, chosen = _gather(values, tokens, rows, j <= k, num_splits, SPLITS)
+    draft = tl.load(draft_ids + rows, mask=j < k, other=-1)
+    if rule == _REJECTION:
+        q_row = tl.load(draft_rows + rows, mask=j < k, other=-1)
+        right = _accepts(
+            logits, row_stride, rows, j < k, draft, q_row, draft_probs, tops, totals, seed, position + j, num_tokens
+        )
+        accepted = tl.min(tl.where((j < k) & right, ROWS, j), 0)
+        if tl.max(tl.where(j == accepted, best, float("-inf")), 0) == float("-inf"):
+            # p - q has no positive part: draw from p.
+            row = first + accepted
+            key = row_key(seed, position + accepted, _RESIDUAL)
+            top, total = tl.load(tops + row), tl.load(totals + row)
+            source = logits + row * row_stride
+            _, token = _best_residual(source, top, total, draft_probs, 0, -1, key, 0, num_tokens, BLOCK)
+            chosen = tl.where(j == accepted, tl.minimum(token, num_tokens - 1), chosen)
+    else:
+        accepted = tl.min(tl.where((j < k) & (draft == chosen), ROWS, j), 0)
+    result = tl.where(j < accepted, draft, tl.where(j == accepted, chosen.to(tl.int64), -1))
+    tl.store(out_tokens + rows, result, mask=j <= k)
+    return accepted
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _verify_kernel(
+    logits,
+    draft_probs,
+    tops,
+    totals,
+    request_of_row,
+    draft_ids,
+    draft_rows,
+    first_rows,
+    num_drafts,
+    rules,
+    seed_keys,
+    first_positions,
+    values,
+    tokens,
+    finished,
+    out_tokens,
+    out_accepted,
+    num_tokens,
+    row_stride,
+    chunk,
+    num_splits,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request = tl.load(request_of_row + row)
+    if request >= 0:
+        first, k, rule = tl.load(first_rows + request), tl.load(num_drafts + request), tl.load(rules + request)
+        seed, position = tl.load(seed_keys + request), tl.load(first_positions + request)
+        start, end = split * chunk, tl.minimum((split + 1) * chunk, num_tokens)
+        source = logits + row * row_stride
+        if rule == _REJECTION:
+            draft, q_row = tl.load(draft_ids + row), tl.load(draft_rows + row)
+            q, q_end = draft_probs + tl.maximum(q_row, 0) * num_tokens, tl.where(q_row >= 0, num_tokens, 0)
+            draft = tl.where(q_row >= 0, -1, draft)
+            key = row_key(seed, position + row - first, _RESIDUAL)
+            top, total = tl.load(tops + row), tl.load(totals + row)
+            best, token = _best_residual(source, top, total, q, q_end, draft, key, start, end, BLOCK)
+        elif rule == _INVARIANT:
+            key = row_key(seed, position + row - first, _TARGET)
+            best, token = _best_noisy(source, tl.load(tops + row), key, start, end, BLOCK)
+        else:
+            best, token = _best_plain(source, start, end, BLOCK)
+        tl.store(values + row * num_splits + split, best)
+        tl.store(tokens + row * num_splits + split, token)
+        tl.debug_barrier()
+        if tl.atomic_add(finished + request, 1, sem="acq_rel") == (k + 1) * num_splits - 1:
+            tl.store(finished + request, 0)
+            tables = (logits, draft_probs, tops, totals, draft_ids, draft_rows, values, tokens, out_tokens)
+            of_request = (first, k, rule, seed, position)
+            sizes = (num_tokens, row_stride, num_splits)
+            accepted = _decide(*tables, *of_request, *sizes, BLOCK=BLOCK, ROWS=ROWS, SPLITS=SPLITS)
+            tl.store(out_accepted + request, accepted.to(tl.int64))
+
+
+@functools.cache
+def _counters(device: torch.device, size: int) -> Tensor:
+    """[size] zeros that every launch leaves as zeros. All launches of a device are on one stream."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def verify(
+    logits: Tensor, draft_probs: Tensor | None, requests: Requests, stats: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """See the package."""
+    num_rows, num_tokens = logits.shape
+    num_requests = requests.first_row.shape[0]
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    if stats is None:
+        stats = row_stats(logits) if requests.sampled else (logits, logits)  # greedy requests do not read them
+    chunk = chunk_size(num_rows, num_tokens)
+    num_splits = triton.cdiv(num_tokens, chunk)
+    values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
+    out_tokens = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
+    accepted = torch.empty(num_requests, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        _verify_kernel[(num_rows, num_splits)](
+            logits,
+            logits if draft_probs is None else draft_probs.contiguous(),  # not read when no draft has a row
+            *stats,
+            *requests[:-2],
+            values,
+            tokens,
+            _counters(logits.device, max(1024, triton.next_power_of_2(num_requests))),
+            out_tokens,
+            accepted,
+            num_tokens,
+            logits.stride(0),
+            chunk,
+            num_splits,
+            BLOCK=BLOCK,
+            ROWS=max(_ROWS, triton.next_power_of_2(1 + requests.max_drafts)),
+            SPLITS=_MAX_SPLITS,
+            num_warps=_WARPS,
+        )
+    return out_tokens, accepted
+
+
+def compile_cases() -> list[CompileCase]:
+    """Up to 31 drafts, and more."""
+    floats = dict.fromkeys(("logits", "draft_probs", "tops", "totals"), "*fp32")
+    described = dict.fromkeys(Requests._fields[:-2], "*i64")
+    names = dict(zip(described, _verify_kernel.arg_names[4:12], strict=True))
+    signature = {
+        **floats,
+        **{names[field]: kind for field, kind in described.items()},
+        "values": "*fp32",
+        "tokens": "*i32",
+        "finished": "*i32",
+        "out_tokens": "*i64",
+        "out_accepted": "*i64",
+        **dict.fromkeys(("num_tokens", "row_stride", "chunk", "num_splits"), "i32"),
+        **dict.fromkeys(("BLOCK", "ROWS", "SPLITS"), "constexpr"),
+    }
+    return [
+        CompileCase(
+            f"verification of {rows - 1} drafts",
+            _verify_kernel,
+            signature,
+            {"BLOCK": BLOCK, "ROWS": rows, "SPLITS": _MAX_SPLITS},
+            num_warps=_WARPS,
+        )
+        for rows in (_ROWS, 2 * _ROWS)
+    ]

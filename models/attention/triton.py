@@ -1,0 +1,75 @@
+"""Attention in Triton on a GPU: rows of any lengths in at most two launches and their reductions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.paged_attention import LayerKV, RowArrays, Shape
+from ...kernels.paged_attention.device_step import AttentionOptions, DeviceStep
+from ...kernels.paged_attention.schedule import Capacity, Gpu, Planner, is_supported
+from ...kernels.rope import Rotation
+from ..batch import SequenceRows
+from . import AttentionSpec
+from .tables import RowTables
+
+if TYPE_CHECKING:
+    from ..layers.norm import RMSNorm
+
+
+def _shape(spec: AttentionSpec) -> Shape:
+    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+
+
+def serves(spec: AttentionSpec) -> bool:
+    """Whether there are kernels for this model."""
+    return is_supported(_shape(spec), spec.dtype)
+
+
+class TritonAttention:
+    """Implements AttentionBackend."""
+
+    def __init__(self, spec: AttentionSpec, num_splits: int | None = None) -> None:
+        """`num_splits`: programs that share a tile's keys, a power of two; None: chosen for the device."""
+        self._spec = spec
+        gpu = Gpu(1, 90)  # the interpreter has nothing to keep busy
+        if spec.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(spec.device)
+            gpu = Gpu(properties.multi_processor_count, 10 * properties.major + properties.minor)
+        self._planner = Planner(_shape(spec), spec.dtype.itemsize, gpu, num_splits)
+        self._options = {window: AttentionOptions(window) for window in spec.windows}
+
+    def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> DeviceStep:
+        """See AttentionBackend."""
+        return self._step(RowTables(rows, block_size).arrays(positions), block_size, rows.first_key)
+
+    def reserve(self, capacity: Capacity, block_size: int, first_key: int = 0) -> DeviceStep:
+        """A plan without rows, whose tensors and launches stay the same while `DeviceStep.refill` gives it rows: what a
+        graph is captured with.
+
+        Raises:
+            ValueError: rows of so many queries are not one tile each.
+        """
+        return self._step(capacity, block_size, first_key)
+
+    def _step(self, rows: RowArrays | Capacity, block_size: int, first_key: int) -> DeviceStep:
+        return DeviceStep(self._planner, self._spec.dtype, block_size, rows, self._spec.device, first_key)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: DeviceStep, window: int | None) -> Tensor:
+        """See AttentionBackend."""
+        return plan.attend(q, k, v, kv, self._options[window])
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: RMSNorm | None,
+        kv: LayerKV,
+        plan: DeviceStep,
+        window: int | None,
+    ) -> Tensor:
+        """See AttentionBackend."""
+        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, self._options[window])

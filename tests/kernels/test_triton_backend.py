@@ -1,0 +1,64 @@
+"""The Triton backend of attention in a model, where it is the default, and the rotation by itself."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.kernels.rope.torch import apply_rope
+from outrider.kernels.rope.triton import apply_rope as triton_rope
+from outrider.models import decoder
+from outrider.models.attention import AttentionSpec, _fastest, make_attention
+from outrider.models.attention.triton import serves
+from outrider.models.batch import SequenceRows, allocate_kv, build_batch
+from outrider.models.config import DecoderConfig, RopeConfig
+
+
+def test_the_backend_of_a_gpu() -> None:
+    spec = AttentionSpec(8, 2, 64, frozenset({None}), torch.bfloat16, torch.device("cuda"))
+    assert _fastest(spec, batch_invariant=False) == "triton"
+    assert _fastest(spec, batch_invariant=True) == "invariant"
+    assert not serves(AttentionSpec(8, 2, 512, frozenset({None}), torch.bfloat16, torch.device("cuda")))
+    assert not serves(AttentionSpec(8, 2, 64, frozenset({None}), torch.float64, torch.device("cuda")))
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [(1, 2, torch.float32), (11, 80, torch.float16)])
+def test_rope(device: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    x = torch.randn(5, heads + 2, head_dim).to(dtype)[:, 1:-1]  # a slice: not contiguous
+    angles = torch.rand(5, 1, head_dim // 2) * 6
+    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    cos, sin = torch.stack((cos, sin), 1).to(dtype).unbind(1)
+    got = triton_rope(x.to(device), cos.to(device), sin.to(device))
+    tolerance = {torch.float32: 1e-6, torch.float16: 4e-3}[dtype]  # the reference rounds twice
+    torch.testing.assert_close(got.cpu(), apply_rope(x, cos, sin), atol=tolerance, rtol=tolerance)
+    assert triton_rope(x[:0].to(device), cos[:0], sin[:0]).shape == (0, heads, head_dim)
+
+
+def test_a_model_gives_the_logits_of_the_torch_backend(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, then in one step a chunk that continues one, a decode, a verification; one layer has a window."""
+    config = DecoderConfig(
+        **{"architecture": "LlamaForCausalLM", "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80},
+        **{"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 20, "max_position_embeddings": 256},
+        **{"rms_norm_eps": 1e-6, "rope": RopeConfig(rope_type="default", theta=1e4), "tie_word_embeddings": True},
+        **{"windows": (None, 9), "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": True},
+        dtype=torch.float32,
+    )
+    tables = [[3, 9, 1], [0, 7], [5]]
+    steps = [
+        SequenceRows(list(range(60)), [30, 20, 10], [0, 0, 0], tables),
+        SequenceRows(list(range(60, 76)), [12, 1, 3], [30, 20, 10], tables),
+    ]
+    results = []
+    for name in ("torch", "triton"):
+        monkeypatch.setattr(
+            decoder, "make_attention", lambda spec, *, batch_invariant, name=name: make_attention(spec, name)
+        )
+        model = decoder.Decoder(config, device)
+        for index, slot in enumerate(model.weight_slots().values()):
+            generator = torch.Generator().manual_seed(index)
+            slot.load(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
+        kv = allocate_kv(model.kv_layers, 10, 16, torch.float32, device)
+        hidden = [model.forward(build_batch(rows, model, kv)).hidden for rows in steps]
+        results.append(model.compute_logits(torch.cat(hidden)))
+    assert results[0].std() > 0.1
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,62 @@
+"""Every kernel compiles without a GPU, spills no registers and fits into shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def compile_kernels(repo_root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the tool by itself: in this process Triton may be its interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(repo_root / "tools" / "compile_kernels.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=repo_root)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper(repo_root: Path, tmp_path: Path) -> None:
+    result = compile_kernels(repo_root, "--arch", "90", "--json", str(tmp_path / "usage.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    usages = json.loads((tmp_path / "usage.json").read_text())
+    ops = {path.parent.name for path in (repo_root / "kernels").glob("*/triton.py")}
+    assert {usage["name"].split()[0] for usage in usages} == ops  # a case's name begins with its op
+    assert all(usage["registers"] > 0 for usage in usages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "100"])
+def test_attention_compiles_for_other_architectures(repo_root: Path, arch: str) -> None:
+    result = compile_kernels(repo_root, "--arch", arch, "--only", "attention bf16 d128 m16", "reduce")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_what_spills_or_does_not_compile_is_refused(repo_root: Path) -> None:
+    code = """if True:
+        import sys
+        sys.path.insert(0, "tools")
+        import compile_kernels as tool
+        (case,) = tool.find_cases(["reduce bf16 d128 s64"]).values()
+        wide = case.constexprs | {"HEAD_DIM": 256, "BLOCK_D": 256}
+        for changed in (case, case._replace(num_warps=1, constexprs=wide), case._replace(constexprs={})):
+            print(tool.compile_case(changed, 90).error)
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=repo_root)
+    fine, spilled, wrong = result.stdout.splitlines()
+    assert fine == ""
+    assert "spills to" in spilled
+    assert "constexprs must be" in wrong
+
+
+def test_the_interpreter_compiles_nothing_and_is_refused(repo_root: Path) -> None:
+    command = [sys.executable, str(repo_root / "tools" / "compile_kernels.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=repo_root)
+    assert result.returncode == 2
+    assert "TRITON_INTERPRET" in result.stderr

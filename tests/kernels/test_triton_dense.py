@@ -1,0 +1,134 @@
+"""Triton's RMSNorm and SiLU·mul against the torch paths: odd widths, strided rows, several heads' weights, overflow."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.kernels.rms_norm import add_rms_norm, prepare
+from outrider.kernels.rms_norm import torch as norm_reference
+from outrider.kernels.rms_norm import triton as norm
+from outrider.kernels.silu_mul import torch as silu_reference
+from outrider.kernels.silu_mul import triton as silu
+
+# One unit in the last place of each dtype, as a share of the value; sums in another order are worth a few in float32.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=2 * tolerance, atol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (17, 64), (9, 96), (2, 1000), (1, 4096), (2, 5120)])
+def test_rms_norm(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(rows, width, device=device).mul(3).to(dtype)
+    weight = prepare(torch.randn(width, device=device).to(dtype), 1e-5)
+    close(norm.rms_norm(x, weight), norm_reference.rms_norm(x, weight))
+
+
+def test_rms_norm_of_strided_rows(device: str) -> None:
+    wide = torch.randn(5, 200, device=device)
+    weight = prepare(torch.randn(33, device=device), 1e-5)
+    x = wide[:, 40:73]
+    close(norm.rms_norm(x, weight), norm_reference.rms_norm(x, weight))
+    columns = torch.randn(33, 5, device=device).t()  # not even the elements of a row are neighbours
+    close(norm.rms_norm(columns, weight), norm_reference.rms_norm(columns, weight))
+
+
+@DTYPES
+def test_heads_with_weights_of_their_own_in_a_merged_projection(dtype: torch.dtype, device: str) -> None:
+    qkv = torch.randn(7, 10 * 24, device=device).to(dtype)
+    heads = qkv.view(7, 10, 24)[:, 1:7]
+    weight = prepare(torch.randn(6, 24, device=device).to(dtype), 1e-6)
+    assert norm.serves(heads, weight)
+    close(norm.rms_norm(heads, weight), norm_reference.rms_norm(heads, weight))
+
+
+def test_one_weight_for_all_heads_and_more_dimensions(device: str) -> None:
+    x = torch.randn(2, 3, 4, 20, device=device)
+    weight = prepare(torch.randn(20, device=device), 1e-6)
+    close(norm.rms_norm(x, weight), norm_reference.rms_norm(x, weight))
+    close(norm.rms_norm(x[0, 0, 0], weight), norm_reference.rms_norm(x[0, 0, 0], weight))
+
+
+def test_no_rows(device: str) -> None:
+    weight = prepare(torch.ones(8, device=device), 1e-6)
+    assert norm.rms_norm(torch.empty(0, 8, device=device), weight).shape == (0, 8)
+    assert silu.silu_mul(torch.empty(0, 8, device=device)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e4, 1e18, 1e25, torch.inf, torch.nan])
+def test_rms_norm_at_the_ends_of_the_range(value: float, device: str) -> None:
+    x = torch.randn(3, 40, device=device)
+    x[1, 3] = value
+    x[2] *= 1e-25
+    weight = prepare(torch.ones(40, device=device), 1e-6)
+    actual, expected = norm.rms_norm(x, weight), norm_reference.rms_norm(x, weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
+def test_rms_norm_of_zeros_is_zero(device: str) -> None:
+    weight = prepare(torch.ones(16, device=device), 1e-6)
+    assert not norm.rms_norm(torch.zeros(2, 16, device=device), weight).any()
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 40), (6, 96), (3, 1500)])
+def test_residual_is_added_before_and_kept(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(rows, 2 * width, device=device).to(dtype)[:, :width]
+    stream = torch.randn(rows, width + 8, device=device).to(dtype)
+    beside = stream[:, width:].clone()
+    weight = prepare(torch.randn(width, device=device).to(dtype), 1e-5)
+    expected_residual = stream[:, :width] + x
+    y = norm.add_rms_norm(x, stream[:, :width], weight)
+    assert torch.equal(stream[:, :width], expected_residual)
+    assert torch.equal(stream[:, width:], beside)
+    close(y, norm_reference.rms_norm(expected_residual, weight))
+
+
+def test_residual_without_a_kernel() -> None:
+    x, residual = torch.randn(2, 3, 24)
+    weight = prepare(torch.randn(24), 1e-5)
+    total = x + residual
+    close(add_rms_norm(x, residual, weight), norm_reference.rms_norm(total, weight))
+    assert torch.equal(residual, total)
+
+
+def test_unlike_residuals_are_refused() -> None:
+    weight = prepare(torch.ones(24), 1e-5)
+    with pytest.raises(ValueError, match=r"\(2, 24\) torch\.float16"):
+        add_rms_norm(torch.zeros(2, 24), torch.zeros(2, 24, dtype=torch.float16), weight)
+    with pytest.raises(ValueError, match="contiguous"):
+        norm.add_rms_norm(torch.zeros(2, 24), torch.zeros(24, 2).t(), weight)
+
+
+def test_what_is_left_to_torch(device: str) -> None:
+    weight = prepare(torch.ones(8, device=device), 1e-5)
+    assert not norm.serves(torch.zeros(2, 8, dtype=torch.float64, device=device), weight)
+    assert not norm.serves(torch.zeros(2, 16, device=device), weight)
+    heads = prepare(torch.ones(4, 8, device=device), 1e-5)
+    assert not norm.serves(torch.zeros(2, 3, 8, device=device), heads)  # three heads, weights for four
+    assert norm.serves(torch.zeros(2, 4, 8, device=device), heads)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "half"), [(1, 1), (3, 17), (5, 64), (2, 1024), (2, 1500), (1, 4864)])
+def test_silu_mul(rows: int, half: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(rows, 2 * half, device=device).mul(4).to(dtype)
+    close(silu.silu_mul(x), silu_reference.silu_mul(x.float()).to(dtype))
+
+
+def test_silu_mul_of_strided_rows(device: str) -> None:
+    wide = torch.randn(4, 300, device=device)
+    close(silu.silu_mul(wide[:, 20:120]), silu_reference.silu_mul(wide[:, 20:120]))
+    columns = torch.randn(14, 4, device=device).t()
+    close(silu.silu_mul(columns), silu_reference.silu_mul(columns))
+
+
+def test_silu_mul_of_large_numbers(device: str) -> None:
+    gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
+    x = torch.cat([gate, torch.full((5,), 2.0, device=device)])[None]
+    close(silu.silu_mul(x), silu_reference.silu_mul(x))

@@ -1,0 +1,143 @@
+"""A model's projections, embeddings and gains with the kernels of a CUDA device, against the torch path on the CPU."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.lora import arena, batching, dora, layers, preparing
+from outrider.lora.adapter import EMBEDDING, LM_HEAD, AdapterSource, LoraWeights
+from outrider.lora.batching import LoraBatcher
+from outrider.lora.pool import Allocation, RowPool
+from outrider.lora.preparing import StepAdapters
+from outrider.lora.sites import AdapterSites
+from outrider.lora.versions import AdapterVersion
+from outrider.models.layers.embedding import Embedding
+from outrider.models.layers.linear import Linear
+
+SLICES = {"q": 24, "k": 8, "v": 8, "down": 20}
+HIDDEN, VOCAB = 20, 50
+Rows = Sequence[tuple[Allocation | None, int]]
+
+
+class Model:
+    """A merged projection with a bias, another without, embeddings and a head, and three adapters."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        common = {"dtype": torch.float32, "device": device}
+        self.qkv = Linear("qkv", [("q", 24), ("k", 8), ("v", 8)], HIDDEN, bias=True, **common)
+        self.down = Linear("down", [("down", 20)], HIDDEN, **common)
+        self.embedding = Embedding(VOCAB, HIDDEN, tied=False, **common)
+        for part in (self.qkv, self.down, self.embedding):
+            for slot in part.weight_slots().values():
+                slot.load(torch.randn(slot.shape))
+        self.sites = AdapterSites([self.qkv, self.down], self.embedding, torch.float32, device)
+        self.pool = RowPool(24, 8)
+        self.sites.allocate(24)
+        self.place(b"plain", 3, ["q", "v", "down"])
+        self.place(b"dora", 5, ["q", "k", "down"], gains=True)
+        self.place(b"words", 2, ["k", EMBEDDING, LM_HEAD], gains=True)
+
+    def place(self, key: bytes, rank: int, names: Sequence[str], *, gains: bool = False) -> None:
+        weights = {}
+        for name in names:
+            out = {EMBEDDING: HIDDEN, LM_HEAD: VOCAB}.get(name) or SLICES[name]
+            in_features = VOCAB if name == EMBEDDING else HIDDEN
+            gain = torch.rand(out) + 0.5 if gains else None
+            weights[name] = LoraWeights(torch.randn(rank, in_features), torch.randn(rank, out), gain)
+        self.sites.write(self.pool.allocate(key, rank), self.sites.pack(weights))
+
+    def rows(self, *items: tuple[bytes | None, int]) -> Rows:
+        return [(self.pool.allocation(key) if key else None, count) for key, count in items]
+
+    def run(self, rows: Rows, batcher: LoraBatcher) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        num_tokens = sum(count for _, count in rows)
+        x, residual = torch.randn(2, num_tokens, HIDDEN).to(self.device)
+        ids = torch.randint(VOCAB, (num_tokens,)).to(self.device)
+        batch = batcher.build(rows)
+        step = SimpleNamespace(adapters=batch)
+        results = [self.qkv.forward(x, step), self.down.forward(x, step, residual)]
+        results += [self.embedding.lookup(ids, batch), self.embedding.logits(x, batch)]
+        return [result.cpu() for result in results]
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a CUDA device, on the CPU with Triton's interpreter too."""
+    for module in (arena, batching, dora, preparing):
+        monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A model on the CPU without any kernel of ours; made before `grouped` takes effect."""
+    for module in (batching, layers):
+        monkeypatch.setattr(module, "is_native", lambda dtype, device: False)
+    return Model(torch.device("cpu"))
+
+
+MIXES: list[list[tuple[bytes | None, int]]] = [
+    [(b"plain", 1)],
+    [(None, 2), (b"dora", 1), (b"plain", 3), (b"words", 1), (b"dora", 2), (None, 1)],
+    [(b"words", 6)],
+    [(b"plain", 70), (None, 3), (b"dora", 20)],
+]
+
+
+@pytest.fixture
+def expected(by_torch: Model) -> list[list[torch.Tensor]]:
+    batcher = LoraBatcher(torch.float32, by_torch.device)
+    return [by_torch.run(by_torch.rows(*mix), batcher) for mix in MIXES]
+
+
+def test_every_site_of_a_model(expected: list[list[torch.Tensor]], grouped: None, device: str) -> None:
+    model = Model(torch.device(device))
+    batcher = StepAdapters(model.pool, torch.float32, model.device, 8)._tokens
+    for mix, results in zip(MIXES, expected, strict=True):
+        rows = model.rows(*mix)
+        for actual, wanted in zip(model.run(rows, batcher), results, strict=True):
+            torch.testing.assert_close(actual, wanted, atol=2e-4, rtol=2e-4)
+        groups = batcher.build(rows).groups
+        assert groups.replayable
+        assert groups.data.data_ptr() == batcher._buffer.data.data_ptr()
+
+
+def test_rows_of_an_evicted_adapter_are_read_by_nobody(grouped: None, device: str) -> None:
+    model = Model(torch.device(device))
+    batcher = LoraBatcher(torch.float32, model.device)
+    base = model.run(model.rows((None, 2)), batcher)
+    model.pool.evict(b"dora")
+    model.place(b"narrow", 5, ["down"])
+    after = model.run(model.rows((b"narrow", 2)), batcher)
+    assert torch.equal(after[0], base[0])  # qkv, which it does not adapt
+    assert not torch.equal(after[1], base[1])
+
+
+@pytest.mark.parametrize("has_gains", [False, True])
+def test_steps_with_gains_are_not_replayed(has_gains: bool, grouped: None, device: str) -> None:
+    model = Model(torch.device(device))
+    steps = StepAdapters(model.pool, torch.float32, model.device, 8)
+    version = AdapterVersion("x", AdapterSource("/x"))
+    version.digest, version.has_gains = b"plain", has_gains
+    batch = steps.prepare([(version, 2), (None, 1)])
+    assert batch is not None
+    assert batch.replayable != has_gains
+    assert steps.prepare_head([(version, 1)]) is None
+
+
+def test_base_tokens_alone_have_no_batch(grouped: None, device: str) -> None:
+    model = Model(torch.device(device))
+    assert LoraBatcher(torch.float32, model.device).build(model.rows((None, 4))) is None
+
+
+def test_a_batch_invariant_step_keeps_to_the_paths_that_are(grouped: None, device: str) -> None:
+    model = Model(torch.device(device))
+    batch = LoraBatcher(torch.float32, model.device, batch_invariant=True).build(model.rows((b"plain", 2)))
+    assert batch.groups is None
+    assert batch.invariant

@@ -1,0 +1,76 @@
+"""What is measured before the first request: decode steps of whole batches, nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.platform.core.batch import RowResult, StepResult
+from outrider.platform.core.config import SchedulerConfig
+from outrider.platform.engine import warm_up as warming
+from outrider.platform.engine.block_pool import BlockPool
+from outrider.platform.engine.prefix_cache import PrefixCache
+from outrider.platform.engine.scheduler import Scheduler
+from outrider.platform.engine.warm_up import warm_up
+
+NUM_BLOCKS = 64
+
+
+class Drafter:
+    """Remembers what it was told to do in turn; `None` once it may decide again."""
+
+    choices = ((0, 0), (0, 1))
+
+    def __init__(self):
+        self.held = []
+
+    def hold(self, drafter, num_drafts):
+        self.held.append((drafter, num_drafts))
+
+    def release(self):
+        self.held.append(None)
+
+
+class Runner:
+    """Steps of one token a row, by what the drafter was told for them."""
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+        self.steps = []  # (number of the order to the drafter, tokens of each row)
+
+    def run(self, plan):
+        self.steps.append((len(self.drafter.held), [row.num_tokens for row in plan.rows]))
+        return StepResult([RowResult([7] if row.samples else []) for row in plan.rows])
+
+
+@pytest.fixture
+def scheduler():
+    """Steps of 16 tokens: four prompts of 16 take four of them."""
+    pool = BlockPool(NUM_BLOCKS)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, policy="fcfs")
+    yield Scheduler(config, pool, PrefixCache(pool, 4))
+    assert pool.num_free == NUM_BLOCKS
+
+
+def test_prompts_are_computed_before_anything_is_measured(scheduler):
+    drafter = Drafter()
+    runner = Runner(drafter)
+    warm_up(scheduler, runner, drafter, seconds=1.0, clock=lambda: 0.0)
+    per_batch = 1 + len(drafter.choices)  # one order for the prompts
+    measured = [(order, tokens) for order, tokens in runner.steps if (order - 1) % per_batch]
+    assert all(set(tokens) == {1} for _, tokens in measured)
+    assert {len(tokens) for _, tokens in measured} == {1, 2, 3, 4}
+    orders = [order for order, _ in measured]
+    assert all(orders.count(order) == warming._STEPS for order in orders), "each choice for as many steps"
+    assert max(orders) == len(drafter.held) - 1
+    assert drafter.held[-1] is None
+    assert not scheduler.has_work()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
+def test_it_ends_when_its_time_is_over(scheduler, num_steps):
+    drafter = Drafter()
+    runner = Runner(drafter)
+    warm_up(scheduler, runner, drafter, seconds=num_steps, clock=lambda: len(runner.steps))
+    assert len(runner.steps) == num_steps
+    assert not scheduler.has_work()
+    assert drafter.held[-1] is None
