@@ -22,7 +22,7 @@ class Workers:
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue(max_waiting)
         self._lock = threading.Lock()
         self._num_threads = 0
-        self._num_idle = 0
+        self._num_unfinished = 0  # calls that wait or run
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` soon.
@@ -43,16 +43,15 @@ class Workers:
         except queue.Full:
             raise OverloadedError(f"{self._calls.maxsize} adapters are waiting to be fetched already") from None
         with self._lock:
-            if self._num_idle < self._calls.qsize() and self._num_threads < self._max_threads:
+            self._num_unfinished += 1
+            if self._num_threads < min(self._num_unfinished, self._max_threads):
                 self._num_threads += 1
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return future
 
     def _run(self) -> None:
         while True:
-            with self._lock:
-                self._num_idle += 1
             call = self._calls.get()
-            with self._lock:
-                self._num_idle -= 1
             call()
+            with self._lock:
+                self._num_unfinished -= 1

@@ -1,6 +1,7 @@
 """The threads in which adapters are fetched, and what their calls share and remember."""
 
 import threading
+import time
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_workers_are_few_and_their_queue_is_bounded():
 
     futures = [workers.submit(lambda i=i: job(i)) for i in range(2)]
     while len(started) < 2:
-        pass
+        time.sleep(1e-3)
     futures += [workers.submit(lambda i=i: job(i)) for i in range(2, 5)]
     with pytest.raises(OverloadedError):
         workers.submit(lambda: job(9))
