@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_check.py OUTPUT_DIR [--device cuda] [--quick]
 
-Needs torch, transformers and safetensors alone. Random weights, but for the demo's: fine for speed and for parity,
+Needs torch, transformers, safetensors and pytest. Random weights, but for the demo's: fine for speed and for parity,
 meaningless for text and for acceptance. Prints a short table last and writes OUTPUT_DIR/gpu_check.json.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -80,6 +82,18 @@ def make_prompts(count: int, length: int) -> list[list[int]]:
     return [[generator.randrange(10, 4000) for _ in range(length)] for _ in range(count)]
 
 
+def check_kernels(output_dir: Path) -> dict[str, bool]:
+    """The tests of the Triton kernels, on the GPU where there is one; their output goes to output_dir."""
+    root = Path(__file__).resolve().parent.parent
+    files = sorted(map(str, (root / "tests" / "kernels").glob("test_triton_*.py")))
+    # The project's own options want plug-ins that a bare GPU machine lacks.
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    (output_dir / "kernel_tests.txt").write_text(done.stdout + done.stderr)
+    return {"tests of the Triton kernels": done.returncode == 0}
+
+
 def check_parity(path: str, device: str) -> dict[str, bool]:
     """float32 text on the device: equal to the CPU's, and the same with speculation."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -147,24 +161,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="the tiny model alone")
+    parser.add_argument("--quick", action="store_true", help="the tiny model alone, without the tests of the kernels")
     args = parser.parse_args()
     weights = "random, but for the demo model's"
     report: dict[str, Any] = {"machine": describe_machine(), "device": args.device, "weights": weights}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    report["kernels"] = {} if args.quick else check_kernels(args.output_dir)
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: write_config(Path(folder), name) for name in SHAPES}
         report["parity"] = check_parity(paths["tiny"], args.device) | check_demo(args.device)
         names = ["tiny"] if args.quick else ["30M", "0.5B"]
         report["speed"] = {name: measure_speed(paths[name], args.device, 1 if args.quick else 3) for name in names}
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
     print(f"weights: {weights}")
-    for check, passed in report["parity"].items():
+    checks = report["kernels"] | report["parity"]
+    for check, passed in checks.items():
         print(f"{'ok' if passed else 'FAILED':8}{check}")
     for name, rows in report["speed"].items():
         for row in rows:
             print(f"{name:8}{row['requests']:>4} requests{row['tokens_per_second']:>12} tokens/s")
-    if not all(report["parity"].values()):
+    if not all(checks.values()):
         raise SystemExit(1)
 
 
