@@ -30,10 +30,15 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
     ]
 
 
+def staged(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array of any type as `device` can fetch it while the host goes on."""
+    host = torch.from_numpy(array)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """One host array of any type on `device`, without waiting for the copy."""
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return staged(array, device).to(device, non_blocking=True)
 
 
 class Download:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..dispatch import has_triton
+from ..staging import staged
 
 BLOCK_ROWS = 16
 """Rank rows of an item: the least that a tensor core takes."""
@@ -90,10 +91,7 @@ class RowGroups:
             self.h_size = num_tokens * buffer.max_rank
         self.data = torch.empty(len(array), dtype=torch.int32, device=device) if buffer is None else buffer.data
         """int32; see the module's docstring."""
-        # Pinned, so that the copy waits for nothing; torch gives the memory to nobody else before it has ended.
-        staged = torch.empty(len(array), dtype=torch.int32, pin_memory=device.type == "cuda")
-        staged.numpy()[:] = array
-        self.data[: len(array)].copy_(staged, non_blocking=True)
+        self.data[: len(array)].copy_(staged(array, device), non_blocking=True)
 
 
 def _array(segments: Sequence[Segment], tile: int) -> tuple[NDArray[np.int32], tuple[int, int, int]]:

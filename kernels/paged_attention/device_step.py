@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..rms_norm import NormWeight
 from ..rope import Rotation
+from ..staging import staged, to_device
 from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
 from .torch import LayerKV
@@ -72,7 +73,7 @@ class DeviceStep:
         else:
             self._layout = planner.layout(rows)
             packed = planner.pack(rows, self._layout)
-        self._data = _staged(packed, device).to(device, non_blocking=True)
+        self._data = to_device(packed, device)
         self._slots = self._data[self._layout.first_slot :]
         self._table = self._data[self._layout.first_block :]
         self._parts, self._part_sums = self._make_parts(self._layout, device)
@@ -100,7 +101,7 @@ class DeviceStep:
             ValueError: they do not fit.
         """
         packed = self._planner.pack(rows, self._layout)
-        self._data.copy_(_staged(packed, self._data.device), non_blocking=True)
+        self._data.copy_(staged(packed, self._data.device), non_blocking=True)
 
     def write(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Write k and v [T, Hk, D] to the rows' slots; see `write_kv`."""
@@ -219,9 +220,3 @@ class DeviceStep:
                 BLOCK_D=padded_dim(shape.head_dim),
                 NUM_SPLITS=group.num_splits,
             )
-
-
-def _staged(packed: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """The array as the device can fetch it while the host goes on; its pinned memory is reused when it has."""
-    staged = torch.from_numpy(packed)
-    return staged.pin_memory() if device.type == "cuda" else staged
