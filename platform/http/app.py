@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -14,40 +12,43 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
 from ..core.errors import AuthenticationError
+from ..tenancy.authenticator import Authenticator, StaticKeys
 from . import chat, completions, health, models, tokens
 from .config import ServerConfig
 from .errors import ClientDisconnectedError, error_response, install_error_handlers, internal_error_response
-from .serving import IS_ADMIN, Serving, valid_request_id
+from .serving import PRINCIPAL, Serving, valid_request_id
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
-_GUARDED = ("/v1", "/tokenize", "/detokenize")
+_GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize")
 
 
-def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """The application in front of `llm`, which need not have started yet; `app.state.serving` is its shared state."""
+def create_app(llm: AsyncLLM, config: ServerConfig, authenticator: Authenticator | None = None) -> FastAPI:
+    """The application in front of `llm`, which need not have started yet; `app.state.serving` is its shared state.
+    Without an authenticator the keys of `config` are those that count."""
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False)
     app.state.serving = Serving(llm, config)
     for module in (chat, completions, models, tokens, health):
         app.include_router(module.router)
     install_error_handlers(app)
-    app.add_middleware(Gate, api_keys=config.api_keys, admin_api_keys=config.admin_api_keys)
+    keys = authenticator if authenticator is not None else StaticKeys(config.api_keys, config.admin_api_keys)
+    app.add_middleware(Gate, authenticator=keys)
     return app
 
 
 class Gate:
-    """Checks the API key, gives every answer its `X-Request-Id`, and turns what nobody caught into a plain 500.
+    """Finds out whom a request comes from, gives every answer its `X-Request-Id`, and turns what nobody caught into a
+    plain 500.
 
-    What only an admin may do is checked by its route (`require_admin`); here it is found out who is one.
+    What only an admin may do is checked by its route (`require_admin`).
     """
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], admin_api_keys: tuple[str, ...] = ()) -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in api_keys]
-        self._admin_digests = [_digest(key.encode()) for key in admin_api_keys]
+        self._authenticator = authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -68,9 +69,9 @@ class Gate:
                 message["headers"] = [*message["headers"], header]
             await send(message)
 
-        is_admin = self._has_key(headers, self._admin_digests)
-        scope.setdefault("state", {})[IS_ADMIN] = is_admin or not self._admin_digests
-        if self._guards(scope["path"]) and not (is_admin or self._has_key(headers, self._digests)):
+        principal = self._authenticator.authenticate(_key(headers))
+        scope.setdefault("state", {})[PRINCIPAL] = principal
+        if principal is None and scope["path"].startswith(_GUARDED):
             response = error_response(AuthenticationError("The API key is missing or wrong"))
             await response(scope, receive, send_with_id)
             return
@@ -84,17 +85,8 @@ class Gate:
                 raise  # the connection is closed: an answer that has begun cannot become another one
             await internal_error_response()(scope, receive, send_with_id)
 
-    def _guards(self, path: str) -> bool:
-        return bool(self._digests) and path.startswith(_GUARDED)
 
-    @staticmethod
-    def _has_key(headers: Headers, digests: list[bytes]) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode())
-        # All keys are compared, and digests have one length: the time says nothing about a key.
-        matches = [hmac.compare_digest(digest, known) for known in digests]
-        return scheme.lower() == "bearer" and any(matches)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _key(headers: Headers) -> str:
+    """The bearer token; "" without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from ..core.errors import InvalidRequestError, PermissionDeniedError, ShuttingDownError
+from ..tenancy.principal import Principal
 from .adapter_policy import AdapterPolicy
 from .config import ServerConfig
 from .errors import EngineUnavailableError
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 _LONG_TEXT = 20_000
 """Characters above which a prompt is tokenized in a thread, so that other streams go on."""
 
-IS_ADMIN = "is_admin"
-"""In a request's state: whether its key gives the rights of an admin."""
+PRINCIPAL = "principal"
+"""In a request's state: the `Principal` behind it; None without a valid key, which only open routes see."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -124,14 +125,21 @@ def serving_of(request: Request) -> Serving:
     return serving
 
 
+def principal_of(request: Request) -> Principal:
+    """Whom a request to a guarded route comes from."""
+    principal = getattr(request.state, PRINCIPAL, None)
+    assert isinstance(principal, Principal), "the gate lets nobody else through"
+    return principal
+
+
 def require_admin(request: Request) -> None:
-    """Refuse who may not change what is served, before anything of the request is read.
+    """Refuse who may not run the server, before anything of the request is read.
 
     Raises:
-        PermissionDeniedError: the server has admin keys, and the request has none of them.
+        PermissionDeniedError: the key has not the scope "admin".
     """
-    if not getattr(request.state, IS_ADMIN, False):
-        raise PermissionDeniedError("Only an admin's API key may load, unload and pin adapters (--admin-api-key)")
+    if not principal_of(request).is_admin:
+        raise PermissionDeniedError("This call needs an admin's API key")
 
 
 def new_request_id(kind: str) -> str:

@@ -1,0 +1,1 @@
+"""Tenants: who they are, what they may do, what they have used."""
