@@ -3,6 +3,7 @@
 The public names below are imported on first use, so `import outrider` itself loads neither torch nor the web stack.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from .platform.core.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
+
+# Weights of a CPU model are read from end to end in every step, a gigabyte in tens of milliseconds: with pages of 4 KB
+# a quarter of that time goes to looking up addresses. torch looks at this when it makes the first tensor; whoever sets
+# it to 0 keeps small pages.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 __all__ = [
     "LLM",
