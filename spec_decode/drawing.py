@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.noise import Stream, gumbel_argmax, row_keys
-from ..kernels.sampling import filter_logits
+from ..kernels.sampling import filter_logits, most_likely
 from ..platform.core.request import NO_DRAFTS, Drafts, Request
 from .proposer import DraftRow
 from .verification import Rule, target_tokens
@@ -86,11 +86,11 @@ def draw(
         edit(picked, [(sequences[i].row.request, sequences[i].new_tokens) for i in edited])
         logits[index] = picked
     if all(s.rule is Rule.GREEDY for s in sequences):
-        best = logits.argmax(dim=-1)
-        tokens = best if vocabulary is None else vocabulary.target_ids[best]
+        best, _ = most_likely(logits)
+        tokens = best if vocabulary is None else vocabulary.target_ids[best].tolist()
     else:
-        tokens = _sample(sequences, logits if vocabulary is None else vocabulary.widen(logits))
-    for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+        tokens = _sample(sequences, logits if vocabulary is None else vocabulary.widen(logits)).tolist()
+    for sequence, token in zip(sequences, tokens, strict=True):
         sequence.draft_ids.append(token)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, float32
 from ..dispatch import use_triton
 
 # In this package the name `torch` is the module beside this file: `import torch` here would hide it.
+from . import native as _native
 from . import torch as _reference
 
 GREEDY_TEMPERATURE = 1e-5
@@ -79,6 +80,22 @@ def filter_logits(
     return _reference.apply_limits(scaled, limits, in_place=scaled is not logits)
 
 
+def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
+    """What a greedy choice needs of each row, on the host.
+
+    Args:
+        logits: [R, V] float32, V at least 1.
+
+    Returns:
+        (token ids [R], the first ones among equals; their logits [R], NaN where any logit of the row is NaN).
+    """
+    found = _native.most_likely(logits)
+    if found is not None:
+        return found
+    tops, tokens = logits.max(dim=-1)  # NaN counts as the largest
+    return tokens.tolist(), tops.tolist()
+
+
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of the raw distribution softmax(logits).
 
@@ -121,4 +138,4 @@ def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _reference.row_stats(logits)
 
 
-__all__ = ["GREEDY_TEMPERATURE", "filter_logits", "row_stats", "top_logprobs"]
+__all__ = ["GREEDY_TEMPERATURE", "filter_logits", "most_likely", "row_stats", "top_logprobs"]
