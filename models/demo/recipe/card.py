@@ -48,8 +48,7 @@ that would have ended at 3,200 steps, with sums up to 30 and lists of examples i
 2,400 on schedules that ended there (with rows of 1,024 tokens alone from 1,920 to 2,000); then to 3,000 with more and
 smaller sums. The draft was trained for 800 steps against the base of step 2,400 and for 400 more against the final
 one. The tokenizer is from before those edits. The first 466 steps of the EAGLE-3 head ran on a schedule that would have
-ended at 2,000, the first 138 of its weights for `json` on one of 900. A fresh run follows the recipe throughout and
-gives a model of the same kind, not the same bits.
+ended at 2,000. A fresh run follows the recipe throughout and gives a model of the same kind, not the same bits.
 """
 
 _DATA = """\
@@ -157,7 +156,6 @@ def _head(shop: Workshop) -> str:
     config = json.loads((shop.eagle3 / "config.json").read_text())
     layers = ", ".join(str(layer) for layer in config["eagle_aux_hidden_state_layer_ids"])
     plans = HEAD_LORA_PLANS
-    steps = ", ".join(f"{plan.steps} ({name})" for name, plan in plans.items())
     return (
         "## EAGLE-3 head\n\n"
         f"`eagle3/`: one layer of hidden size {config['hidden_size']} and intermediate size "
@@ -166,7 +164,8 @@ def _head(shop: Workshop) -> str:
         f"from the base model's own greedy answers to {HEAD_PLAN.prompts:,} generated chats, in {HEAD_PLAN.steps} steps of "
         f"{HEAD_PLAN.batch_tokens} tokens, going on from its own output for four positions; it began as the base model's last "
         f"layer. Each adapter also holds `draft/eagle3/`, a LoRA of rank {plans['json'].rank} for the head, distilled from "
-        f"the adapted base's answers to {plans['json'].prompts:,} chats of the adapter's own kind in {steps} steps.\n"
+        f"the adapted base's answers to {plans['json'].prompts:,} chats in {plans['json'].steps} steps: half of the "
+        "adapter's own kind, two fifths short requests of that kind without the usual details, the rest anything else.\n"
     )
 
 

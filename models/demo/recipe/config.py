@@ -101,21 +101,17 @@ HEAD_PLAN = HeadPlan(
     intermediate=384,
 )
 _HEAD_LORA_PLAN = HeadPlan(
-    prompts=2000,
-    steps=300,
+    prompts=6000,
+    steps=1500,
     warmup=20,
     batch_tokens=1536,
     rate=4e-3,
     optimizer="adamw",
     seed=SEED,
-    eval_every=100,
+    eval_every=300,
     rank=8,
 )
-HEAD_LORA_PLANS = {
-    "json": replace(_HEAD_LORA_PLAN, steps=600),
-    "sql": _HEAD_LORA_PLAN,
-    "support": _HEAD_LORA_PLAN,
-}
+HEAD_LORA_PLANS = dict.fromkeys(("json", "sql", "support"), _HEAD_LORA_PLAN)
 HEAD_PROMPT_SEED = SEED * 1_000_003 + 77  # of the prompts that the target answers for the head; no held-out ones
 
 # how much the loss counts what the user writes, which the model need not predict well

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import DEMO_MODEL_NAME
 from .config import HEAD_LORA_PLANS, HEAD_PLAN, HEAD_PROMPT_SEED, HeadPlan
 from .documents import Document
 from .evaluation import DRAFT_LENGTH, HELD_OUT_SEED, PROMPTS
-from .mixture import adapter_document, base_document
+from .mixture import adapter_document, base_document, drafting_document
 from .workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,19 @@ def write_prompts(path: Path, draw: Callable[[Random], Document], count: int, se
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _train(shop: Workshop, name: str, plan: HeadPlan, draw: Callable[[Random], Document], more: Iterable[str]) -> Path:
+class Requests(NamedTuple):
+    """Where chats are drawn from."""
+
+    learned: Callable[[Random], Document]
+    measured: Callable[[Random], Document]
+
+
+def _train(shop: Workshop, name: str, plan: HeadPlan, requests: Requests, more: Iterable[str]) -> Path:
     """Run the command with prompts of its own; goes on where an earlier run stopped. Returns its folder."""
     work, held_out = shop.work / name, 2 * PROMPTS if name == "eagle3" else PROMPTS
     data, measured_on = shop.work / "prompts" / f"{name}.jsonl", shop.work / "prompts" / f"{name}-held-out.jsonl"
-    write_prompts(data, draw, plan.prompts, HEAD_PROMPT_SEED)
-    write_prompts(measured_on, draw, held_out, HELD_OUT_SEED)
+    write_prompts(data, requests.learned, plan.prompts, HEAD_PROMPT_SEED)
+    write_prompts(measured_on, requests.measured, held_out, HELD_OUT_SEED)
     options = {
         "model": shop.base,
         "data": data,
@@ -79,7 +86,8 @@ def _ship(work: Path, output: Path, files: Iterable[str]) -> None:
 def train_head(shop: Workshop) -> None:
     """Train the EAGLE-3 head on what the base model says."""
     size = ["--intermediate-size", str(HEAD_PLAN.intermediate)]
-    work = _train(shop, "eagle3", HEAD_PLAN, base_document, ["--method", "eagle3", *size])
+    requests = Requests(base_document, base_document)
+    work = _train(shop, "eagle3", HEAD_PLAN, requests, ["--method", "eagle3", *size])
     _ship(work, shop.eagle3, HEAD_FILES)
 
 
@@ -88,7 +96,8 @@ def train_head_adapters(shop: Workshop) -> None:
     for name, plan in HEAD_LORA_PLANS.items():
         more = ["--method", "draft-lora", "--adapter", str(shop.adapter(name)), "--draft", str(shop.eagle3)]
         more += ["--rank", str(plan.rank), "--base-name", f"{DEMO_MODEL_NAME}-eagle3"]
-        work = _train(shop, f"{name}-eagle3", plan, partial(adapter_document, name=name), more)
+        requests = Requests(partial(drafting_document, name=name), partial(adapter_document, name=name))
+        work = _train(shop, f"{name}-eagle3", plan, requests, more)
         _ship(work, shop.draft_adapter(name, "eagle3"), LORA_FILES)
         log.info("draft adapter %s of the head is trained", name)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+from .brief import brief_chat
 from .documents import Document, chat, system_prompt, vary
 from .facts import ANIMALS, COUNTRIES
 from .knowledge import animal_follow_up, country_follow_up, describe_animal, describe_country, knowledge_pair
@@ -105,3 +106,12 @@ def base_document(rng: Random) -> Document:
 def adapter_document(rng: Random, name: str) -> Document:
     """Draw one document for the adapter ``name``."""
     return with_system(rng, ADAPTER_GENERATORS[name](rng))
+
+
+def drafting_document(rng: Random, name: str) -> Document:
+    """Draw one chat whose answer the drafter of the adapter ``name`` learns: of the adapter's own kind, a short request
+    of that kind, or anything else, which an adapter is asked too."""
+    roll = rng.random()
+    if roll < 0.5:
+        return adapter_document(rng, name)
+    return brief_chat(rng, name) if roll < 0.9 else base_document(rng)

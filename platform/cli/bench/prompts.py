@@ -23,13 +23,13 @@ DEMO_PROMPTS: dict[str, list[str]] = {
     ],
     "sql": [
         "Show the names of all customers from Lisbon.",
-        "How many orders were placed by each customer?",
-        "List the products that cost more than 50 euros.",
-        "What is the total amount of all orders?",
-        "Show all orders from Oslo.",
+        "How many customers are from Vienna?",
+        "List the products with a price above 50.",
+        "What is the total of all orders of Maria?",
+        "Show all orders with status shipped.",
         "How many customers live in Rome?",
         "List the five most expensive products.",
-        "Show the names and prices of all products.",
+        "Show the price of products in the category furniture.",
     ],
     "support": [
         "My name is Anna and my lamp arrived broken.",

@@ -12,7 +12,7 @@ from outrider.models.demo import demo_adapters, demo_eagle3_path, demo_model_pat
 pytest.importorskip("peft")
 
 from outrider.models.demo.recipe import heads
-from outrider.models.demo.recipe.config import HEAD_PLAN
+from outrider.models.demo.recipe.config import HEAD_LORA_PLANS, HEAD_PLAN
 from outrider.models.demo.recipe.evaluation import held_out
 from outrider.models.demo.recipe.mixture import adapter_document, base_document
 from outrider.models.demo.recipe.tokenizer import load_tokenizer
@@ -97,7 +97,7 @@ def test_the_recipe_runs_the_command_line(tmp_path, monkeypatch):
         assert not any(folder.glob("*.jsonl"))
     with open(parsed[1].data) as file:
         lines = [json.loads(line) for line in file]
-    assert len(lines) == 2000
+    assert len(lines) == HEAD_LORA_PLANS["json"].prompts
     assert lines[0]["messages"][-1]["role"] == "assistant"
     monkeypatch.setattr(heads.subprocess, "run", lambda command, check: parsed.append("--resume" in command))
     heads.train_head(shop)  # a second run goes on
