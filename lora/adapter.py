@@ -64,11 +64,11 @@ class Adapter:
     cache."""
     rows: int
     """Rank rows that it takes on the device: the largest rank of its modules, the drafter's too."""
-    modules: dict[str, LoraWeights]
+    modules: Mapping[str, LoraWeights]
     """By module name of the base model, e.g. "model.layers.3.self_attn.q_proj"."""
     fingerprint: Fingerprint = ()
     """Of the files as they were before they were read."""
-    draft_modules: dict[str, LoraWeights] = field(default_factory=dict)
+    draft_modules: Mapping[str, LoraWeights] = field(default_factory=dict)
     """By module name of the drafter."""
     draft: str = ""
     """`LOADED`; "" when it brings no draft weights, or nothing here would use them; else why they are not used."""

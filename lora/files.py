@@ -25,14 +25,14 @@ class AdapterFiles:
         dtype: torch.dtype,
     ) -> None:
         """`modules` are the target's, by the checkpoint's names; without `draft_modules` draft weights are not read."""
-        self._modules = modules
-        self._draft = DraftTarget(draft_method, draft_modules) if draft_modules else None
-        self._max_rank = max_rank
-        self._dtype = dtype
+        self.modules = modules
+        self.draft = DraftTarget(draft_method, draft_modules) if draft_modules else None
+        self.max_rank = max_rank
+        self.dtype = dtype
 
     def source(self, request: LoRARequest) -> AdapterSource:
         """Where the files are that a request means here."""
-        draft_path = request.draft_path if self._draft is not None else None
+        draft_path = request.draft_path if self.draft is not None else None
         return AdapterSource(os.path.abspath(request.path), draft_path and os.path.abspath(draft_path))
 
     def check(self, source: AdapterSource) -> None:
@@ -41,15 +41,15 @@ class AdapterFiles:
 
     def changed(self, source: AdapterSource, before: Fingerprint) -> bool:
         """Whether the files are others than when their fingerprint was `before`."""
-        return fingerprint(source, self._draft.method if self._draft is not None else None) != before
+        return fingerprint(source, self.draft.method if self.draft is not None else None) != before
 
     def read(self, source: AdapterSource) -> Adapter:
         """See `parse`; AdapterError."""
         return parse(
             source.path,
-            self._modules,
-            max_rank=self._max_rank,
-            dtype=self._dtype,
-            draft=self._draft,
+            self.modules,
+            max_rank=self.max_rank,
+            dtype=self.dtype,
+            draft=self.draft,
             draft_path=source.draft_path,
         )

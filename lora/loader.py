@@ -1,4 +1,4 @@
-"""The thread that does what would hold up a step: it reads adapters and writes them to the device."""
+"""The threads that do what would hold up a step: one reads adapters, one writes them to the device."""
 
 from __future__ import annotations
 
@@ -32,61 +32,34 @@ class Job(NamedTuple, Generic[T]):
     what: str
 
 
-class Jobs(Generic[T]):
-    """Jobs to be done: long ones and short ones, each in their order. Where both wait they take turns, so that a short
-    one waits for one long one at most, and no stream of short ones holds up a long one."""
-
-    def __init__(self) -> None:
-        self._short: deque[Job[T]] = deque()
-        self._long: deque[Job[T]] = deque()
-        self._long_next = False
-
-    def __len__(self) -> int:
-        return len(self._short) + len(self._long)
-
-    def push(self, job: Job[T], *, short: bool) -> None:
-        """One more job."""
-        (self._short if short else self._long).append(job)
-
-    def pop(self) -> Job[T]:
-        """The next job; IndexError when there is none."""
-        takes_long = bool(self._long) and (self._long_next or not self._short)
-        self._long_next = not takes_long
-        return (self._long if takes_long else self._short).popleft()
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._short.clear()
-        self._long.clear()
-
-
 class Loader(Generic[T]):
-    """Does one job after another in a thread of its own; results are handed over by `poll` and `wait`.
+    """Does jobs in two threads of its own, long ones in one and short ones, which wait for no long one, in the other,
+    each in their order; results are handed over by `poll` and `wait`.
 
     Belongs to one thread, except for the work itself. Whatever a job raises is its own result.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards what follows
-        self._jobs: Jobs[T] = Jobs()
+        self._jobs: dict[bool, deque[Job[T]]] = {False: deque(), True: deque()}  # by whether they are short
         self._done: deque[Done[T]] = deque()
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: dict[bool, threading.Thread] = {}
         self.num_in_flight = 0
         """Submitted and not yet handed over."""
 
     def submit(self, ticket: T, work: Callable[[], Any], what: str, *, short: bool = False) -> None:
-        """Have `work` done; see `Jobs` for when.
+        """Have `work` done.
 
         The result carries `ticket`. `what` names the work where it fails, such as "load the adapter 'x'".
         """
-        if self._thread is None:
+        if short not in self._threads:
             self._closed = False
-            self._thread = threading.Thread(target=self._run, name="lora-loader", daemon=True)
-            self._thread.start()
+            self._threads[short] = threading.Thread(target=self._run, args=(short,), name="lora-loader", daemon=True)
+            self._threads[short].start()
         self.num_in_flight += 1
         with self._changed:
-            self._jobs.push(Job(ticket, work, what), short=short)
+            self._jobs[short].append(Job(ticket, work, what))
             self._changed.notify_all()
 
     def poll(self) -> list[Done[T]]:
@@ -105,25 +78,26 @@ class Loader(Generic[T]):
         return self.poll()
 
     def close(self) -> None:
-        """End the thread after the job under way; those not begun are dropped."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
+        """End the threads after the jobs under way; those not begun are dropped."""
         with self._changed:
             self._closed = True
-            self.num_in_flight -= len(self._jobs)
-            self._jobs.clear()
+            for jobs in self._jobs.values():
+                self.num_in_flight -= len(jobs)
+                jobs.clear()
             self._changed.notify_all()
-        thread.join()
+        for thread in self._threads.values():
+            thread.join()
+        self._threads.clear()
 
-    def _run(self) -> None:
+    def _run(self, short: bool) -> None:
         compute_alone()
+        jobs = self._jobs[short]
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
+                self._changed.wait_for(lambda: jobs or self._closed)
                 if self._closed:
                     return
-                job = self._jobs.pop()
+                job = jobs.popleft()
             done = _do(job)
             with self._changed:
                 self._done.append(done)

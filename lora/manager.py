@@ -2,10 +2,9 @@
 
     disk --read--> host tier (parsed and packed, LRU) --write--> device rows (RowPool, LRU)
 
-Reading and writing are the loader thread's, the rest runs in the engine's thread. A request is bound to a version when
-it is added (`resolve`), waits alone while that version is not on the device (`admit`), and holds its rows from
-admission to `release`. It stays bound, and the content that it began with in host memory, until it is gone for good
-(`forget`).
+Reading and writing are the loader's threads', the rest is the engine's. A request is bound to a version when it is
+added (`resolve`), waits alone while that version is not on the device (`admit`), and holds its rows from admission to
+`release`. It stays bound, and the content that it began with in host memory, until it is gone for good (`forget`).
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class AdapterManager:
             sites[0].modules, hooks.draft_method, sites[1].modules, max_rank=config.max_lora_rank, dtype=dtype
         )
         self._registry = AdapterRegistry()
-        self._transfers = Transfers(self._files, Placer(sites, device))
+        self._transfers = Transfers(self._files, Placer(sites, device), reader_process=hooks.reader_process)
         self._residency = Residency(config, self._registry, pool, self._transfers.write)
         self._aging = Aging(self._registry, self._residency, clock)
         self._catalog = Catalog(self._files, self._registry, self._residency, self._transfers, self._changed)
@@ -320,7 +319,7 @@ class AdapterManager:
         return version.digest
 
     def close(self) -> None:
-        """Stop the loader thread."""
+        """Stop the loader's threads and the reader process."""
         self._transfers.close()
 
     def check_integrity(self) -> None:

@@ -1,16 +1,17 @@
-"""From a read adapter to its rows on the device: what the loader's thread does for it."""
+"""From a read adapter to its rows on the device: what the loader's threads do for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from .adapter import Adapter, LoraWeights
+from .adapter import Adapter
+from .layout import ModelLayout, PackedModules, PackedWeights
 from .pool import Allocation
-from .sites import AdapterSites, PackedModules
+from .sites import AdapterSites
 
 
 class HostEntry(NamedTuple):
@@ -25,7 +26,7 @@ class HostEntry(NamedTuple):
 
 
 class Placer:
-    """Packs adapters and writes them to device rows. Everything but `writing` is for the loader's thread."""
+    """Packs adapters and writes them to device rows. Everything but `writing` is for the loader's threads."""
 
     def __init__(self, sites: Sequence[AdapterSites], device: torch.device) -> None:
         """`sites`: the target's, and the drafter's."""
@@ -33,23 +34,27 @@ class Placer:
         self._device = device
         self._stream: torch.cuda.Stream | None = None  # beside the one that steps use
 
+    @property
+    def layouts(self) -> list[ModelLayout]:
+        """Of the target's rows and of the drafter's."""
+        return [sites.layout for sites in self._sites]
+
     def pack(self, adapter: Adapter) -> HostEntry:
-        """Make an adapter ready to be copied; for a GPU in memory that it can read by itself (pinned)."""
+        """Make an adapter ready to be copied."""
         parts = (adapter.modules, adapter.draft_modules)
-        packed = tuple(
-            _pinned(sites.pack(modules)) if self._device.type == "cuda" else sites.pack(modules)
-            for sites, modules in zip(self._sites, parts, strict=True)
-        )
-        target, draft = (
-            _as_views(modules, sites.views(part))
-            for modules, sites, part in zip(parts, self._sites, packed, strict=True)
-        )
-        gains = [weights.gain for weights in (*target.values(), *draft.values()) if weights.gain is not None]
-        num_bytes = sum(part.num_bytes for part in packed) + sum(gain.nbytes for gain in gains)
-        return HostEntry(replace(adapter, modules=target, draft_modules=draft), packed, num_bytes)
+        return self.adopt(adapter, [sites.pack(modules) for sites, modules in zip(self._sites, parts, strict=True)])
+
+    def adopt(self, adapter: Adapter, packed: Sequence[PackedModules]) -> HostEntry:
+        """An adapter that is packed already, whose own tensors are not kept; for a GPU in memory that it can read by
+        itself (pinned)."""
+        if self._device.type == "cuda":
+            packed = [_pinned(part) for part in packed]
+        target, draft = (PackedWeights(sites.layout, part) for sites, part in zip(self._sites, packed, strict=True))
+        num_bytes = sum(part.num_bytes for part in packed)
+        return HostEntry(replace(adapter, modules=target, draft_modules=draft), tuple(packed), num_bytes)
 
     def writing(self, allocation: Allocation, entry: HostEntry) -> Callable[[], None]:
-        """The work of writing an adapter's rows, to be done in the loader's thread; made by the thread that steps.
+        """The work of writing an adapter's rows, for one of the loader's threads; made by the thread that steps.
 
         When it returns, the rows are written and may be used by any stream.
         """
@@ -72,11 +77,6 @@ class Placer:
     def _write(self, allocation: Allocation, entry: HostEntry) -> None:
         for sites, part in zip(self._sites, entry.packed, strict=True):
             sites.write(allocation, part)
-
-
-def _as_views(modules: Mapping[str, LoraWeights], views: Mapping[str, LoraWeights]) -> dict[str, LoraWeights]:
-    """The same weights without memory of their own."""
-    return {name: weights._replace(a=views[name].a, b=views[name].b) for name, weights in modules.items()}
 
 
 def _pinned(packed: PackedModules) -> PackedModules:

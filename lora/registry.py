@@ -204,7 +204,7 @@ class AdapterRegistry:
 
     def take_content(self, version: AdapterVersion, entry: HostEntry) -> None:
         """Remember what was read."""
-        version.take_content(entry.adapter, entry.num_bytes)
+        version.take_content(entry)
         self._contents.setdefault(entry.adapter.digest, {})[version] = None
 
     def has_digest(self, digest: bytes) -> bool:

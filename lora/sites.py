@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .adapter import EMBEDDING, LM_HEAD, LoraWeights, ModuleShape
-from .arena import PackedRows, Place, RowArena
+from .arena import RowArena
 from .dora import GainSites, of_head, of_slice, of_table
 from .layers import EmbeddingSite, Live, LoraSite
+from .layout import ModelLayout, PackedModules, Place, RowLayout
 from .pool import Allocation
 
 if TYPE_CHECKING:
@@ -32,27 +33,12 @@ class AdapterHooks(NamedTuple):
     """Called with the digest of a content that no name and no request has any more."""
     batch_invariant: bool = False
     """Whether what an adapter gives a token must not depend on the other tokens, bit for bit."""
-
-
-class PackedModules(NamedTuple):
-    """An adapter's rows in one model, ready to be copied."""
-
-    linears: PackedRows
-    vocabulary: PackedRows
-    gains: Mapping[str, Tensor]
-    """By module; see `LoraWeights.gain`."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that they take."""
-        return self.linears.num_bytes + self.vocabulary.num_bytes
+    reader_process: bool = False
+    """Whether adapters are read in another process, where it can."""
 
 
 class AdapterSites:
-    """The sites of a target or of a drafter, whose rows are numbered alike.
-
-    The vocabulary's modules have an arena of their own: they are as wide as the vocabulary, and few adapters have them.
-    """
+    """The sites of a target or of a drafter, whose rows are numbered alike."""
 
     def __init__(
         self, linears: Sequence[Linear], embedding: Embedding | None, dtype: torch.dtype, device: torch.device
@@ -62,13 +48,14 @@ class AdapterSites:
         """What adapters may target, by the checkpoint's names."""
         self._linears = list(linears)
         self._embedding = embedding
-        self._rows, self._vocabulary = (RowArena(dtype, device) for _ in range(2))
+        self.layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))
+        self._rows, self._vocabulary = (RowArena(layout, device) for layout in self.layout)
         self._gains = GainSites(dtype, device)
         self._places = [self._reserve(linear) for linear in self._linears]
         if embedding is not None:
             vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
-            self._lookup = self._vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
-            self._head = self._vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
+            self._lookup = self.layout.vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
+            self._head = self.layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
             self.modules[EMBEDDING] = ModuleShape(
                 vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=of_table(embedding)
             )
@@ -81,7 +68,7 @@ class AdapterSites:
         for name, size in linear.slices:
             self.modules[name] = ModuleShape(linear.in_features, size, base=of_slice(linear, start, size))
             start += size
-        return self._rows.reserve(
+        return self.layout.linears.reserve(
             [name for name, _ in linear.slices], linear.in_features, [size for _, size in linear.slices]
         )
 
@@ -110,14 +97,7 @@ class AdapterSites:
 
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
         """An adapter's weights in the form in which they are copied. For any thread."""
-        vocabulary = {name: weights for name, weights in modules.items() if name in (EMBEDDING, LM_HEAD)}
-        linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
-        gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
-        return PackedModules(self._rows.pack(linears), self._vocabulary.pack(vocabulary), gains)
-
-    def views(self, packed: PackedModules) -> dict[str, LoraWeights]:
-        """The weights by module, as views of what was packed."""
-        return self._rows.views(packed.linears) | self._vocabulary.views(packed.vocabulary)
+        return self.layout.pack(modules)
 
     def write(self, allocation: Allocation, packed: PackedModules) -> None:
         """Fill an adapter's rows everywhere; clear them where it has no weights. For any thread, as long as nobody uses

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .dora import BaseWeight
+from .pacing import give_way
 from .peft_config import adapter_error
 
 # Parts of a module's weights.
@@ -101,12 +102,16 @@ def group_keys(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Module
     """
     modules: dict[str, FileModule] = {}
     copies: dict[str, str] = {}
+    found: dict[str, FileModule | None] = {}  # each module has several keys
     for key in sorted(shapes):
         match = _KEY.match(key)
         if match is None:
             copies[key] = _copied_module(key, known)
             continue
-        module = _find_module(match["module"], known)
+        if match["module"] not in found:
+            found[match["module"]] = _find_module(match["module"], known)
+            give_way()
+        module = found[match["module"]]
         if module is None:
             raise _unknown_module(key, match["module"], owner)
         if match["magnitude"] is None and module.shape.embedding != bool(match["embedding"]):

@@ -1,4 +1,4 @@
-"""What the loader's thread does for the tiers: disk to host memory, and host memory to device rows."""
+"""What the loader's threads do for the tiers: disk to host memory, and host memory to device rows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .mixing import Part, mix_adapters
 from .peft_config import adapter_error, shown
 from .placing import HostEntry, Placer
 from .pool import Allocation
+from .reader import AdapterReader
 from .versions import AdapterVersion, VersionPart
 
 
@@ -45,11 +46,13 @@ class Written(NamedTuple):
 
 
 class Transfers:
-    """Starts reads and writes, and tells when they have ended. Writes, which are short, do not wait for all reads."""
+    """Starts reads and writes, and tells when they have ended. Writes, which are short, do not wait for reads."""
 
-    def __init__(self, files: AdapterFiles, placer: Placer) -> None:
+    def __init__(self, files: AdapterFiles, placer: Placer, *, reader_process: bool = False) -> None:
+        """`reader_process`: another process reads what it can instead of the calling thread."""
         self._files = files
         self._placer = placer
+        self.reader = AdapterReader(files, placer.layouts) if reader_process else None
         self._loader: Loader[AdapterVersion | Allocation] = Loader()
         self.num_reads = 0
         """Under way."""
@@ -59,6 +62,9 @@ class Transfers:
 
         def read() -> HostEntry:
             try:
+                ready = self.reader.read(source) if self.reader is not None else None
+                if ready is not None:
+                    return self._placer.adopt(*ready)
                 return self._placer.pack(self._files.read(source))
             except OutriderError:
                 raise
@@ -121,5 +127,7 @@ class Transfers:
         return Read(done.ticket, done.result, done.error, done.seconds)
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the reader process and the threads."""
+        if self.reader is not None:
+            self.reader.close()
         self._loader.close()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..platform.core.errors import ErrorInfo
 from ..platform.core.request import Request
-from .adapter import LM_HEAD, Adapter, AdapterSource, Fingerprint
+from .adapter import LM_HEAD, AdapterSource, Fingerprint
+from .placing import HostEntry
 
-Order = tuple[float, float]
-"""A request's place in the scheduling policy's order: the smallest is the most urgent."""
+Order = tuple[Any, ...]
+"""A request's place in the scheduling policy's order, see `Request.order`: the smallest is the most urgent."""
 
 
 class VersionPart(NamedTuple):
@@ -67,14 +68,16 @@ class AdapterVersion:
     started: set[Request] = field(default_factory=set)
     """Those of either that were ever admitted: they must go on with this content, which stays in host memory."""
     _unordered: list[Request] = field(default_factory=list)  # waiting, not in the heap: new ones have no order yet
-    _heap: list[tuple[Order, int, Request]] = field(default_factory=list)  # by order; some have gone meanwhile
+    # By account, as accounts change places, and in each by order; some have gone meanwhile.
+    _heaps: dict[Any, list[tuple[Order, int, Request]]] = field(default_factory=dict)
 
-    def take_content(self, adapter: Adapter, num_bytes: int) -> None:
+    def take_content(self, entry: HostEntry) -> None:
         """Remember what was read, and the memory that it takes."""
+        adapter, target = entry.adapter, entry.packed[0]
         self.digest, self.fingerprint = adapter.digest, adapter.fingerprint
-        self.rank, self.rows, self.num_bytes = adapter.rank, adapter.rows, num_bytes
+        self.rank, self.rows, self.num_bytes = target.rank, adapter.rows, entry.num_bytes
         self.targets_head, self.has_draft = LM_HEAD in adapter.modules, bool(adapter.draft_modules)
-        self.has_gains = any(weights.gain is not None for weights in adapter.modules.values())
+        self.has_gains = bool(target.gains)
         self.draft = adapter.draft
 
     @property
@@ -118,11 +121,17 @@ class AdapterVersion:
         """The most urgent request that waits. Asked only once the requests have their orders."""
         for request in self._unordered:
             if request in self.waiting:
-                heapq.heappush(self._heap, (request.order, id(request), request))
+                heapq.heappush(self._heaps.setdefault(request.order[0], []), (request.order, id(request), request))
         self._unordered.clear()
-        while self._heap and self._heap[0][2] not in self.waiting:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        first: Request | None = None
+        for account, heap in tuple(self._heaps.items()):
+            while heap and heap[0][2] not in self.waiting:
+                heapq.heappop(heap)
+            if not heap:
+                del self._heaps[account]
+            elif first is None or heap[0][2].order < first.order:
+                first = heap[0][2]
+        return first
 
     def check_integrity(self) -> None:
         """Its requests agree."""

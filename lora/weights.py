@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..platform.core.threads import give_way
 from .dora import gains
+from .pacing import give_way
 from .peft_config import PeftConfig, adapter_error, read_config, shown
 from .tensor_file import WEIGHT_FILES, open_tensors
 from .tensor_keys import BASE, DRAFTER, MAGNITUDE, A, B, FileModule, ModuleShape, Owner, group_keys
@@ -30,8 +30,6 @@ __all__ = [
     "read_weights",
 ]
 
-MODULES_A_TURN = 8
-"""Modules, of about 100 µs each, between two occasions for other threads."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -82,7 +80,7 @@ def read_weights(
         _check_saved(config, copies.values())
         for key, name in copies.items():
             _check_copy(key, file.read(key), name, known[name])
-        for index, (_, module) in enumerate(sorted(found.items())):
+        for _, module in sorted(found.items()):
             scale = config.scale_of(module.configured)
             tensors = {part: file.read(key) for part, key in module.keys.items()}
             for part, tensor in sorted(tensors.items()):
@@ -91,8 +89,7 @@ def read_weights(
                 digest.update(f"{module.name}|{part}|{scale!r}|{tensor.dtype}|{list(tensor.shape)}\n".encode())
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
             modules.update(_served(module, tensors, scale, known, dtype))
-            if index % MODULES_A_TURN == 0:
-                give_way()
+            give_way()
     _check_finite(modules)
     return FolderWeights(modules, digest.digest())
 
@@ -156,7 +153,7 @@ def _served(
         if magnitudes is not None:
             gain = _gain(target, known[target], magnitudes[columns], a, part)
             part = part * gain
-        yield target, LoraWeights(a, part.to(dtype), gain)
+        yield target, LoraWeights(a, part.to(dtype).contiguous(), gain)
         start = columns.stop
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.lora.adapter import LoraWeights
 from outrider.lora.arena import RowArena
+from outrider.lora.layout import RowLayout
 from outrider.lora.pool import Allocation
 
 CPU = torch.device("cpu")
@@ -20,8 +21,8 @@ NUM_ROWS = 10
 
 
 def make(dtype=torch.float32):
-    arena = RowArena(dtype, CPU)
-    places = [arena.reserve(list(sizes), inputs, list(sizes.values())) for sizes, inputs in SITES]
+    arena = RowArena(RowLayout(dtype), CPU)
+    places = [arena.layout.reserve(list(sizes), inputs, list(sizes.values())) for sizes, inputs in SITES]
     arena.allocate(NUM_ROWS)
     return arena, places
 
@@ -67,7 +68,7 @@ def test_rows_hold_what_was_written_last(first, second, order):
     for seed, ranks in enumerate((first, second)):
         modules = weights(ranks, seed)
         rows = tuple(sorted(order[seed : seed + 4]))
-        arena.write(Allocation(b"x", rows), arena.pack(modules))
+        arena.write(Allocation(b"x", rows), arena.layout.pack(modules))
         check(arena, places, rows, modules)
 
 
@@ -76,20 +77,20 @@ def test_rows_hold_what_was_written_last(first, second, order):
 def test_views_are_the_weights(ranks):
     arena, _ = make()
     modules = weights(ranks)
-    packed = arena.pack(modules)
-    views = arena.views(packed)
-    assert views.keys() == modules.keys()
-    for name, view in views.items():
-        assert torch.equal(view.a, modules[name].a)
-        assert torch.equal(view.b, modules[name].b)
-        assert view.a.untyped_storage().data_ptr() == packed.data.untyped_storage().data_ptr()
+    packed = arena.layout.pack(modules)
+    assert set(arena.layout.names(packed)) == modules.keys()
+    for name in modules:
+        a, b = arena.layout.view(packed, name)
+        assert torch.equal(a, modules[name].a)
+        assert torch.equal(b, modules[name].b)
+        assert a.untyped_storage().data_ptr() == packed.data.untyped_storage().data_ptr()
 
 
 def test_an_adapter_on_everything_is_one_span_and_on_some_takes_less():
     arena, _ = make()
-    whole = arena.pack(weights(dict.fromkeys(MODULES, 2)))
+    whole = arena.layout.pack(weights(dict.fromkeys(MODULES, 2)))
     assert len(whole.spans) == 1
-    some = arena.pack(weights({"q": 2, "down": 2}))
+    some = arena.layout.pack(weights({"q": 2, "down": 2}))
     assert len(some.spans) == 3
     assert some.num_bytes < whole.num_bytes / 2
     assert arena.row_bytes * 2 >= whole.data.nbytes > arena.row_bytes * 2 - 2 * 64
@@ -97,8 +98,8 @@ def test_an_adapter_on_everything_is_one_span_and_on_some_takes_less():
 
 def test_an_empty_adapter_takes_nothing_and_clears_its_rows():
     arena, places = make()
-    arena.write(Allocation(b"x", (1, 2, 5)), arena.pack(weights(dict.fromkeys(MODULES, 3))))
-    empty = arena.pack({})
+    arena.write(Allocation(b"x", (1, 2, 5)), arena.layout.pack(weights(dict.fromkeys(MODULES, 3))))
+    empty = arena.layout.pack({})
     assert empty.data.numel() == 0
     arena.write(Allocation(b"y", (1, 2, 5)), empty)
     check(arena, places, (1, 2, 5), {})
@@ -106,8 +107,8 @@ def test_an_empty_adapter_takes_nothing_and_clears_its_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_start_on_cache_lines_and_not_all_in_the_same_sets(dtype):
-    arena = RowArena(dtype, CPU)
-    arena.reserve(["x"], 4096, [4096])
+    arena = RowArena(RowLayout(dtype), CPU)
+    arena.layout.reserve(["x"], 4096, [4096])
     arena.allocate(3)
     assert arena.rows.data_ptr() % 64 == 0
     stride = arena.rows.stride(0) * dtype.itemsize
@@ -118,8 +119,8 @@ def test_rows_start_on_cache_lines_and_not_all_in_the_same_sets(dtype):
 def test_rows_are_written_beside_others_that_are_read():
     arena, places = make()
     kept = weights({"q": 2, "gate": 2}, 5)
-    arena.write(Allocation(b"kept", (0, 1)), arena.pack(kept))
-    packed = [arena.pack(weights(dict.fromkeys(MODULES, 4), seed)) for seed in range(2)]
+    arena.write(Allocation(b"kept", (0, 1)), arena.layout.pack(kept))
+    packed = [arena.layout.pack(weights(dict.fromkeys(MODULES, 4), seed)) for seed in range(2)]
     stop = threading.Event()
 
     def write():
@@ -138,11 +139,13 @@ def test_rows_are_written_beside_others_that_are_read():
 
 
 def test_unused_memory_is_not_touched():
-    arena = RowArena(torch.float32, CPU)
-    arena.reserve(["x"], 1 << 20, [1 << 20])
+    arena = RowArena(RowLayout(torch.float32), CPU)
+    arena.layout.reserve(["x"], 1 << 20, [1 << 20])
     before = resident_bytes()
     arena.allocate(256)  # 2 GiB
-    arena.write(Allocation(b"x", (7,)), arena.pack({"x": LoraWeights(torch.ones(1, 1 << 20), torch.ones(1, 1 << 20))}))
+    arena.write(
+        Allocation(b"x", (7,)), arena.layout.pack({"x": LoraWeights(torch.ones(1, 1 << 20), torch.ones(1, 1 << 20))})
+    )
     assert resident_bytes() - before < 128 << 20
 
 

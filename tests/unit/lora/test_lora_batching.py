@@ -8,6 +8,7 @@ from outrider.lora.adapter import LoraWeights
 from outrider.lora.arena import RowArena
 from outrider.lora.batching import LONG_RUN, LoraBatcher
 from outrider.lora.layers import EmbeddingSite, LoraSite
+from outrider.lora.layout import RowLayout
 from outrider.lora.pool import RowPool
 
 RANKS = {b"a": 2, b"b": 3, b"c": 1}
@@ -22,8 +23,8 @@ class Bench:
 
     def __init__(self, dtype=torch.float32, num_rows=16, batch_invariant=False):
         self.pool = RowPool(num_rows, 8)
-        self.arena = RowArena(dtype, CPU)
-        place = self.arena.reserve(NAMES, IN, SIZES)
+        self.arena = RowArena(RowLayout(dtype), CPU)
+        place = self.arena.layout.reserve(NAMES, IN, SIZES)
         self.arena.allocate(num_rows)
         a = self.arena.rows[:, place.a : place.a + 2 * IN].unflatten(1, (2, IN))
         b = self.arena.rows[:, place.b : place.b + sum(SIZES)]
@@ -41,7 +42,7 @@ class Bench:
         }
         if key == b"c":
             del weights["second"]
-        self.arena.write(allocation, self.arena.pack(weights))
+        self.arena.write(allocation, self.arena.layout.pack(weights))
         self.weights[key] = weights
 
     def rows(self, *items):
@@ -141,15 +142,15 @@ class TestMasked:
 
 
 def test_embeddings(path):
-    arena = RowArena(torch.float32, CPU)
-    place = arena.reserve(["embedding"], 50, [6])
+    arena = RowArena(RowLayout(torch.float32), CPU)
+    place = arena.layout.reserve(["embedding"], 50, [6])
     arena.allocate(12)
     site = EmbeddingSite(arena.rows[:, place.a : place.a + 50], arena.rows[:, place.b : place.b + 6], arena.live)
     pool, batcher = RowPool(12, 4), LoraBatcher(torch.float32, CPU)
     weights = {}
     for key, rank in ((b"a", 2), (b"b", 4), (b"none", 1)):
         weights[key] = LoraWeights(torch.randn(rank, 50), torch.randn(rank, 6))
-        arena.write(pool.allocate(key, rank), arena.pack({} if key == b"none" else {"embedding": weights[key]}))
+        arena.write(pool.allocate(key, rank), arena.layout.pack({} if key == b"none" else {"embedding": weights[key]}))
     owners = [b"a", b"b", None, b"none", b"b"]
     ids, y = torch.tensor([3, 49, 7, 1, 0]), torch.randn(5, 6)
     want = y.clone()

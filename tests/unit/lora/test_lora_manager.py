@@ -313,7 +313,7 @@ def test_an_unforeseen_error_in_the_thread_is_one_adapters_error(make_manager, f
 # --- the thread ---
 
 
-def test_loading_does_not_block_and_close_ends_the_thread(make_manager, folder, monkeypatch):
+def test_loading_does_not_block_and_close_ends_the_threads(make_manager, folder, monkeypatch):
     gate, real = threading.Event(), files_module.parse
 
     def parse(*args, **options):
@@ -330,9 +330,10 @@ def test_loading_does_not_block_and_close_ends_the_thread(make_manager, folder, 
     gate.set()
     assert settle(manager, request) is None
     manager.forget(request)
-    thread = manager._transfers._loader._thread
+    threads = list(manager._transfers._loader._threads.values())
     manager.close()
-    assert not thread.is_alive()
+    assert len(threads) == 2
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_wait_returns_at_once_when_nothing_loads(make_manager):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.lora.adapter import Adapter, LoraWeights, fingerprint
-from outrider.lora.loader import Done, Job, Jobs
+from outrider.lora.loader import Done
 from outrider.lora.manager import AdapterManager
 from outrider.lora.sites import AdapterHooks, make_sites
 from outrider.platform.core.config import LoRAConfig
@@ -23,25 +23,27 @@ NAMES = st.sampled_from("abcde")
 
 
 class StepLoader:
-    """The loader without its thread: a job is done when `wait` is called, so that runs can be repeated."""
+    """The loader without its threads: a job is done when `wait` is called, so that runs can be repeated. Long jobs and
+    short ones are done in turn."""
 
     def __init__(self):
-        self._jobs, self.fail_next = Jobs(), False
+        self._jobs, self._last, self.fail_next = {False: [], True: []}, False, False
 
     @property
     def num_in_flight(self):
-        return len(self._jobs)
+        return sum(map(len, self._jobs.values()))
 
     def submit(self, ticket, work, what, *, short=False):
-        self._jobs.push(Job(ticket, work, what), short=short)
+        self._jobs[short].append((ticket, work))
 
     def poll(self):
         return []
 
     def wait(self, timeout):
-        if not self._jobs:
+        if not self.num_in_flight:
             return []
-        ticket, work, _ = self._jobs.pop()
+        self._last = not self._last if self._jobs[not self._last] else self._last
+        ticket, work = self._jobs[self._last].pop(0)
         try:
             if self.fail_next:
                 raise AdapterError("MemoryError: injected")
@@ -52,7 +54,8 @@ class StepLoader:
             self.fail_next = False
 
     def close(self):
-        self._jobs.clear()
+        for jobs in self._jobs.values():
+            jobs.clear()
 
 
 class ManagerMachine(RuleBasedStateMachine):

@@ -141,7 +141,7 @@ def test_lookups_and_logits_of_mixed_rows(managed, lengths):
         logits = embedding.logits(hidden.to(manager.dtype), manager.prepare_head(rows)).split(lengths)
     for name, x, h, got, out in zip(names, ids.split(lengths), hidden.split(lengths), looked_up, logits, strict=True):
         modules = (
-            parse(folders[name], dict(manager._files._modules), max_rank=8, dtype=torch.float32).modules if name else {}
+            parse(folders[name], dict(manager._files.modules), max_rank=8, dtype=torch.float32).modules if name else {}
         )
         tokens, lm_head = modules.get("model.embed_tokens"), modules.get("lm_head")
         expected = table[x] + (tokens.a[:, x].T @ tokens.b if tokens else 0)

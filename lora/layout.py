@@ -1,0 +1,203 @@
+"""Where an adapter's weights are in a rank row, and adapters cut out in that form: known in any process, without rows.
+
+    row r   | A of site 0 | B of site 0 | A of site 1 | B of site 1 | ...
+
+A parsed adapter is kept in the form in which it is copied to its rows: the columns that it has, side by side.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .adapter import EMBEDDING, LM_HEAD, LoraWeights
+from .pacing import give_way
+
+ALIGNMENT = 64
+"""Bytes: a cache line."""
+
+
+class Place(NamedTuple):
+    """Where a site's modules are in a row, in elements: `S` of A one after another, then the slices of B."""
+
+    a: int
+    b: int
+    first: int
+    """Index of its first module."""
+
+
+class SiteShape(NamedTuple):
+    """Modules `names` of one input, with `sizes` outputs."""
+
+    names: tuple[str, ...]
+    in_features: int
+    sizes: tuple[int, ...]
+
+
+class PackedRows(NamedTuple):
+    """What an adapter has in a layout, ready to be copied. Never changed."""
+
+    spans: tuple[tuple[int, int], ...]
+    """Columns of a row [start, stop) that it has..."""
+    data: Tensor
+    """...side by side, [n, sum of their lengths]."""
+    live: NDArray[np.uint8]
+    """[n, modules]: 1 where a row belongs to the module's weights."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return self.data.nbytes + self.live.nbytes
+
+
+class RowLayout:
+    """See the module's docstring. Pieces that belong to no adapter's weights are zero."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Reserve every site's place before the first use."""
+        self.dtype = dtype
+        self.width = 0
+        """Of a row, in elements."""
+        self.sites: list[SiteShape] = []
+        """In the order in which they were reserved: what it takes to make the same layout elsewhere."""
+        self.pieces: list[tuple[slice, slice]] = []
+        """Of each module: columns of A, columns of B."""
+        self._modules: dict[str, int] = {}
+
+    def reserve(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> Place:
+        """Columns for a site; see `SiteShape`."""
+        self.sites.append(SiteShape(tuple(names), in_features, tuple(sizes)))
+        place = Place(self.width, self._aligned(self.width + len(names) * in_features), len(self.pieces))
+        b = place.b
+        for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            a = place.a + index * in_features
+            self._modules[name] = len(self.pieces)
+            self.pieces.append((slice(a, a + in_features), slice(b, b + size)))
+            b += size
+        self.width = self._aligned(b)
+        return place
+
+    def _aligned(self, column: int) -> int:
+        unit = ALIGNMENT // self.dtype.itemsize
+        return -(-column // unit) * unit
+
+    def pack(self, modules: Mapping[str, LoraWeights]) -> PackedRows:
+        """Cut out what an adapter has here. For any thread: others get their turn now and then."""
+        parts: list[tuple[slice, Tensor]] = []
+        num_rows = max((len(weights.a) for weights in modules.values()), default=0)
+        live = np.zeros((num_rows, len(self.pieces)), np.uint8)
+        for name, weights in modules.items():
+            index = self._modules[name]
+            parts += zip(self.pieces[index], weights[:2], strict=True)
+            live[: len(weights.a), index] = 1
+        parts.sort(key=lambda part: part[0].start)
+        spans = _joined([columns for columns, _ in parts], ALIGNMENT // self.dtype.itemsize)
+        data = torch.zeros(num_rows, sum(stop - start for start, stop in spans), dtype=self.dtype)
+        remaining = iter(spans)
+        start = stop = shift = end = 0
+        for columns, tensor in parts:
+            if columns.start >= stop:  # the next span
+                start, stop = next(remaining)
+                shift, end = end - start, end + stop - start
+            data[: len(tensor), columns.start + shift : columns.stop + shift] = tensor
+            give_way()
+        return PackedRows(tuple(spans), data, live)
+
+    def names(self, packed: PackedRows) -> list[str]:
+        """The modules that an adapter has here."""
+        if not len(packed.live):
+            return []
+        # A module's weights begin in the first row.
+        return [name for name, live in zip(self._modules, packed.live[0].tolist(), strict=True) if live]
+
+    def view(self, packed: PackedRows, name: str) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [r, out] of a module that an adapter has here."""
+        index = self._modules[name]
+        rank = int(packed.live[:, index].sum())
+        a, b = (
+            packed.data[:rank, start : start + columns.stop - columns.start]
+            for columns in self.pieces[index]
+            for start in [_place(packed.spans, columns.start)]
+        )
+        return a, b
+
+
+def _place(spans: Sequence[tuple[int, int]], column: int) -> int:
+    """Where a column of a row is among those of `spans`, side by side."""
+    index = bisect.bisect_right(spans, column, key=lambda span: span[0]) - 1
+    return sum(stop - start for start, stop in spans[:index]) + column - spans[index][0]
+
+
+def _joined(columns: Sequence[slice], gap: int) -> list[tuple[int, int]]:
+    """Ascending columns as few spans; what is less than `gap` apart is one."""
+    spans: list[tuple[int, int]] = []
+    for part in columns:
+        if spans and part.start - spans[-1][1] < gap:
+            spans[-1] = (spans[-1][0], part.stop)
+        else:
+            spans.append((part.start, part.stop))
+    return spans
+
+
+class PackedModules(NamedTuple):
+    """An adapter's rows in one model, ready to be copied."""
+
+    linears: PackedRows
+    vocabulary: PackedRows
+    gains: Mapping[str, Tensor]
+    """By module; see `LoraWeights.gain`."""
+
+    @property
+    def rank(self) -> int:
+        """The largest of the modules."""
+        return max(len(self.linears.data), len(self.vocabulary.data))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        return self.linears.num_bytes + self.vocabulary.num_bytes + sum(gain.nbytes for gain in self.gains.values())
+
+
+class ModelLayout(NamedTuple):
+    """The layouts of one model. The vocabulary's modules have one of their own: they are as wide as the vocabulary, and
+    few adapters have them."""
+
+    linears: RowLayout
+    vocabulary: RowLayout
+
+    def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
+        """An adapter's weights in the form in which they are copied. For any thread."""
+        vocabulary = {name: weights for name, weights in modules.items() if name in (EMBEDDING, LM_HEAD)}
+        linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
+        gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
+        return PackedModules(self.linears.pack(linears), self.vocabulary.pack(vocabulary), gains)
+
+
+class PackedWeights(Mapping[str, LoraWeights]):
+    """An adapter's weights by module, as views of what was packed. A view is made when it is asked for, which few are:
+    they are hundreds."""
+
+    def __init__(self, layout: ModelLayout, packed: PackedModules) -> None:
+        self._packed = packed
+        self._owners: dict[str, tuple[RowLayout, PackedRows]] = {}
+        for rows, part in ((layout.linears, packed.linears), (layout.vocabulary, packed.vocabulary)):
+            self._owners |= dict.fromkeys(rows.names(part), (rows, part))
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._owners
+
+    def __getitem__(self, name: str) -> LoraWeights:
+        rows, part = self._owners[name]
+        return LoraWeights(*rows.view(part, name), self._packed.gains.get(name))

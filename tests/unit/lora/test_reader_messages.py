@@ -1,0 +1,118 @@
+"""Turns, and messages between an engine's process and its reader."""
+
+import os
+import socket
+import threading
+
+import pytest
+import torch
+
+from outrider.lora import pacing
+from outrider.lora.layout import ModelLayout, RowLayout
+from outrider.lora.pacing import LockTurns, ProcessorTurns
+from outrider.lora.reader_messages import Setup, make_layouts, receive, send
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("size", [0, 10, 65_528, 65_536, 3_000_000])
+def test_messages_of_any_length_arrive_whole(pair, size):
+    message = {"text": "ü\udcff" + "x" * size, "numbers": [1, 2**62, -1], "none": None}
+    thread = threading.Thread(target=send, args=(pair[0], message))
+    thread.start()
+    got, descriptors = receive(pair[1])
+    thread.join()
+    assert (got, descriptors) == (message, [])
+
+
+def test_messages_one_after_another(pair):
+    for number in range(3):
+        send(pair[0], [number])
+    assert [receive(pair[1])[0] for _ in range(3)] == [[0], [1], [2]]
+
+
+def test_a_descriptor_comes_with_its_message_and_is_not_inherited(pair):
+    memory = os.memfd_create("test")
+    os.write(memory, b"content")
+    send(pair[0], {}, memory)
+    os.close(memory)
+    _, (descriptor,) = receive(pair[1])
+    assert os.pread(descriptor, 100, 0) == b"content"
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x08", b"\x08" + bytes(7) + b'{"a"'])
+def test_an_end_within_a_message(pair, sent):
+    """And nothing is left open of what came with it."""
+    memory = os.memfd_create("test")
+    if sent:
+        socket.send_fds(pair[0], [sent], [memory])
+    os.close(memory)
+    pair[0].close()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EOFError):
+        receive(pair[1])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nobody_answers_in_time(pair):
+    pair[0].settimeout(0.01)
+    with pytest.raises(TimeoutError):
+        receive(pair[0])
+
+
+def test_a_layout_is_the_same_on_the_other_side():
+    layout = ModelLayout(RowLayout(torch.bfloat16), RowLayout(torch.bfloat16))
+    layout.linears.reserve(["q", "k"], 24, [8, 40])
+    layout.linears.reserve(["down"], 7, [3])
+    layout.vocabulary.reserve(["lm_head"], 24, [100])
+    given = [{"linears": layout.linears.sites, "vocabulary": layout.vocabulary.sites}]
+    (made,) = make_layouts(Setup(1, {"dtype": "bfloat16"}, given))
+    for mine, theirs in zip(layout, made, strict=True):
+        assert (mine.sites, mine.pieces, mine.width, mine.dtype) == (
+            theirs.sites,
+            theirs.pieces,
+            theirs.width,
+            theirs.dtype,
+        )
+
+
+class Clock:
+    """Time that passes only while somebody works or sleeps."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.slept = 100.0, []
+        monkeypatch.setattr(pacing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(pacing.time, "thread_time", lambda: self.now)
+        monkeypatch.setattr(pacing.time, "sleep", self.slept.append)
+
+
+def test_the_lock_is_given_up_now_and_then(monkeypatch):
+    clock = Clock(monkeypatch)
+    turns = LockTurns()
+    for _ in range(100):
+        clock.now += 0.1e-3
+        turns()
+    assert 10 <= len(clock.slept) <= 25
+
+
+@pytest.mark.parametrize(("runnable", "rests"), [(1, False), (2, False), (3, True), (30, True)])
+def test_the_processor_is_given_up_where_others_want_it(monkeypatch, runnable, rests):
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(pacing.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(pacing.os, "pread", lambda *_: f"0.20 0.18 12.12 {runnable}/80 11206\n".encode())
+    turns = ProcessorTurns()
+    for _ in range(100):
+        clock.now += 0.1e-3
+        turns()
+    assert sum(clock.slept) == pytest.approx(3 * 10e-3 if rests else 0.0, rel=0.1)
+
+
+def test_what_runs_is_counted():
+    assert ProcessorTurns()._num_runnable() >= 1
