@@ -139,10 +139,10 @@ class Decoder:
         return DecoderOutput(self._final_norm(hidden), tuple(entering[index] for index in aux_layers))
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor, adapters: Any = None) -> Tensor:
-        """[R, H] to float32 logits [R, vocab_size]. `adapters`: what the head's LoRA site needs for these R rows, made
-        for them alone; None when none of them has an adapter there."""
-        return self._embedding.logits(hidden, adapters)
+    def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
+        """[R, H] to float32 logits [R, vocab_size], in `out` if given. `adapters`: what the head's LoRA site needs for
+        these R rows, made for them alone; None when none of them has an adapter there."""
+        return self._embedding.logits(hidden, adapters, out)
 
     @property
     def embedding(self) -> Embedding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from .weight_files import INDEX_SUFFIX, StoredTensor, load_into, misfits, read_s
 
 INDEX = "model.safetensors.index.json"
 _MAX_SHOWN = 200
+# Elements from which a random tensor is drawn where it goes: a processor takes a minute for some billions.
+_DRAWN_ON_DEVICE = 1 << 20
 _ONLY_SAFETENSORS = ' (only safetensors checkpoints are read; load_format="dummy" needs none)'
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # Draft heads are often published as pickles of tensors.
@@ -124,16 +127,21 @@ def load_model(
 
 
 def _random_tensors(slots: Mapping[str, WeightSlot], model: Decoder, seed: int) -> dict[str, StoredTensor]:
-    """Weights that keep activations near 1; each tensor depends on the seed and its name alone."""
-    dtype = model.config.dtype
-    return {name: StoredTensor(slot.shape, partial(_random, name, slot, dtype, seed)) for name, slot in slots.items()}
+    """Weights that keep activations near 1; each tensor depends on the seed and its name alone, and where it is large
+    on the kind of device, which draws it itself."""
+    dtype, device = model.config.dtype, model.device
+    return {
+        name: StoredTensor(slot.shape, partial(_random, name, slot, dtype, seed, device))
+        for name, slot in slots.items()
+    }
 
 
-def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int) -> Tensor:
-    tensor = torch.ones(slot.shape, dtype=dtype)
+def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
+    where = device if math.prod(slot.shape) >= _DRAWN_ON_DEVICE else torch.device("cpu")
+    tensor = torch.ones(slot.shape, dtype=dtype, device=where)
     if slot.scale:
         # 32 bits: torch's generator on CPU uses no more of its seed.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        generator = torch.Generator(where).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         tensor.normal_(0.0, slot.scale, generator=generator)
     return tensor
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..models.batch import LayerKV, SequenceRows, build_batch
+from ..models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ..platform.core.errors import InvalidRequestError
 from ..platform.core.speculative_config import SpeculativeConfig
 from .autoregressive import CatchUpLimits, propose, warn_of_short_reach
@@ -22,6 +22,7 @@ from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, Target
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
+    from ..models.graphs import GraphedPass, PassGraphs, PassInputs
 
 
 def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> DraftModelProposer:
@@ -56,6 +57,7 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
         invariant=config.rejection_sample_method == "invariant",
         max_num_batched_tokens=context.max_num_batched_tokens,
         edit_logits=context.edit_logits,
+        graphs=context.graphs,
     )
 
 
@@ -73,9 +75,13 @@ class DraftModelProposer:
         invariant: bool = False,
         max_num_batched_tokens: int = 2048,
         edit_logits: EditLogits | None = None,
+        graphs: PassGraphs | None = None,
     ) -> None:
-        """`model` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests."""
+        """`model` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
+        short passes are captured there."""
         self._model = model
+        self._graphs = graphs
+        self._passes: GraphedPass | None = None
         self._invariant = invariant
         self._max_num_batched_tokens = max_num_batched_tokens
         self._edit_logits = edit_logits
@@ -92,6 +98,8 @@ class DraftModelProposer:
         """Its layers of the engine's cache; all of one block size."""
         self._kv = kv
         self._prepare_adapters = prepare_adapters
+        if self._graphs is not None:
+            self._passes = self._graphs.of(self._model, kv, self._compute, [prepare_adapters])
         self._limits = CatchUpLimits(
             block_size=kv[0].k.shape[2],
             num_positions=self._model.config.max_position_embeddings,
@@ -133,7 +141,14 @@ class DraftModelProposer:
             block_tables=[s.row.block_table for s in sequences],
         )
         handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
+        found = None if self._passes is None else self._passes.run(rows, handles)
+        if found is not None:
+            return found[0][: len(sequences)]
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
         hidden = self._model.forward(batch).hidden
         lengths = torch.tensor(rows.query_lens)
         return hidden[(lengths.cumsum(0) - 1).to(hidden.device)]
+
+    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        """What is captured: hidden states [rows, H] of the rows' last tokens."""
+        return (self._model.forward(batch).hidden.index_select(0, inputs.last),)

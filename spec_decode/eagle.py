@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.batch import LayerKV, SequenceRows, build_batch
+from ..models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ..models.config import read_json
+from ..models.graphs import PassOptions
 from ..platform.core.speculative_config import SpeculativeConfig
 from . import autoregressive
 from .autoregressive import CatchUpLimits
@@ -35,6 +36,9 @@ from .eagle_model import EagleHead, LastRows
 from .factory import ProposerContext
 from .hidden_store import HiddenStore
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
+
+if TYPE_CHECKING:
+    from ..models.graphs import GraphedPass, PassGraphs, PassInputs
 
 __all__ = ["EagleProposer", "eagle_kv_bytes_per_token", "load_eagle"]
 
@@ -74,6 +78,7 @@ def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProp
         invariant=config.rejection_sample_method == "invariant",
         max_num_batched_tokens=context.max_num_batched_tokens,
         edit_logits=context.edit_logits,
+        graphs=context.graphs,
     )
 
 
@@ -94,9 +99,13 @@ class EagleProposer:
         invariant: bool = False,
         max_num_batched_tokens: int = 2048,
         edit_logits: EditLogits | None = None,
+        graphs: PassGraphs | None = None,
     ) -> None:
-        """`head` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests."""
+        """`head` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
+        short passes are captured there."""
         self._head = head
+        self._graphs = graphs
+        self._passes: GraphedPass | None = None
         self._invariant = invariant
         self._max_num_batched_tokens = max_num_batched_tokens
         self._edit_logits = edit_logits
@@ -120,6 +129,10 @@ class EagleProposer:
         self._kv = kv[:1]
         self._store.bind(kv[1], prepare_adapters)
         self._prepare_adapters = prepare_adapters
+        if self._graphs is not None:
+            layer = self._head.config.layer
+            options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
+            self._passes = self._graphs.of(self._head, self._kv, self._compute, [prepare_adapters], options)
         self._limits = CatchUpLimits(
             block_size=kv[0].k.shape[2],
             num_positions=self._head.config.layer.max_position_embeddings + 1,  # the first one is not computed
@@ -180,14 +193,22 @@ class EagleProposer:
             first_key=1,
         )
         handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
+        found = None if self._passes is None else self._passes.run(rows, handles, hidden)
+        if found is not None:
+            return found[0][: len(sequences)]
         adapters = self._prepare_adapters(handles)
         batch = build_batch(rows, self._head, self._kv, adapters)
         return self._head.forward(batch, hidden, self._last(rows, handles, adapters))
+
+    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        """What is captured: the output [rows, H] at the rows' last tokens."""
+        assert inputs.states is not None
+        return (self._head.forward(batch, inputs.states, None).index_select(0, inputs.last),)
 
     def _last(self, rows: SequenceRows, handles: list[tuple[Any, int]], adapters: Any) -> LastRows | None:
         if len(rows.token_ids) == len(rows.query_lens):
             return None
         index = torch.from_numpy(np.cumsum(rows.query_lens) - 1).to(self._head.device)
-        if adapters is not None:
-            adapters = self._prepare_adapters([(handle, 1) for handle, _ in handles])
-        return LastRows(index, adapters)
+        if adapters is None:
+            return LastRows(index, lambda: None)
+        return LastRows(index, lambda: self._prepare_adapters([(handle, 1) for handle, _ in handles]))

@@ -13,7 +13,7 @@ x takes the place of h or g when the head goes on by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,9 @@ class LastRows:
 
     index: Tensor
     """[B]"""
-    adapters: Any
-    """Of these B rows."""
+    adapters: Callable[[], Any]
+    """Those of these B rows. They are made when those of the T tokens are no longer needed: on a device both stand in
+    the same memory."""
 
 
 class _ShiftedRope:
@@ -217,7 +218,7 @@ class EagleHead:
         rows: ForwardBatch | Adapters = batch
         if last is not None:
             attended, residual = attended.index_select(0, last.index), residual.index_select(0, last.index)
-            rows = Adapters(last.adapters)
+            rows = Adapters(last.adapters())
         x = self._o.forward(attended, rows, residual=residual)
         x = self._down.forward(silu_mul(self._gate_up.forward(self._post_norm(x), rows)), rows, residual=x)
         return self._final_norm(x) if self.config.norm_output else x

@@ -13,6 +13,7 @@ from .proposer import Drafter, NoProposer, Proposer
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
+    from ..models.graphs import PassGraphs
     from .drawing import EditLogits
 
 PARAM = "speculative_config"
@@ -39,6 +40,8 @@ class ProposerContext:
     max_model_len: int = 2048
     edit_logits: EditLogits | None = None
     """What masks, biases and penalties do to the target's logits, for those of drafters."""
+    graphs: PassGraphs | None = None
+    """Where drafters capture their passes; None: they are launched piece by piece."""
 
 
 def _ngram(config: SpeculativeConfig, context: ProposerContext) -> Drafter:

@@ -60,34 +60,44 @@ class DeviceStep:
         rows: RowArrays | Capacity,
         device: torch.device,
         first_key: int = 0,
+        storage: Tensor | None = None,
     ) -> None:
         """No query sees positions before `first_key`.
 
-        With a Capacity there are no rows until `refill`, and tensors and launches stay as they are.
+        With a Capacity there are no rows until `refill`, and tensors and launches stay as they are. `storage`: int32,
+        for the array of such a step; steps that are never under way at once may share it.
+
+        Raises:
+            ValueError: the capacity's rows are not one tile each, or the storage is too small.
         """
         self._planner, self._dtype, self._block_size, self._first_key = planner, dtype, block_size, first_key
+        self._device = device
+        self._layout = planner.reserve(rows) if isinstance(rows, Capacity) else planner.layout(rows)
+        self._parts: tuple[Tensor, Tensor] | None = None
         if isinstance(rows, Capacity):
-            self._layout = planner.reserve(rows)
+            size = self._layout.size
+            self._data = torch.zeros(size, dtype=torch.int32, device=device) if storage is None else storage
+            if len(self._data) < size:
+                raise ValueError(f"the storage must have at least {size} numbers; got {len(self._data)}")
             empty = np.empty(0, dtype=np.int64)
-            packed = planner.pack(RowArrays(*(empty for _ in RowArrays._fields)), self._layout)
+            self.refill(RowArrays(*(empty for _ in RowArrays._fields)))
         else:
-            self._layout = planner.layout(rows)
-            packed = planner.pack(rows, self._layout)
-        self._data = to_device(packed, device)
+            self._data = to_device(planner.pack(rows, self._layout), device)
+            self._parts = self._make_parts()
         self._slots = self._data[self._layout.first_slot :]
         self._table = self._data[self._layout.first_block :]
-        self._parts, self._part_sums = self._make_parts(self._layout, device)
 
-    def _make_parts(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where splits leave their results; all launches of the step use it one after the other."""
+    def _make_parts(self) -> tuple[Tensor, Tensor]:
+        """Where splits leave their results. The launches of a step with rows share it one after the other; those of a
+        graph take it from the graph's memory, which all graphs share."""
         sizes = [
             group.num_tiles * group.num_queries * self._planner.shape.num_heads * group.num_splits
-            for group in layout.groups
+            for group in self._layout.groups
             if group.num_splits > 1
         ]
         size = max(sizes, default=0)
-        sums = torch.empty(size, dtype=torch.float32, device=device)
-        return torch.empty(size * self._planner.shape.head_dim, dtype=torch.float32, device=device), sums
+        sums = torch.empty(size, dtype=torch.float32, device=self._device)
+        return torch.empty(size * self._planner.shape.head_dim, dtype=torch.float32, device=self._device), sums
 
     @property
     def layout(self) -> Layout:
@@ -101,7 +111,7 @@ class DeviceStep:
             ValueError: they do not fit.
         """
         packed = self._planner.pack(rows, self._layout)
-        self._data.copy_(staged(packed, self._data.device), non_blocking=True)
+        self._data[: len(packed)].copy_(staged(packed, self._device), non_blocking=True)
 
     def write(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Write k and v [T, Hk, D] to the rows' slots; see `write_kv`."""
@@ -178,19 +188,28 @@ class DeviceStep:
             raise ValueError("a tree needs rows of few queries, and no window")
         num_heads, _, dim = self._planner.shape
         out = torch.empty(q.shape[0], num_heads * dim, dtype=q.dtype, device=q.device)
+        parts = self._parts or self._make_parts()
         tiles = self._data
         for group in self._layout.groups:
-            self._attend_group(q, kv, group, tiles, out, options)
+            of_splits = parts if group.num_splits > 1 else (out, out)
+            self._attend_group(q, kv, group, tiles, (out, *of_splits), options)
             tiles = tiles[group.num_tiles * TILE_FIELDS :]
         return out
 
     def _attend_group(
-        self, q: Tensor, kv: LayerKV, group: TileGroup, tiles: Tensor, out: Tensor, options: AttentionOptions
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        group: TileGroup,
+        tiles: Tensor,
+        results: tuple[Tensor, Tensor, Tensor],
+        options: AttentionOptions,
     ) -> None:
+        """`results`: out, and of splits their parts and the parts' sums."""
         shape = self._planner.shape
         blocks = group.blocks
         is_split = group.num_splits > 1
-        parts, part_sums = (self._parts, self._part_sums) if is_split else (out, out)
+        out, parts, part_sums = results
         constants = attention_constants(
             shape, self._block_size, blocks, "fp32" if q.dtype == torch.float32 else "bf16", is_split
         )

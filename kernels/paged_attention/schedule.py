@@ -88,6 +88,11 @@ class Layout(NamedTuple):
         """Where the block table begins."""
         return self.first_slot + -(-self.num_tokens // _ALIGNMENT) * _ALIGNMENT
 
+    @property
+    def size(self) -> int:
+        """Numbers of the packed array, at most."""
+        return self.first_block + self.num_blocks
+
 
 class Capacity(NamedTuple):
     """Room for short rows, so that captured launches serve any rows that fit."""
@@ -168,17 +173,17 @@ class Planner:
         return default_blocks(block_m, self.shape.head_dim, self.itemsize, self.gpu.arch)
 
     def pack(self, rows: RowArrays, layout: Layout) -> np.ndarray[Any, Any]:
-        """[n] int32: the tiles, from `first_slot` on the slots (-1: none), from `first_block` on the block table.
+        """[n] int32: the tiles, from `first_slot` on the slots (-1: none), from `first_block` on the rows' blocks.
 
         Raises:
             ValueError: the rows do not fit into the layout.
         """
         first_slot, first_block = layout.first_slot, layout.first_block
-        packed = np.zeros(first_block + layout.num_blocks, dtype=np.int32)
-        packed[first_slot:first_block] = -1
         if len(rows.slots) > layout.num_tokens or len(rows.blocks) > layout.num_blocks:
             have = f"{len(rows.slots)} tokens in {len(rows.blocks)} blocks"
             raise ValueError(f"there is room for {layout.num_tokens} tokens in {layout.num_blocks} blocks; got {have}")
+        packed = np.zeros(first_block + len(rows.blocks), dtype=np.int32)
+        packed[first_slot:first_block] = -1
         is_short = rows.query_lens <= self.max_short_queries
         start = 0
         for group, members in ((layout.short, is_short), (layout.long, ~is_short)):

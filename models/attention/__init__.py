@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...kernels.dispatch import has_triton
 from ...platform.core.errors import InvalidRequestError
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ...kernels.paged_attention import LayerKV
+    from ...kernels.paged_attention import LayerKV, RowArrays
+    from ...kernels.paged_attention.schedule import Capacity
     from ...kernels.rope import Rotation
     from ..batch import SequenceRows
     from ..layers.norm import RMSNorm
@@ -51,6 +52,35 @@ class AttentionBackend(Protocol):
         """`forward` of what a projection gave, qkv [T, (H + 2 Hk) * D] (which it may change).
 
         Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before.
+        """
+
+
+class ReplayablePlan(Protocol):
+    """A plan whose tensors and launches stay the same whatever rows it has."""
+
+    def refill(self, rows: RowArrays) -> None:
+        """Take other rows, for what is launched from now on.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+
+
+@runtime_checkable
+class ReplayableAttention(AttentionBackend, Protocol):
+    """A backend whose launches can be captured in a graph."""
+
+    @property
+    def max_queries(self) -> int:
+        """Of a row, at most."""
+
+    def reserve(
+        self, capacity: Capacity, block_size: int, first_key: int = 0, storage: Tensor | None = None
+    ) -> ReplayablePlan:
+        """A plan without rows. `storage`: int32, to be shared with plans that are never under way at once.
+
+        Raises:
+            ValueError: rows of so many queries do not go, or the storage is too small.
         """
 
 

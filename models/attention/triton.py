@@ -46,17 +46,21 @@ class TritonAttention:
         """See AttentionBackend."""
         return self._step(RowTables(rows, block_size).arrays(positions), block_size, rows.first_key)
 
-    def reserve(self, capacity: Capacity, block_size: int, first_key: int = 0) -> DeviceStep:
-        """A plan without rows, whose tensors and launches stay the same while `DeviceStep.refill` gives it rows: what a
-        graph is captured with.
+    @property
+    def max_queries(self) -> int:
+        """See ReplayableAttention."""
+        return self._planner.max_short_queries
 
-        Raises:
-            ValueError: rows of so many queries are not one tile each.
-        """
-        return self._step(capacity, block_size, first_key)
+    def reserve(
+        self, capacity: Capacity, block_size: int, first_key: int = 0, storage: Tensor | None = None
+    ) -> DeviceStep:
+        """See ReplayableAttention."""
+        return self._step(capacity, block_size, first_key, storage)
 
-    def _step(self, rows: RowArrays | Capacity, block_size: int, first_key: int) -> DeviceStep:
-        return DeviceStep(self._planner, self._spec.dtype, block_size, rows, self._spec.device, first_key)
+    def _step(
+        self, rows: RowArrays | Capacity, block_size: int, first_key: int, storage: Tensor | None = None
+    ) -> DeviceStep:
+        return DeviceStep(self._planner, self._spec.dtype, block_size, rows, self._spec.device, first_key, storage)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: DeviceStep, window: int | None) -> Tensor:
         """See AttentionBackend."""

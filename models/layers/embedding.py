@@ -72,14 +72,14 @@ class Embedding:
             self.lookup_lora.add(embedded, input_ids, adapters)
         return embedded
 
-    def logits(self, hidden: Tensor, adapters: Any = None) -> Tensor:
-        """[R, hidden] to float32 logits [R, vocab]. `adapters`: of these R rows."""
+    def logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
+        """[R, hidden] to float32 logits [R, vocab], in `out` if given. `adapters`: of these R rows."""
         logits = self._head(hidden)  # type: ignore[misc]
         if self.head_lora is not None and adapters is not None:
             if self.head_gains is not None:
                 self.head_gains.scale(logits, adapters)
             self.head_lora.add(logits, hidden, adapters)
-        return logits.float()
+        return logits.float() if out is None else out.copy_(logits)
 
     def table_squares(self) -> Tensor:
         """[hidden] float32: the squared norm of each column of the table."""

@@ -27,10 +27,13 @@ class Site:
         y += mask[:, None] * (x @ self.delta.T)
 
 
+_PREPARED = []
+
+
 def prepare(handles):
-    """One entry a token; None when no row has draft weights."""
-    tokens = [handle for handle, count in handles for _ in range(count)]
-    return tokens if "a" in tokens else None
+    """One entry a token; None when no row has draft weights. As on a GPU it is good until the next call."""
+    _PREPARED[:] = [handle for handle, count in handles for _ in range(count)]
+    return _PREPARED if "a" in _PREPARED else None
 
 
 def adapt(proposer, weights: dict) -> dict:

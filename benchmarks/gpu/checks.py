@@ -1,0 +1,108 @@
+"""What must hold on every device: the CPU's text, the same text with every drafter, and the tests of the kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider import LoRARequest, SamplingParams
+from outrider.models.demo import demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.engine.engine_core import EngineCore
+
+from .load import random_prompt
+from .models import TINY, running
+from .report import Context
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=48, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=48, ignore_eos=True),
+}
+
+
+def _texts(
+    engine: EngineCore,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    adapters: Sequence[LoRARequest | None] = (None,),
+) -> list[list[int]]:
+    outputs: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    for index, prompt in enumerate(prompts):
+        lora = adapters[index % len(adapters)]
+        engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
+    while engine.has_work():
+        for delta in engine.step():
+            outputs[delta.request_id] += delta.token_ids
+    return list(outputs.values())
+
+
+def check_parity(context: Context, root: Path) -> None:
+    """float32 text on the device: equal to the CPU's, and the same with speculation."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    prompts = [*(random_prompt(40, TINY.vocab, seed) for seed in range(3)), [5, 6, 7, 8] * 12]
+    path = TINY.write(root)
+    options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+    with running(path, "cpu", **options) as engine:
+        want = {name: _texts(engine, prompts, params) for name, params in PARAMS.items()}
+    modes: dict[str, dict[str, Any] | None] = {
+        "no drafter": None,
+        "draft_model": {"method": "draft_model", "model": path, "num_speculative_tokens": 3},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    }
+    for mode, config in modes.items():
+        if not context.has_time(mode, 3):
+            continue
+        with running(path, context.device, speculative_config=config, **options) as engine:
+            for name, params in PARAMS.items():
+                passed = _texts(engine, prompts, params) == want[name]
+                context.row(f"{name} text with {mode} is the CPU's", passed=passed)
+
+
+def check_demo(context: Context, root: Path) -> None:
+    """float32 text of the embedded demo model and its adapters on the device: the same with every drafter."""
+    heads = {"draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
+    modes: dict[str, dict[str, Any]] = {name: {"method": name, "model": str(path)} for name, path in heads.items()}
+    modes |= {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}}
+    if context.quick:
+        modes = {"eagle3": modes["eagle3"]}
+    modes |= {f"{name} k=4": mode | {"num_speculative_tokens": 4} for name, mode in modes.items()}
+    adapters = [None, *(LoRARequest(name, path=str(path)) for name, path in demo_adapters().items())]
+    prompts = [random_prompt(24, 2000, seed) for seed in range(4 if context.quick else 8)]
+    options = {"dtype": "float32", "enable_lora": True, "max_model_len": 512, "max_num_seqs": 8, "load_format": "auto"}
+    with running(str(demo_model_path()), context.device, **options) as engine:
+        want = {name: _texts(engine, prompts, params, adapters) for name, params in PARAMS.items()}
+    for mode, config in modes.items():
+        if not context.has_time(mode, 3):
+            continue
+        with running(str(demo_model_path()), context.device, speculative_config=config, **options) as engine:
+            for name, params in PARAMS.items():
+                passed = _texts(engine, prompts, params, adapters) == want[name]
+                context.row(f"demo {name} text with {mode}", passed=passed)
+
+
+def run_tests(context: Context, root: Path) -> None:
+    """The tests of the kernels and of graphs, on the GPU where there is one; their output goes beside the results."""
+    if context.quick:
+        context.skip("tests of the kernels", "quick")
+        return
+    repo = Path(__file__).resolve().parent.parent.parent
+    tests = repo / "tests" / "kernels"
+    files = sorted(map(str, [*tests.glob("test_triton_*.py"), *tests.glob("test_graphs_*.py")]))
+    # The project's own options want plug-ins that a bare GPU machine lacks.
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    log = context.report.folder / "kernel_tests.txt"
+    with log.open("w", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "pytest", *options, *files]
+        try:
+            code = subprocess.run(
+                command, cwd=repo, stdout=output, stderr=subprocess.STDOUT, timeout=max(10.0, context.seconds_left)
+            ).returncode
+        except subprocess.TimeoutExpired:
+            context.skip("the rest of the kernels' tests", f"no time left; see {log.name}")
+            return
+    context.row("tests of the kernels", passed=code == 0)

@@ -1,0 +1,136 @@
+"""Models of real shapes with random weights, made without a download: a config.json each, and adapters for them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from outrider import LoRARequest
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.engine.engine_core import EngineCore
+
+
+class ModelShape(NamedTuple):
+    """A decoder's sizes, and how its family is called."""
+
+    name: str
+    architecture: str
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    theta: float = 10000.0
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of a layer's projections, by their names in checkpoints."""
+        heads, kv_heads = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (self.hidden, heads),
+            "self_attn.k_proj": (self.hidden, kv_heads),
+            "self_attn.v_proj": (self.hidden, kv_heads),
+            "self_attn.o_proj": (heads, self.hidden),
+            "mlp.gate_proj": (self.hidden, self.inner),
+            "mlp.up_proj": (self.hidden, self.inner),
+            "mlp.down_proj": (self.inner, self.hidden),
+        }
+
+    @property
+    def num_linear(self) -> int:
+        """Weights that every token is multiplied with, without the head."""
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.projections.values())
+
+    @property
+    def num_streamed(self) -> int:
+        """Weights that a decode step reads, whatever its rows: all but the table of embeddings."""
+        return self.num_linear + self.vocab * self.hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token in bfloat16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def rank_row_bytes(self) -> int:
+        """Of one rank row of an adapter on all projections, in bfloat16."""
+        return 2 * self.layers * sum(map(sum, self.projections.values()))
+
+    def write(self, root: Path) -> str:
+        """The model's folder, with a config.json alone."""
+        config = {
+            "architectures": [self.architecture],
+            "model_type": "qwen3" if "Qwen3" in self.architecture else "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": self.theta,
+            "tie_word_embeddings": self.tied,
+            "hidden_act": "silu",
+            "dtype": "bfloat16",
+            "random_weights": True,
+        }
+        folder = root / self.name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return str(folder)
+
+
+LLAMA_8B = ModelShape("Llama-3-8B", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128256, tied=False, theta=500000.0)
+QWEN_06B = ModelShape("Qwen3-0.6B", "Qwen3ForCausalLM", 1024, 3072, 28, 16, 8, 128, 151936, tied=True, theta=1e6)
+TINY = ModelShape("tiny-llama", "LlamaForCausalLM", 64, 96, 2, 4, 2, 16, 512, tied=False)
+TINY_QWEN = ModelShape("tiny-qwen3", "Qwen3ForCausalLM", 64, 96, 2, 4, 2, 16, 512, tied=True)
+
+
+@contextmanager
+def running(path: str, device: str, **options: Any) -> Iterator[EngineCore]:
+    """An engine with random weights, when what others held is free."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    values = {"dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False, "seed": 0}
+    engine = EngineCore(EngineArgs(model=path, device=device, **(values | options)))
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def write_adapters(root: Path, shape: ModelShape, ranks: Sequence[int], dtype: torch.dtype) -> list[LoRARequest]:
+    """Adapters of these ranks on all projections, their weights pieces of one random array: each is different."""
+    noise = torch.randn(1 << 24 if shape.hidden > 256 else 1 << 18).to(dtype)
+    requests = []
+    for index, rank in enumerate(ranks):
+        tensors, place = {}, 7919 * index
+        for layer in range(shape.layers):
+            for name, (inputs, outputs) in shape.projections.items():
+                module = f"base_model.model.model.layers.{layer}.{name}"
+                for part, sizes in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+                    size = math.prod(sizes)
+                    place = (place + 12289) % (len(noise) - size)
+                    tensors[f"{module}.{part}.weight"] = (noise[place : place + size] * inputs**-0.5).view(sizes)
+        folder = root / f"{shape.name}-adapter-{index}"
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        targets = [name.split(".")[1] for name in shape.projections]
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        requests.append(LoRARequest(folder.name, path=str(folder)))
+    return requests

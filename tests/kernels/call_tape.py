@@ -1,0 +1,106 @@
+"""A CUDA graph's double on a CPU: it records the calls of some work, with their numbers and their tensors' addresses,
+and makes the same calls on the same memory again. What the work would read from the host a second time is not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outrider.kernels.graphs import Captured, GraphBackend, Work
+from outrider.kernels.rms_norm import native as norm
+from outrider.kernels.silu_mul import native as silu
+
+_MAKES_MEMORY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+class _Recorder(TorchDispatchMode):
+    """Calls of torch's operations and launches of Triton's kernels, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+        self.memory: list[Any] = []
+        """Whatever was made: a graph's memory is its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, schema = func._schema.name.removeprefix("aten::"), func._schema
+        if name == "_local_scalar_dense":
+            raise RuntimeError("the host reads the device while it captures")
+        made = func(*args, **kwargs)
+        self.memory.append((made, args, kwargs))
+        if any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments):
+            self.calls.append(lambda: func(*args, **kwargs))
+        elif name not in _MAKES_MEMORY and all(out.alias_info is None for out in schema.returns):
+            self.calls.append(lambda: self._into(made, func(*args, **kwargs)))
+        return made
+
+    def launch(self, executor: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> None:
+        """A kernel, now and in every replay."""
+        self.memory.append((args, kwargs))
+        self.calls.append(lambda: call(executor, *args, **kwargs))
+        with torch.utils._python_dispatch._disable_current_modes():
+            call(executor, *args, **kwargs)
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+    @staticmethod
+    def _into(made: Any, again: Any) -> None:
+        for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+            if isinstance(old, Tensor):
+                old.copy_(new)
+
+
+@contextmanager
+def _launches_of(recorder: _Recorder) -> Iterator[None]:
+    from triton.runtime.interpreter import GridExecutor
+
+    call = GridExecutor.__call__
+    GridExecutor.__call__ = lambda executor, *args, **kwargs: recorder.launch(executor, args, kwargs, call)
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = call
+
+
+class CallTape:
+    """A GraphBackend."""
+
+    def __init__(self) -> None:
+        self.num_calls: list[int] = []
+        """Of each capture."""
+
+    def capture(self, work: Work) -> Captured:
+        """See GraphBackend. The outputs hold NaN until the first replay."""
+        work()
+        recorder = _Recorder()
+        with _launches_of(recorder), recorder:
+            outputs = work()
+        for output in outputs:
+            output.fill_(torch.nan)
+        self.num_calls.append(len(recorder.calls))
+        return Captured(outputs, recorder.replay)
+
+
+def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No calls of a pass go around torch and Triton."""
+    for module in (norm, silu):
+        monkeypatch.setattr(module, "_function", lambda: None)
+
+
+def graph_backend(device: str) -> GraphBackend:
+    """CUDA's where there is one."""
+    if device == "cuda":
+        from outrider.kernels.graphs import CudaGraphs
+
+        return CudaGraphs(torch.device(device))
+    return CallTape()

@@ -1,0 +1,146 @@
+"""An engine whose passes are replayed writes the text of one that launches them piece by piece on the CPU's own path:
+with adapters that change from step to step, with drafters, and with drafts that are cut short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("triton")
+
+from outrider import LoRARequest, SamplingParams
+from outrider.lora import arena, batching, dora, preparing
+from outrider.models import attention
+from outrider.models.attention import triton as triton_attention
+from outrider.models.graphs import PassGraphs, PassLimits
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.engine import setup
+from outrider.platform.engine.engine_core import EngineCore
+
+from .call_tape import CallTape, graph_backend, without_native_kernels
+
+VOCAB, HIDDEN, INNER = 96, 32, 48
+SHAPE = {
+    **{"hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 2, "num_key_value_heads": 1},
+    **{"vocab_size": VOCAB, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    **{"hidden_act": "silu", "dtype": "float32", "model_type": "llama"},
+}
+SIZES = {"q_proj": (HIDDEN, HIDDEN), "v_proj": (HIDDEN, HIDDEN // 2), "down_proj": (INNER, HIDDEN)}
+
+
+def write_model(folder: Path, layers: int, **more: Any) -> Path:
+    """A config.json alone, for dummy weights."""
+    folder.mkdir()
+    config = SHAPE | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers} | more
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_adapter(folder: Path, rank: int, layers: int, names: list[str], *, head: bool = False) -> Path:
+    generator = torch.Generator().manual_seed(rank)
+    modules = {}
+    for layer in range(layers):
+        for name in names:
+            part = "mlp" if name == "down_proj" else "self_attn"
+            modules[f"model.layers.{layer}.{part}.{name}"] = SIZES[name]
+    if head:
+        modules["lm_head"] = (HIDDEN, VOCAB)
+    tensors = {}
+    for module, (width, out) in modules.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, width, generator=generator) * 0.4
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.4
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = [*names, "lm_head"] if head else names
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("graphs")
+    eagle3 = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB, "target_hidden_size": HIDDEN}
+    made = {
+        "target": write_model(root / "target", 2),
+        "draft_model": write_model(root / "draft", 2),  # the target's own weights, without its adapters
+        "eagle3": write_model(root / "eagle3", 1, **eagle3, eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+        "narrow": write_adapter(root / "narrow", 3, 2, ["q_proj", "down_proj"]),
+        "wide": write_adapter(root / "wide", 17, 2, ["q_proj", "v_proj"], head=True),
+    }
+    write_adapter(root / "narrow" / "draft" / "draft_model", 2, 2, ["v_proj"])
+    write_adapter(root / "wide" / "draft" / "draft_model", 4, 1, ["q_proj"])
+    return made
+
+
+def take(engine: EngineCore, outputs: dict[str, list[int]]) -> None:
+    """One step's tokens."""
+    for delta in engine.step():
+        assert delta.error is None
+        outputs[delta.request_id] += delta.token_ids
+
+
+def run(files: dict[str, Path], device: str, method: str | None, *, adapted: bool) -> list[list[int]]:
+    """Requests of several lengths, one of them without an adapter; their tokens."""
+    speculative = None
+    if method is not None:
+        speculative = {"method": method, "num_speculative_tokens": 2}
+        speculative |= {"model": str(files[method])} if method in files else {}
+    engine = EngineCore(
+        EngineArgs(
+            model=str(files["target"]), device=device, dtype="float32", load_format="dummy", max_model_len=64,
+            max_num_seqs=4, num_gpu_blocks_override=40, enable_lora=adapted, max_loras=2, max_lora_rank=20, seed=0,
+            speculative_config=speculative,
+        )
+    )  # fmt: skip
+    adapters = [LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide")]
+    outputs: dict[str, list[int]] = {}
+    prompts = [[5, 6, 7, 8] * 2, [9, 3, 9], [40, 41, 40]]
+    choices = [adapters[0], None, adapters[1]] if adapted else [None] * 3
+    for index, (prompt, lora) in enumerate(zip(prompts, choices, strict=True)):
+        heat, seed = (0.8, index) if index == 0 else (0.0, None)
+        params = SamplingParams(temperature=heat, seed=seed, max_tokens=(4, 4, 3)[index], ignore_eos=True)
+        engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
+        outputs[str(index)] = []
+    while engine.has_work():
+        take(engine, outputs)
+    engine.check_integrity()
+    engine.shutdown()
+    return list(outputs.values())
+
+
+@pytest.fixture
+def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
+    """The path of a CUDA device, on a CPU too: Triton's kernels, and graphs or their double."""
+    made = PassGraphs(graph_backend(device), PassLimits(4, 64, max_tokens=16))
+    monkeypatch.setattr(setup, "make_graphs", lambda config: made)
+    monkeypatch.setattr(setup, "capture_ahead", lambda *args: None)
+    if device == "cuda":
+        return made
+        return
+    for module in (arena, batching, dora, preparing):
+        monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
+    monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
+    planner = triton_attention.Planner
+    monkeypatch.setattr(triton_attention, "Planner", lambda shape, size, gpu, splits: planner(shape, size, gpu, 1))
+    without_native_kernels(monkeypatch)
+    return made
+
+
+@pytest.mark.parametrize(("method", "adapted"), [("draft_model", True), ("eagle3", False)])
+def test_text_is_the_same(
+    files: dict[str, Path], graphs: PassGraphs, device: str, method: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(files, device, method, adapted=adapted)
+    assert graphs.num_replayed >= 4
+    assert graphs.num_captured < graphs.num_replayed
+    if isinstance(graphs.backend, CallTape):
+        assert min(graphs.backend.num_calls) > 10  # whole passes
+    monkeypatch.undo()
+    assert found == run(files, "cpu", None, adapted=adapted)  # without graphs and without drafts

@@ -1,0 +1,173 @@
+"""Passes that are replayed give what the same passes give piece by piece, and leave the cache of others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.models import attention, decoder
+from outrider.models.attention.triton import TritonAttention
+from outrider.models.batch import ForwardBatch, LayerKV, SequenceRows, allocate_kv, build_batch
+from outrider.models.config import DecoderConfig, RopeConfig
+from outrider.models.graphs import PassGraphs, PassInputs, PassLimits, bucket, shape_of
+
+from .call_tape import graph_backend, without_native_kernels
+
+BLOCK, NUM_BLOCKS, VOCAB = 16, 40, 61
+CONFIG = DecoderConfig(
+    **{"architecture": "LlamaForCausalLM", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "max_position_embeddings": 256},
+    **{"rms_norm_eps": 1e-6, "rope": RopeConfig(rope_type="default", theta=1e4), "tie_word_embeddings": True},
+    **{"windows": (None, 20), "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": True},
+    dtype=torch.float32,
+)
+
+
+def test_buckets_waste_at_most_a_third() -> None:
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 17, 25, 200, 256)] == [
+        *(1, 2, 3, 4, 6, 6, 8, 12, 12, 16, 24, 32, 256, 256),
+    ]
+    assert all(n <= bucket(n) <= max(n + 1, 1.5 * n) for n in range(1, 600))
+
+
+def test_shapes() -> None:
+    assert shape_of([1, 1, 1], 16) == (3, 1, 3)
+    assert shape_of([5] * 64, 16) == (64, 6, 320)  # uniform: no padding of tokens
+    assert shape_of([8, 1, 1, 1, 1], 16) == (6, 8, 12)  # and little for ragged rows
+    assert shape_of([7, 7], 7) == (2, 7, 14)
+    assert shape_of([8, 1], 7) is None
+    assert shape_of([1] * 65, 16, max_tokens=64) is None
+
+
+class Passes:
+    """A decoder, and its passes with and without graphs, each with a cache of its own, equal at first."""
+
+    def __init__(self, device: str) -> None:
+        self.model = decoder.Decoder(CONFIG, device)
+        for index, slot in enumerate(self.model.weight_slots().values()):
+            generator = torch.Generator().manual_seed(index)
+            slot.load(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
+        generator = torch.Generator().manual_seed(7)
+        self.kv, self.plain_kv = (
+            allocate_kv(self.model.kv_layers, NUM_BLOCKS, BLOCK, torch.float32, device) for _ in range(2)
+        )
+        for ours, theirs in zip(self.kv, self.plain_kv, strict=True):
+            for ours_part, theirs_part in zip(ours, theirs, strict=True):
+                theirs_part.copy_(torch.randn(ours_part.shape, generator=generator))
+                ours_part.copy_(theirs_part)
+        self.graphs = PassGraphs(graph_backend(device), PassLimits(6, 200, max_tokens=24, max_graphs=5))
+        self.passes = self.graphs.of(self.model, self.kv, self._compute, [lambda rows: None])
+
+    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[torch.Tensor, ...]:
+        hidden = self.model.forward(batch).hidden
+        return hidden, hidden.index_select(0, inputs.last)
+
+    def rows(self, *rows: tuple[int, int], seed: int = 0) -> SequenceRows:
+        """Rows of (first position, number of tokens), in blocks of their own, of random tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        blocks = iter(torch.randperm(NUM_BLOCKS, generator=generator).tolist())
+        return SequenceRows(
+            token_ids=torch.randint(VOCAB, (sum(n for _, n in rows),), generator=generator).tolist(),
+            query_lens=[n for _, n in rows],
+            starts=[start for start, _ in rows],
+            block_tables=[[next(blocks) for _ in range(-(-(start + n) // BLOCK))] for start, n in rows],
+        )
+
+    @torch.inference_mode()
+    def check(self, rows: SequenceRows) -> None:
+        """One pass both ways: equal outputs, and equal caches, all blocks of others included."""
+        wanted = self.model.forward(build_batch(rows, self.model, self.plain_kv)).hidden
+        found = self.passes.run(rows, [(None, n) for n in rows.query_lens])
+        assert found is not None
+        hidden, last = found
+        torch.testing.assert_close(hidden[: len(wanted)], wanted, atol=2e-5, rtol=2e-5)
+        ends = torch.tensor(rows.query_lens).cumsum(0) - 1
+        torch.testing.assert_close(last[: len(ends)], wanted[ends], atol=2e-5, rtol=2e-5)
+        for ours, theirs in zip(self.kv, self.plain_kv, strict=True):
+            for ours_part, theirs_part in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(ours_part, theirs_part, atol=2e-5, rtol=2e-5)
+                untouched = self._untouched(rows)
+                assert torch.equal(ours_part[:, untouched], theirs_part[:, untouched])
+
+    @staticmethod
+    def _untouched(rows: SequenceRows) -> list[int]:
+        used = {block for table in rows.block_tables for block in table}
+        return [block for block in range(NUM_BLOCKS) if block not in used]
+
+
+@pytest.fixture
+def passes(device: str, monkeypatch: pytest.MonkeyPatch) -> Passes:
+    monkeypatch.setattr(decoder, "make_attention", lambda spec, *, batch_invariant: TritonAttention(spec, num_splits=1))
+    without_native_kernels(monkeypatch)
+    return Passes(device)
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        ([(30, 1), (4, 1)], [[(95, 1), (63, 1)], [(0, 1), (16, 1)]]),  # other rows, blocks and lengths
+        ([(5, 1)] * 5, [[(70, 1), (1, 1), (15, 1), (40, 1), (31, 1), (0, 1)]]),  # a row of padding, and none
+        ([(20, 3), (33, 3)], [[(46, 3), (90, 2)], [(14, 2), (80, 3)]]),  # cut short, in turn
+        ([(20, 4), (7, 1), (8, 1), (60, 1)], [[(7, 1), (20, 1), (8, 4), (60, 1)]]),  # ragged
+    ],
+)
+def test_a_replay_computes_other_rows(
+    passes: Passes, first: Sequence[tuple[int, int]], others: Sequence[Sequence[tuple[int, int]]]
+) -> None:
+    passes.check(passes.rows(*first))
+    for seed, rows in enumerate(others, 1):
+        passes.check(passes.rows(*rows, seed=seed))
+    assert passes.graphs.num_replayed == 1 + len(others)
+    assert passes.graphs.num_captured == 1
+
+
+def test_shapes_do_not_disturb_each_other(passes: Passes) -> None:
+    """They share inputs, the attention's numbers and memory; the rope's table is not replaced when contexts grow."""
+    passes.model.rope._table = passes.model.rope._compute(4)
+    for seed, rows in enumerate([[(3, 1)], [(9, 2), (50, 1)], [(199, 1)], [(9, 2), (50, 2)], [(100, 1)], [(1, 1)] * 2]):
+        passes.check(passes.rows(*rows, seed=seed))
+    assert passes.graphs.num_captured == 3
+
+
+def test_passes_without_a_graph(passes: Passes) -> None:
+    def run(*rows: tuple[int, int]) -> object:
+        with torch.inference_mode():
+            return passes.passes.run(passes.rows(*rows), [(None, n) for _, n in rows])
+
+    before = [part.clone() for layer in passes.kv for part in layer]
+    assert run(*[(0, 1)] * 7) is None  # too many rows
+    assert run((0, 23), (0, 1)) is None  # a prompt's chunk
+    assert run((0, 12), (0, 13)) is None  # too many tokens
+    assert run((200, 1)) is None  # too long
+    for old, new in zip(before, (part for layer in passes.kv for part in layer), strict=True):
+        assert torch.equal(old, new)
+    assert passes.graphs.num_captured == 0
+    passes.graphs.num_captured = passes.graphs.limits.max_graphs
+    assert run((0, 1)) is None  # there are enough
+
+
+def test_what_cannot_be_captured_is_launched_piece_by_piece(passes: Passes, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def capture(self, work: object) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+    passes.check(passes.rows((5, 1)))
+    passes.graphs.backend = Broken()
+    with torch.inference_mode():
+        for _ in range(2):
+            assert passes.passes.run(passes.rows((5, 2)), [(None, 2)]) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    passes.check(passes.rows((7, 1), seed=1))  # what there is goes on
+
+
+def test_attention_that_cannot_be_captured(device: str) -> None:
+    spec = attention.AttentionSpec(2, 1, 8, frozenset({None}), torch.float32, torch.device(device))
+    model = decoder.Decoder(CONFIG, device)
+    model.attention = attention.make_attention(spec, "torch")
+    kv = [LayerKV(*torch.zeros(2, 1, NUM_BLOCKS, BLOCK, 8))]
+    graphs = PassGraphs(graph_backend(device), PassLimits(4, 64))
+    assert graphs.of(model, kv, lambda batch, inputs: (), []) is None
