@@ -13,10 +13,10 @@ from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest
-from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ..core.messages import MAX_TENANT_WEIGHT, AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import check_params, check_token_ids
 from ..core.request import Request
-from ..core.sampling_params import check_text
+from ..core.sampling_params import check_number, check_text
 from .setup import build
 from .speculation_totals import SpeculationTotals
 from .tracing import Wrap, trace
@@ -56,7 +56,7 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on."""
         plan = self.scheduler.schedule()
-        if not plan.rows and self.scheduler.waiting:
+        if not plan.rows and self.scheduler.num_waiting:
             self._adapters.wait(IDLE_WAIT_SECONDS)
         result = self._runner.run(plan)
         deltas = self.scheduler.commit(plan, result)
@@ -85,10 +85,12 @@ class EngineCore:
             eos_token_ids=frozenset(request.eos_token_ids),
             lora=request.lora,
             sharing=self._sharing(request),
+            num_shared_tokens=self._num_shared(request),
             text_namespace=(_joined(request.tenant, request.cache_salt), b""),
             group=request.group,
             priority=request.priority,
             tenant=request.tenant,
+            weight=request.weight,
             arrival_time=request.arrival_time,
         )
         self._adapters.resolve(sequence)
@@ -174,8 +176,8 @@ class EngineCore:
         cache, adapters = self.scheduler.prefix_cache, self._adapters.stats()
         return EngineStats(
             run_id=self._run_id,
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
             num_waiting_by_reason=self.scheduler.waiting_by_reason(),
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=self._num_steps,
@@ -219,10 +221,16 @@ class EngineCore:
         check_token_ids("eos_token_ids", request.eos_token_ids, self.info.vocab_size)
         check_params(request.params, self.info.vocab_size, self.info.max_logprobs)
         check_text("tenant", request.tenant)
+        check_number("weight", request.weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
         check_text("cache_salt", request.cache_salt)
+        if not 0 <= request.num_shared_tokens <= length:
+            raise InvalidRequestError(
+                f"num_shared_tokens is {request.num_shared_tokens}, and the prompt has {length} tokens",
+                param="num_shared_tokens",
+            )
         queued = self._config.scheduler.max_num_queued_reqs
-        seats = self._config.scheduler.max_num_seqs - len(self.scheduler.running)
-        if queued is not None and len(self.scheduler.waiting) >= queued + seats:
+        seats = self._config.scheduler.max_num_seqs - self.scheduler.num_running
+        if queued is not None and self.scheduler.num_waiting >= queued + seats:
             raise OverloadedError(f"{queued} requests are waiting already (max_num_queued_reqs)")
 
     def _sharing(self, request: EngineRequest) -> bytes | None:
@@ -232,6 +240,12 @@ class EngineCore:
         if request.group is None:
             return None
         return _joined(request.tenant, request.cache_salt, request.group)
+
+    def _num_shared(self, request: EngineRequest) -> int:
+        """How many leading tokens all tenants share. A salt is a wish to share nothing."""
+        if request.cache_salt or not self._config.cache.enable_prefix_caching:
+            return 0
+        return request.num_shared_tokens
 
 
 def _beside_steps(read: Callable[[], Any]) -> Callable[[], Any]:

@@ -6,6 +6,7 @@ The scheduler and the runner know none of them: they see the small protocols her
 from __future__ import annotations
 
 import builtins
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,8 +126,30 @@ class PrefixNamespaces:
             return None
         namespace = request.sharing + adapter
         if namespace != request.namespace:
-            request.namespace = namespace
+            request.namespace, request.shared_namespace = namespace, adapter
             request.block_hashes.clear()
+        return None
+
+    def prefetch(self, request: Request) -> None:
+        """Nothing is loaded."""
+
+    def release(self, request: Request) -> None:
+        """Nothing is held."""
+
+    def forget(self, request: Request) -> None:
+        """Nothing is held."""
+
+
+class AdmissionTimes:
+    """Notes how long each sequence waited for its first step: the last time that it was let in, before any preemption.
+
+    Listed last.
+    """
+
+    def admit(self, request: Request) -> str | None:
+        """Always ready. Arrival is a time of the client's process: the monotonic clock is the machine's."""
+        if request.num_preemptions == 0 and request.arrival_time:
+            request.queue_seconds = max(0.0, time.monotonic() - request.arrival_time)
         return None
 
     def prefetch(self, request: Request) -> None:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.batch import LayerKV, SequenceRows, build_batch
+from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ...models.decoder import Decoder, DecoderOutput
+from ...models.graphs import PassGraphs, PassInputs
 from ...spec_decode.proposer import AdapterPreparer, DraftRow, Proposer, TargetOutput
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
@@ -33,6 +34,16 @@ class RunnerParts(NamedTuple):
     """For the tokens of a forward pass."""
     prepare_head: AdapterPreparer
     """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
+    graphs: PassGraphs | None = None
+    """For decodes and verifications; None: every pass is launched piece by piece."""
+
+
+class _Computed(NamedTuple):
+    """A plan's forward pass."""
+
+    output: DecoderOutput
+    logits: Tensor | None
+    """[T, V] float32 where every token of the step has them; good until the next pass."""
 
 
 class ModelRunner:
@@ -46,16 +57,29 @@ class ModelRunner:
         self._aux_layers = parts.proposer.needs.aux_layers
         self._prepare_adapters = parts.prepare_adapters
         self._prepare_head = parts.prepare_head
+        self._graphs = parts.graphs
+        self._passes = None
+        if parts.graphs is not None:
+            preparers = [parts.prepare_adapters, parts.prepare_head]
+            self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers)
+            vocab_size = parts.model.config.vocab_size
+            shape = (parts.graphs.limits.max_tokens, vocab_size) if self._passes is not None else (0, vocab_size)
+            self._logits = torch.empty(shape, dtype=torch.float32, device=parts.model.device)
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured in graphs."""
+        return self._passes is not None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step. Does not change requests: `Scheduler.commit` does."""
         if not plan.rows:
             return StepResult([])
-        started = time.perf_counter()
-        output = self._forward(plan)
-        hidden, offsets = output.hidden, _offsets(plan)
-        sampled = self._sample(plan, hidden)
+        started = time.perf_counter() - self._capture_seconds
+        computed = self._forward(plan)
+        hidden, offsets = computed.output.hidden, _offsets(plan)
+        sampled = self._sample(plan, computed)
         prompt_logprobs = [
             self._prompt_logprobs(row, hidden[offset : offset + row.num_tokens])
             for row, offset in zip(plan.rows, offsets, strict=True)
@@ -65,26 +89,47 @@ class ModelRunner:
             for row, got, prompt in zip(plan.rows, sampled, prompt_logprobs, strict=True)
         ]
         rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, offsets, strict=True)]
-        drafts = self._proposer.propose(rows, TargetOutput(hidden, output.aux, time.perf_counter() - started))
+        seconds = time.perf_counter() - self._capture_seconds - started
+        drafts = self._proposer.propose(rows, TargetOutput(hidden, computed.output.aux, seconds))
         return StepResult(
             [
                 RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
                 for got, prompt, (draft, computed) in zip(sampled, prompt_logprobs, drafts, strict=True)
-            ]
+            ],
+            time.perf_counter() - self._capture_seconds - started,
         )
 
-    def _forward(self, plan: StepPlan) -> DecoderOutput:
+    @property
+    def _capture_seconds(self) -> float:
+        """Spent so far on what only first steps pay for."""
+        return 0.0 if self._graphs is None else self._graphs.capture_seconds
+
+    def _forward(self, plan: StepPlan) -> _Computed:
         rows = SequenceRows(
             token_ids=[token for row in plan.rows for token in _input_tokens(row)],
             query_lens=[row.num_tokens for row in plan.rows],
             starts=[row.start for row in plan.rows],
             block_tables=[row.request.blocks for row in plan.rows],
         )
-        adapters = self._prepare_adapters([(row.request.adapter, row.num_tokens) for row in plan.rows])
-        return self._model.forward(build_batch(rows, self._model, self._kv, adapters), self._aux_layers)
+        handles = [(row.request.adapter, row.num_tokens) for row in plan.rows]
+        if self._passes is not None and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows):
+            found = self._passes.run(rows, handles)
+            if found is not None:
+                logits, *states = (part[: len(rows.token_ids)] for part in found)
+                hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
+                return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
+        batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
+        return _Computed(self._model.forward(batch, self._aux_layers), None)
 
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> list[Sampled]:
+    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        """What is captured: logits of all tokens, hidden states, and those that the proposer wants."""
+        output = self._model.forward(batch, self._aux_layers)
+        logits = self._model.compute_logits(output.hidden, inputs.adapters[1], out=self._logits[: len(output.hidden)])
+        return logits, output.hidden, *output.aux
+
+    def _sample(self, plan: StepPlan, computed: _Computed) -> list[Sampled]:
         """Aligned with the plan's rows; nothing for those that do not reach their end."""
+        hidden = computed.output.hidden
         index: list[int] = []
         chosen: list[SampleRow] = []
         for row, offset in zip(plan.rows, _offsets(plan), strict=True):
@@ -94,9 +139,12 @@ class ModelRunner:
                 chosen.append(SampleRow(row.request, row.request.drafts))
         if not chosen:
             return [Sampled([], 0)] * len(plan.rows)
-        picked = hidden if len(index) == len(hidden) else hidden[torch.tensor(index, device=hidden.device)]
-        adapters = self._prepare_head([(row.request.adapter, 1 + row.num_drafts) for row in plan.rows if row.samples])
-        results = iter(self._sampler(self._model.compute_logits(picked, adapters), chosen))
+        logits = computed.logits
+        if logits is None:
+            picked = hidden if len(index) == len(hidden) else hidden[torch.tensor(index, device=hidden.device)]
+            handles = [(row.request.adapter, 1 + row.num_drafts) for row in plan.rows if row.samples]
+            logits = self._model.compute_logits(picked, self._prepare_head(handles))
+        results = iter(self._sampler(logits, chosen))
         return [next(results) if row.samples else Sampled([], 0) for row in plan.rows]
 
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs] | None:

@@ -45,7 +45,8 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         delta.logprobs = got.logprobs[:kept]
     if first:
         delta.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-        delta.num_cached_tokens = request.num_cached_tokens
+        delta.num_cached_tokens, delta.queue_seconds = request.num_cached_tokens, request.queue_seconds
+        delta.adapter_digest = request.text_namespace[1].hex()
     if request.speculation_totals is not None:
         delta.speculation = request.speculation
     return delta

@@ -1,24 +1,43 @@
-"""In which order requests are served. A policy is a sort key: the smallest runs first and is preempted last."""
+"""In which order requests are served. A policy is two keys: whose account a request is, and its rank inside it.
+
+Accounts take turns by what they have been served (`fair`); a policy with one account for all is a plain sorted queue.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..core.request import Request
 
-Key = tuple[int, int]
-Policy = Callable[[Request, int], Key]
-"""Given a request and its place in the order of arrival."""
+
+class Policy(NamedTuple):
+    """The smallest rank of an account runs first and is preempted last; equal ranks go by arrival."""
+
+    account: Callable[[Request], str]
+    rank: Callable[[Request], int]
+    is_metered: bool
+    """Whether what accounts are served matters: there may be several."""
 
 
-def fcfs(request: Request, arrival: int) -> Key:
-    """First come, first served."""
-    return (0, arrival)
+def _everybody(request: Request) -> str:
+    return ""
 
 
-def priority(request: Request, arrival: int) -> Key:
-    """Lower `priority` first; among equals first come, first served."""
-    return (request.priority, arrival)
+def _tenant(request: Request) -> str:
+    return request.tenant
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}
+def _equal(request: Request) -> int:
+    return 0
+
+
+def _priority(request: Request) -> int:
+    return request.priority
+
+
+POLICIES: dict[str, Policy] = {
+    "fcfs": Policy(_everybody, _equal, is_metered=False),
+    "priority": Policy(_everybody, _priority, is_metered=False),
+    "fair": Policy(_tenant, _priority, is_metered=True),
+}

@@ -4,6 +4,17 @@ A full block is known by the chained hash of (namespace, parent hash, its tokens
 prefixes in an equal namespace. The namespace is made of the tenant, the salt and the digest of the adapter's
 content: nothing is shared across them. BLAKE2b is used because a collision would hand one tenant's keys and values
 to another.
+
+The leading blocks that all tenants share (`Request.num_shared_tokens`) are chained from a namespace of the adapter's
+content alone. The first block after them is chained from their hash and the tenant's namespace, so the tenant's own
+text is as separate as ever:
+
+    shared root (adapter) -> block 0 -> block 1 -+-> tenant a -> block 2 -> ...
+                                                 +-> tenant b -> block 2 -> ...
+    own root (tenant a, salt, adapter) -> block 0 -> ...
+
+The three kinds of roots are hashed under different personalizations, which no tenant has a say in: a namespace of one
+kind cannot be made to look like one of another.
 """
 
 from __future__ import annotations
@@ -14,6 +25,13 @@ from typing import NamedTuple
 
 from ..core.request import Request
 from .block_pool import BlockPool
+
+# Personalizations of the hash.
+_BLOCK, _OWN, _SHARED, _AFTER_SHARED = b"block", b"own root", b"shared root", b"after shared"
+
+
+def _hash(data: bytes, kind: bytes) -> bytes:
+    return blake2b(data, digest_size=16, person=kind).digest()
 
 
 class PrefixMatch(NamedTuple):
@@ -88,8 +106,16 @@ class PrefixCache:
         while len(hashes) < count:
             start = len(hashes) * self.block_size
             tokens = array("q", request.tokens[start : start + self.block_size]).tobytes()
-            parent = hashes[-1] if hashes else blake2b(request.namespace, digest_size=16).digest()
-            hashes.append(blake2b(parent + tokens, digest_size=16).digest())
+            hashes.append(_hash(self._parent(request, len(hashes)) + tokens, _BLOCK))
+
+    def _parent(self, request: Request, index: int) -> bytes:
+        """What the hash of a request's block `index` continues."""
+        assert request.namespace is not None
+        num_shared = request.num_shared_tokens // self.block_size
+        if index == 0:
+            return _hash(request.shared_namespace, _SHARED) if num_shared else _hash(request.namespace, _OWN)
+        parent = request.block_hashes[index - 1]
+        return _hash(parent + request.namespace, _AFTER_SHARED) if index == num_shared else parent
 
     def _forget(self, block: int) -> None:
         self._draft_ready.discard(block)

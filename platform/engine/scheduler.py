@@ -6,20 +6,22 @@ each. A prompt chunk, a decode and the verification of k drafts differ only in t
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import NamedTuple, Protocol
 
 from ..core.batch import RowPlan, StepPlan, StepResult
 from ..core.config import SchedulerConfig
 from ..core.errors import OutriderError
 from ..core.messages import TokenDelta
-from ..core.request import NO_DRAFTS, Request, Status
+from ..core.request import NO_DRAFTS, Drafts, Request, Status
 from .block_pool import BlockPool
+from .fair import Turns
 from .outcome import accept
-from .policies import POLICIES, Key
+from .policies import POLICIES
 from .prefix_cache import PrefixCache
+from .prompt_pace import PromptPace
+from .step_budget import StepBudget
 
 # Waiting sequences that gates may prepare for while the batch is full.
 PREFETCHED = 16
@@ -50,17 +52,6 @@ class DraftLimits(NamedTuple):
     """Whether proposing k drafts writes KV at the k positions after the step's last."""
 
 
-def _order(request: Request) -> Key:
-    return request.order
-
-
-def _remove(queue: list[Request], request: Request) -> None:
-    """Remove a request from a list in the policy's order; orders are unique."""
-    index = bisect_left(queue, request.order, key=_order)
-    assert queue[index] is request
-    del queue[index]
-
-
 class Scheduler:
     """Owns the queue, the running set and every request's blocks. `schedule` and `commit` alternate."""
 
@@ -78,11 +69,11 @@ class Scheduler:
         self.num_preemptions = 0
         self._gates = gates
         self._draft_limits = drafts or DraftLimits()
-        self._policy = POLICIES[config.policy]
-        self._arrivals = count()
+        policy = POLICIES[config.policy]
+        self._turns = Turns(policy, config.fair, config.max_num_batched_tokens)
+        self._is_metered = policy.is_metered
+        self._pace = PromptPace() if config.prompt_pacing else None
         self._requests: dict[str, Request] = {}
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
         self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
         self._reasons: dict[str, str] = {}
         self._failed: list[TokenDelta] = []
@@ -92,33 +83,42 @@ class Scheduler:
     @property
     def running(self) -> Sequence[Request]:
         """Admitted sequences, most urgent first. Not to be changed."""
-        return self._running
+        return self._turns.running
 
     @property
     def waiting(self) -> Sequence[Request]:
         """Queued sequences, most urgent first. Not to be changed."""
-        return self._waiting
+        return self._turns.waiting
+
+    @property
+    def num_running(self) -> int:
+        """Admitted sequences."""
+        return self._turns.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Queued sequences."""
+        return self._turns.num_waiting
 
     def waiting_by_reason(self) -> dict[str, int]:
         """Queued sequences by what held them in the last step; "capacity" where nothing but room is missing."""
         reasons: dict[str, int] = {}
-        for request in self._waiting:
+        for request in self._turns.waiting:
             reason = self._reasons.get(request.request_id, "capacity")
             reasons[reason] = reasons.get(reason, 0) + 1
         return reasons
 
     def has_work(self) -> bool:
         """Whether any sequence is unfinished, or an error is still to be told."""
-        return bool(self._waiting or self._running or self._failed)
+        return bool(self._requests or self._failed)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def add(self, request: Request) -> None:
         """Queue a new sequence."""
-        request.order = self._policy(request, next(self._arrivals))
+        self._turns.add(request)
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_order)
         if request.group is not None:
             self._siblings.setdefault(request.group, []).append(request)
 
@@ -140,24 +140,21 @@ class Scheduler:
     # --------------------------------------------------------------- schedule
 
     def schedule(self) -> StepPlan:
-        """Plan a step under the token budget: running sequences first, then new ones, each in the policy's order."""
-        rows: list[RowPlan] = []
-        budget = self.config.max_num_batched_tokens
-        for_drafts = self._tokens_for_drafts()
-        preempted = self.num_preemptions
-        index = 0
-        while index < len(self._running) and budget > 0:
-            share = for_drafts // (len(self._running) - index)
-            row = self._plan_row(self._running[index], budget, share)
-            if row is None:  # it was the least urgent itself, and gave way
-                break
-            rows.append(row)
-            budget -= row.num_tokens
-            for_drafts -= row.num_drafts
-            index += 1
-        if self.num_preemptions == preempted:
-            self._admit(rows, budget)
-        return StepPlan(rows)
+        """Plan a step under the token budget: first running sequences with one token to compute, and drafts; of what
+        they leave, prompts, those that run and those that wait, each in the policy's order."""
+        step = StepBudget(self.config.max_num_batched_tokens, self._tokens_for_drafts())
+        prompts: deque[Request] = deque()
+        for request in list(self._turns.running):
+            if len(request.tokens) - request.num_computed > 1:
+                prompts.append(request)
+            elif not step.was_short or request.status is Status.RUNNING:
+                self._plan_row(request, step)
+        if self._pace is not None:
+            self._pace.apply(step, len(prompts) + self._turns.num_waiting)
+        self._admit(step, prompts)
+        while prompts:
+            self._plan_prompt(prompts.popleft(), step)
+        return StepPlan(list(step.rows.values()))
 
     def _tokens_for_drafts(self) -> int:
         """How much of a step's budget drafts may take, all together: what the sequences' own tokens leave. Of long
@@ -166,33 +163,47 @@ class Scheduler:
         if not self._draft_limits.num_drafts:
             return 0
         quarter = max(1, budget // 4)
-        own = sum(min(len(request.tokens) - request.num_computed, quarter) for request in self._running)
-        if self._waiting and len(self._running) < self.config.max_num_seqs:
+        own = sum(min(len(request.tokens) - request.num_computed, quarter) for request in self._turns.running)
+        if self._turns.num_waiting and self._turns.num_running < self.config.max_num_seqs:
             own += quarter
         return max(0, budget - own)
 
-    def _plan_row(self, request: Request, budget: int, draft_share: int) -> RowPlan | None:
-        """The row of a running sequence, with blocks for it; preempts less urgent ones if it must."""
-        while True:
-            row = self._fit(request, budget, draft_share)
+    def _plan_prompt(self, request: Request, step: StepBudget) -> None:
+        """`_plan_row`, for one that may have given way meanwhile, and even have started again."""
+        if request.status is Status.RUNNING and request not in step.rows:
+            self._plan_row(request, step)
+
+    def _plan_row(self, request: Request, step: StepBudget) -> None:
+        """Add the row of a running sequence, with blocks for it; less urgent ones give way if they must, or itself."""
+        while step.num_left > 0:
+            share = step.for_drafts
+            if share:  # else nothing to divide, as it is without a drafter
+                share //= self._turns.num_running - len(step.rows)
+            row = self._fit(request, step.num_left, share)
             if row is not None:
-                return row
-            victim = self._running[-1]
-            self._preempt(victim)
+                step.add(row)
+                return
+            step.was_short = True
+            victim = self._turns.least_urgent()
+            self._preempt(victim, step)
             if victim is request:
-                return None
+                return
 
     def _fit(self, request: Request, budget: int, draft_share: int) -> RowPlan | None:
         """The largest row that budget and free blocks allow: with room for new drafts, without, without drafts at
         all. `draft_share`: most drafts to verify now, and to propose for the next step."""
         known = len(request.tokens) - request.num_computed
-        drafts = request.drafts.truncated(max(0, min(budget - known, draft_share, self._draft_room(request, 0))))
-        plain = NO_DRAFTS
-        for use, lookahead in ((drafts, True), (drafts, False), (plain, False)):
+        choices: tuple[tuple[Drafts, bool], ...] = ((NO_DRAFTS, False),)
+        if draft_share:
+            drafts = request.drafts.truncated(max(0, min(budget - known, draft_share, self._draft_room(request, 0))))
+            choices = ((drafts, True), (drafts, False), *choices)
+        for use, lookahead in choices:
             num_tokens = min(known + len(use.token_ids), budget)
             end = request.num_computed + num_tokens
             samples = num_tokens >= known
-            new_drafts = min(draft_share, self._draft_room(request, len(use.token_ids) + 1)) if samples else 0
+            new_drafts = 0
+            if samples and draft_share:
+                new_drafts = min(draft_share, self._draft_room(request, len(use.token_ids) + 1))
             extra = new_drafts if self._draft_limits.extra_slots else 0
             if lookahead is False and extra:
                 new_drafts = extra = 0
@@ -225,16 +236,16 @@ class Scheduler:
         request.blocks.extend(blocks)
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, step: StepBudget) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
-        _remove(self._running, request)
+        step.drop(request)
         self._take_back(request)
         for gate in self._gates:
             gate.release(request)
         self.num_preemptions += 1
-        request.status = Status.WAITING
         request.num_preemptions += 1
-        insort(self._waiting, request, key=_order)
+        request.status = Status.WAITING
+        self._turns.stop(request)
 
     def _take_back(self, request: Request) -> None:
         """Free the request's blocks: it has nothing computed any more."""
@@ -247,14 +258,20 @@ class Scheduler:
 
     # -------------------------------------------------------------- admission
 
-    def _admit(self, rows: list[RowPlan], budget: int) -> None:
-        """Start waiting sequences. One that waits for something of its own lets others pass; one that waits for room
-        does not."""
+    def _admit(self, step: StepBudget, prompts: deque[Request]) -> None:
+        """Start waiting sequences, but for those whose turn comes after one of the running `prompts`, which are planned
+        before them. One that waits for something of its own lets others pass; one that waits for room does not."""
         self._reasons.clear()
-        for request in list(self._waiting):
-            if budget <= 0 or len(self._running) >= self.config.max_num_seqs:
+        for request in self._turns.candidates():
+            while prompts and prompts[0].order < request.order:
+                self._plan_prompt(prompts.popleft(), step)
+            if step.was_short:
+                return
+            is_full = self._turns.num_running >= self.config.max_num_seqs
+            victim = self._turns.displaced_by(request) if is_full else None
+            if step.num_left <= 0 or (is_full and victim is None):
                 self._prefetch()
-                break
+                return
             try:
                 reason = self._blocked(request)
             except OutriderError as error:
@@ -264,22 +281,19 @@ class Scheduler:
             if reason is not None:
                 self._reasons[request.request_id] = reason
                 continue
-            row = self._start(request, budget, alone=not self._running)
+            if victim is not None:
+                self._preempt(victim, step)
+            row = self._start(request, step)
             if row is None:
                 self._take_back(request)
                 for gate in self._gates:
                     gate.release(request)
-                break
-            self.prefix_cache.count(request, row.start)
-            _remove(self._waiting, request)
-            insort(self._running, request, key=_order)
-            request.status = Status.RUNNING
-            rows.append(row)
-            budget -= row.num_tokens
+                return
+            step.add(row)
 
     def _prefetch(self) -> None:
         """Let the gates prepare for the next few sequences."""
-        for request in self._waiting[:PREFETCHED]:
+        for request in self._turns.upcoming(PREFETCHED):
             for gate in self._gates:
                 gate.prefetch(request)
 
@@ -303,30 +317,41 @@ class Scheduler:
         leader = self._siblings[request.group][0]
         return leader is not request and leader.num_computed < leader.num_prompt_tokens
 
-    def _start(self, request: Request, budget: int, *, alone: bool) -> RowPlan | None:
-        """The first row of a request, after what the prefix cache has; None when there is no room for it now."""
+    def _start(self, request: Request, step: StepBudget) -> RowPlan | None:
+        """Let a request run; its first row, after what the prefix cache has. None when there is no room for it now."""
         match = self.prefix_cache.match(request)
         request.blocks = match.blocks
         request.num_computed = match.num_tokens
         request.num_draft_computed = match.num_draft_tokens
         request.num_published = len(match.blocks)
         request.num_draft_published = match.num_draft_tokens // self.prefix_cache.block_size
-        if request.num_preemptions == 0:
+        is_new = request.num_preemptions == 0
+        if is_new:
             request.num_cached_tokens = match.num_tokens
         uncomputed = len(request.tokens) - request.num_computed
-        if uncomputed > budget and not self.config.enable_chunked_prefill:
+        if uncomputed > step.num_left and not self.config.enable_chunked_prefill:
             return None
         # Admitting a prompt of which only a part fits would only preempt it again a few steps later.
         whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
-        if whole > self.pool.num_free and not alone:
-            return None
-        return self._fit(request, budget, self._tokens_for_drafts() // (len(self._running) + 1))
+        while whole > self.pool.num_free and self._turns.num_running:
+            victim = self._turns.displaced_by(request)
+            if victim is None:
+                return None
+            self._preempt(victim, step)
+        row = self._fit(request, step.num_left, self._tokens_for_drafts() // (self._turns.num_running + 1))
+        if row is not None:
+            self.prefix_cache.count(request, row.start)
+            self._turns.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
+            request.status = Status.RUNNING
+        return row
 
     # ----------------------------------------------------------------- commit
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed`."""
         deltas, self._failed = self._failed, []
+        if self._pace is not None:
+            self._pace.took(plan, result.seconds)
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
             if request.status is not Status.RUNNING:  # aborted meanwhile
@@ -335,6 +360,8 @@ class Scheduler:
             self.prefix_cache.publish(request)
             if delta is None:
                 continue
+            if self._is_metered:
+                self._turns.charge(request, len(delta.token_ids), row.num_drafts - got.num_accepted)
             deltas.append(delta)
             if delta.finish_reason is not None or delta.error is not None:
                 self._finish(request)
@@ -342,7 +369,7 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""
-        _remove(self._running if request.status is Status.RUNNING else self._waiting, request)
+        self._turns.remove(request, running=request.status is Status.RUNNING)
         request.status = Status.FINISHED
         self._take_back(request)
         for gate in self._gates:
@@ -356,11 +383,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, counts, queues and maps agree."""
-        self.pool.check_integrity(request.blocks for request in self._running)
+        running, waiting = self._turns.running, self._turns.waiting
+        self.pool.check_integrity(request.blocks for request in running)
         self.prefix_cache.check_integrity()
-        assert all(not request.blocks for request in self._waiting), "a waiting sequence holds blocks"
-        assert set(self._requests.values()) == {*self._waiting, *self._running}
-        for queue in (self._waiting, self._running):
-            assert queue == sorted(queue, key=_order)
+        assert all(not request.blocks for request in waiting), "a waiting sequence holds blocks"
+        assert set(self._requests.values()) == {*waiting, *running}
+        self._turns.check_integrity()
         grouped = {request for siblings in self._siblings.values() for request in siblings}
         assert grouped == {request for request in self._requests.values() if request.group is not None}

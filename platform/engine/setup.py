@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...lora import reader
 from ...lora.manager import AdapterManager
 from ...lora.sites import AdapterHooks
 from ...models.batch import allocate_kv
 from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
+from ...models.graphs import PassGraphs
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.adaptive import AdaptiveProposer
 from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
@@ -24,7 +26,8 @@ from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from .block_pool import BlockPool
-from .features import NoAdapters, PrefixNamespaces
+from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
+from .graphs import capture_ahead, make_graphs
 from .hardware import find_hardware
 from .logits_edits import edit_draft_logits
 from .model_runner import ModelRunner, RunnerParts
@@ -69,7 +72,8 @@ def build(
         seed=config.seed,
         batch_invariant=config.batch_invariant,
     )
-    drafter = make_proposer(config.speculative, _proposer_context(config, model, progress))
+    graphs = make_graphs(config)
+    drafter = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
     proposer = drafter if observe is None else observe(drafter)
     adapters = _make_adapters(config, model, proposer)
     config = _resolve(args, path)  # again: the KV cache gets of the memory that weights and adapters have left
@@ -79,12 +83,11 @@ def build(
     sampler = _make_sampler(config)
     runner = ModelRunner(
         RunnerParts(
-            model, kv[: len(model.kv_layers)], sampler, proposer, adapters.prepare, prepare_head=adapters.prepare_head
+            model, kv[: len(model.kv_layers)], sampler, proposer, adapters.prepare, adapters.prepare_head, graphs
         )
     )
     scheduler = _make_scheduler(config, proposer, adapters)
-    if isinstance(drafter, AdaptiveProposer):
-        warm_up(scheduler, runner, drafter)
+    _warm_up(config, scheduler, runner, drafter)
     info = _describe(args, config, model, time.perf_counter() - started)
     return EngineParts(config, info, scheduler, runner, adapters)
 
@@ -98,7 +101,25 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     return resolve(args, facts, find_hardware(args.device))
 
 
-def _proposer_context(config: EngineConfig, target: Decoder, progress: bool) -> ProposerContext:
+def _warm_up(config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, drafter: Proposer) -> None:
+    """What is better done before the first request."""
+    adaptive = drafter if isinstance(drafter, AdaptiveProposer) else None
+    if runner.captures:
+        if adaptive is not None:
+            adaptive.hold(0, 0)  # its drafts are captured when it measures what they take
+        drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+        try:
+            capture_ahead(scheduler, runner, drafts)
+        finally:
+            if adaptive is not None:
+                adaptive.release()
+    if adaptive is not None:
+        warm_up(scheduler, runner, adaptive)
+
+
+def _proposer_context(
+    config: EngineConfig, target: Decoder, graphs: PassGraphs | None, progress: bool
+) -> ProposerContext:
     return ProposerContext(
         target=target,
         device=config.device,
@@ -109,6 +130,7 @@ def _proposer_context(config: EngineConfig, target: Decoder, progress: bool) -> 
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.scheduler.max_model_len,
         edit_logits=edit_draft_logits,
+        graphs=graphs,
     )
 
 
@@ -126,6 +148,7 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
         draft_linears=proposer.needs.linears,
         on_gone=proposer.forget_adapter,
         batch_invariant=config.batch_invariant,
+        reader_process=reader.pays(),
     )
     try:
         return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
@@ -147,7 +170,7 @@ def _make_sampler(config: EngineConfig) -> Sampler:
 
 def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterManager | NoAdapters) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
-    gates = [adapters, PrefixNamespaces(adapters.namespace)]
+    gates = [adapters, PrefixNamespaces(adapters.namespace), AdmissionTimes()]
     limits = DraftLimits()
     if config.speculative is not None:
         limits = DraftLimits(config.speculative.num_speculative_tokens, extra_slots=bool(proposer.needs.kv_layers))

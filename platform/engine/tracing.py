@@ -34,6 +34,8 @@ def trace(parts: EngineParts, wrap: Wrap) -> None:
     around("sample", runner, "_sample")
     around("draft", runner._proposer, "propose")
     around("forward", model, "forward")
+    if runner._passes is not None:
+        around("forward", runner._passes, "run")  # captured passes call nothing of the model
     around("logits", model, "compute_logits")
     around("attention", model.attention, "forward_qkv")
     for layer in (*model.linears(), model.embedding):

@@ -22,7 +22,8 @@ _ROWS = (1, 4, 16, 32, 2, 8, 64, 24, 12, 48, 3, 6)
 _PASSES, _STEPS = 3, 3
 """How often a batch comes, with each number of drafts for how many steps: what disturbs the machine for a while
 disturbs others than the next time. The first step verifies what was drafted before."""
-_PROMPT = 16
+PROMPT = 16
+"""Tokens of a dummy's prompt."""
 
 
 def warm_up(
@@ -45,7 +46,7 @@ def warm_up(
 def _fits(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> bool:
     """Whether so many dummies run at once without preemption, whole batches at a time."""
     config, most = scheduler.config, max(count for _, count in choices)
-    length = _PROMPT + 1 + sum(_STEPS * (1 + count) for _, count in choices) + 2 * most
+    length = PROMPT + 1 + sum(_STEPS * (1 + count) for _, count in choices) + 2 * most
     blocks = -(-length // scheduler.prefix_cache.block_size)
     return (
         rows <= config.max_num_seqs
@@ -62,35 +63,37 @@ def _measure(
     rows: int,
     in_time: Callable[[], bool],
 ) -> None:
-    dummies = [_dummy(f"warm-up {index}", index) for index in range(rows)]
+    dummies = [dummy(f"warm-up {index}", index) for index in range(rows)]
     drafter.hold(0, 0)
-    for dummy in dummies:
-        scheduler.add(dummy)
+    for request in dummies:
+        scheduler.add(request)
     try:
-        while not all(dummy.num_output_tokens for dummy in dummies):  # the prompts, in one step or in several
+        while not all(request.num_output_tokens for request in dummies):  # the prompts, in one step or in several
             if not in_time():
                 return
-            _step(scheduler, runner)
+            step(scheduler, runner)
         for number, count in drafter.choices:
             drafter.hold(number, count)
             for _ in range(_STEPS):
                 if not in_time():
                     return
-                _step(scheduler, runner)
+                step(scheduler, runner)
     finally:
-        scheduler.abort([dummy.request_id for dummy in dummies])
+        scheduler.abort([request.request_id for request in dummies])
 
 
-def _step(scheduler: Scheduler, runner: ModelRunner) -> None:
+def step(scheduler: Scheduler, runner: ModelRunner) -> None:
+    """One step of whatever is due."""
     plan = scheduler.schedule()
     scheduler.commit(plan, runner.run(plan))
 
 
-def _dummy(name: str, index: int) -> Request:
+def dummy(name: str, index: int) -> Request:
+    """A greedy request that ends only when it is aborted, and whose blocks nobody shares."""
     return Request(
         request_id=name,
-        tokens=[1 + (index + at) % 5 for at in range(_PROMPT)],
-        num_prompt_tokens=_PROMPT,
+        tokens=[1 + (index + at) % 5 for at in range(PROMPT)],
+        num_prompt_tokens=PROMPT,
         params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None),
         seed_key=0,
         text_namespace=(b"warm-up", b""),

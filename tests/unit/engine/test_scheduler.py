@@ -172,7 +172,7 @@ workloads = st.lists(
     st.integers(12, 30),
     st.integers(1, 20),
     st.sampled_from([DraftLimits(), DraftLimits(3), DraftLimits(4, extra_slots=True)]),
-    st.sampled_from(["fcfs", "priority"]),
+    st.sampled_from(["fcfs", "priority", "fair"]),
     st.booleans(),
     st.integers(0, 99),
 )

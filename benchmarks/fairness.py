@@ -1,0 +1,305 @@
+"""What one tenant's flood does to the others: time to first token and throughput, first come first served and fair.
+
+The engine runs in this process. Some tenants send requests at random times, at a rate the machine bears; in the floods
+one more sends many times what is left. The same arrivals are served in three settings, in turn, round after round:
+
+    quiet   the others alone, under the fair policy
+    fcfs    the others and the flood, first come first served
+    fair    the same arrivals, under the fair policy
+
+A request's time to first token runs from when it was due to arrive to the end of the step that gave its first token.
+One that has none when the measurement ends counts with the time it has waited: under FCFS these would be longer.
+Throughput is prompt and output tokens of all tenants together, while the flood has requests queued.
+
+The clock is the CPU time of the one thread that computes, so that other work on the machine does not count; where the
+engine would be idle, the clock is set on to the next arrival.
+
+Usage: OMP_NUM_THREADS=1 python benchmarks/fairness.py --json FILE [--plot FILE] [--rounds N] [--seconds S] [options]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from machine import describe_machine
+
+from outrider import SamplingParams
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.engine.engine_core import EngineCore
+
+FLOOD = "flood"
+SETTINGS = ("quiet", "fcfs", "fair")
+TARGETS = {"ttft_p99_over_quiet": 1.5, "throughput_over_fcfs": 0.95}
+
+
+class Arrival(NamedTuple):
+    """A request that is due `at` seconds after the start."""
+
+    at: float
+    request: EngineRequest
+
+
+@dataclass
+class Measured:
+    """One setting, one round."""
+
+    ttft: list[float] = field(default_factory=list)
+    """Seconds, of the others' requests that arrived after the warm-up."""
+    num_waiting: int = 0
+    """Of them, those without a first token at the end."""
+    tokens_per_second: float = 0.0
+    flood_ttft: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+    mean_step_seconds: float = 0.0
+
+
+def arrivals(options: argparse.Namespace, round_number: int, vocab_size: int) -> list[Arrival]:
+    """Poisson arrivals of all tenants; the same for the same round. Prompts share nothing."""
+    found: list[Arrival] = []
+    rates = {f"tenant-{index}": options.rate for index in range(options.tenants)} | {FLOOD: options.flood_rate}
+    for number, (tenant, rate) in enumerate(rates.items()):
+        source = random.Random(1000 * round_number + number)
+        at = 0.0
+        while (at := at + source.expovariate(rate)) < options.warm_up + options.seconds:
+            length = source.randint(options.prompt_len // 2, options.prompt_len * 3 // 2)
+            params = SamplingParams(
+                max_tokens=source.randint(options.output_len // 2, options.output_len * 3 // 2),
+                temperature=0.0,
+                ignore_eos=True,
+            )
+            prompt = [source.randrange(vocab_size) for _ in range(length)]
+            found.append(Arrival(at, EngineRequest(f"{tenant}/{len(found)}", prompt, params, tenant=tenant)))
+    return sorted(found)
+
+
+class Clock:
+    """Seconds of this thread's CPU time, and of idle time, which is skipped."""
+
+    def __init__(self) -> None:
+        self._start = time.thread_time()
+
+    def now(self) -> float:
+        """Since it was made."""
+        return time.thread_time() - self._start
+
+    def skip(self, seconds: float) -> None:
+        """Nothing happens for so long."""
+        self._start -= seconds
+
+
+class Session:
+    """Serves arrivals in one engine."""
+
+    def __init__(self, core: EngineCore, due: list[Arrival], options: argparse.Namespace) -> None:
+        self._core = core
+        self._due = iter(due)
+        self._options = options
+        self._arrived: dict[str, Arrival] = {}
+        self._first: dict[str, float] = {}
+        self._num_tokens = 0
+
+    def run(self) -> Measured:
+        """Until the time is over; what is unfinished then is aborted."""
+        core, options = self._core, self._options
+        end = options.warm_up + options.seconds
+        preempted, steps = core.scheduler.num_preemptions, 0
+        gc.collect()
+        gc.freeze()
+        following = next(self._due, None)
+        clock = Clock()
+        while (now := clock.now()) < end:
+            while following is not None and following.at <= now:
+                self._arrived[following.request.request_id] = following
+                core.add_request(following.request)
+                following = next(self._due, None)
+            if not core.has_work():
+                clock.skip(min(end, following.at if following is not None else end) - now)
+                continue
+            deltas = core.step()
+            steps += now >= options.warm_up
+            for delta in deltas:
+                self._take(delta.request_id, len(delta.token_ids), clock.now())
+        core.abort(list(self._arrived))
+        gc.unfreeze()
+        return self._measured(clock.now(), core.scheduler.num_preemptions - preempted, steps)
+
+    def _take(self, request_id: str, num_tokens: int, now: float) -> None:
+        arrival = self._arrived[request_id]
+        if request_id not in self._first:
+            self._first[request_id] = now
+            num_tokens += len(arrival.request.prompt_token_ids)
+        if now >= self._options.warm_up:
+            self._num_tokens += num_tokens
+
+    def _measured(self, end: float, num_preemptions: int, num_steps: int) -> Measured:
+        measured = Measured(num_preemptions=num_preemptions)
+        measured.mean_step_seconds = (end - self._options.warm_up) / max(1, num_steps)
+        measured.tokens_per_second = self._num_tokens / (end - self._options.warm_up)
+        for request_id, arrival in self._arrived.items():
+            if arrival.at < self._options.warm_up:
+                continue
+            is_flood = arrival.request.tenant == FLOOD
+            (measured.flood_ttft if is_flood else measured.ttft).append(self._first.get(request_id, end) - arrival.at)
+            measured.num_waiting += not is_flood and request_id not in self._first
+        return measured
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; the report."""
+    torch.set_num_threads(1)
+    limits = {
+        "prompt_pacing": False,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+    }
+    cores = {
+        policy: EngineCore(EngineArgs(model=options.model, scheduling_policy=policy, **limits))
+        for policy in ("fcfs", "fair")
+    }
+    vocab_size = cores["fair"].info.vocab_size
+    rounds: list[dict[str, Measured]] = []
+    for number in range(options.rounds):
+        due = arrivals(options, number, vocab_size)
+        found = {}
+        for setting in SETTINGS:
+            some = [item for item in due if setting != "quiet" or item.request.tenant != FLOOD]
+            found[setting] = Session(cores["fcfs" if setting == "fcfs" else "fair"], some, options).run()
+        rounds.append(found)
+    for core in cores.values():
+        core.check_integrity()
+        core.shutdown()
+    return report(rounds, options, cores["fair"].info.num_parameters)
+
+
+def report(rounds: list[dict[str, Measured]], options: argparse.Namespace, num_parameters: int) -> dict[str, Any]:
+    """Figures over all rounds together, each round's, and whether the targets are met."""
+    settings = {}
+    for setting in SETTINGS:
+        measured = [found[setting] for found in rounds]
+        ttft = [value for one in measured for value in one.ttft]
+        settings[setting] = {
+            "num_requests": len(ttft),
+            "num_without_token": sum(one.num_waiting for one in measured),
+            "ttft_p50_ms": _ms(quantile(ttft, 0.5)),
+            "ttft_p99_ms": _ms(quantile(ttft, 0.99)),
+            "ttft_p99_ms_of_rounds": [_ms(quantile(one.ttft, 0.99)) for one in measured],
+            "tokens_per_second": round(statistics.mean(one.tokens_per_second for one in measured)),
+            "tokens_per_second_of_rounds": [round(one.tokens_per_second) for one in measured],
+            "mean_step_ms": _ms(statistics.mean(one.mean_step_seconds for one in measured)),
+            "num_preemptions": sum(one.num_preemptions for one in measured),
+            "ttft_quantiles_ms": [_ms(quantile(ttft, part / 200)) for part in range(201)],
+        }
+    results = {
+        "ttft_p99_over_quiet": settings["fair"]["ttft_p99_ms"] / settings["quiet"]["ttft_p99_ms"],
+        "ttft_p99_over_quiet_fcfs": settings["fcfs"]["ttft_p99_ms"] / settings["quiet"]["ttft_p99_ms"],
+        "throughput_over_fcfs": settings["fair"]["tokens_per_second"] / settings["fcfs"]["tokens_per_second"],
+    }
+    return {
+        "machine": describe_machine(),
+        "model": {"name": options.model or "demo", "num_parameters": num_parameters},
+        "clock": "CPU time of the one thread",
+        "prompt_pacing": False,
+        "options": {name: value for name, value in vars(options).items() if name not in ("json", "plot", "model")},
+        "settings": settings,
+        "results": {name: round(value, 3) for name, value in results.items()},
+        "targets": TARGETS,
+        "met": results["ttft_p99_over_quiet"] <= TARGETS["ttft_p99_over_quiet"]
+        and results["throughput_over_fcfs"] >= TARGETS["throughput_over_fcfs"],
+    }
+
+
+def draw(found: dict[str, Any], file: Path) -> None:
+    """Write the picture as a PNG: how long the others wait for a first token, and what all get."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    texts = {"quiet": "no flood", "fcfs": "flood, first come first served", "fair": "flood, fair"}
+    colors = {"quiet": "#808080", "fcfs": "#c9a25a", "fair": "#3b6ea5"}
+    figure = Figure(figsize=(10.5, 4.6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    for setting, row in found["settings"].items():
+        label = f"{texts[setting]}: p50 {row['ttft_p50_ms']:.0f} ms, p99 {row['ttft_p99_ms']:.0f} ms"
+        shares = [part / 2 for part in range(201)]
+        left.plot(row["ttft_quantiles_ms"], shares, color=colors[setting], linewidth=2, label=label)
+    left.set_xscale("log")
+    left.set_xlabel("time to first token of the tenants that do not flood, ms (logarithmic)")
+    left.set_ylabel("% of their requests")
+    left.axhline(99, color="#202020", linewidth=0.8, linestyle=":")
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)
+    left.xaxis.set_major_formatter("{x:g}")
+    rates = {setting: found["settings"][setting]["tokens_per_second"] for setting in SETTINGS}
+    bars = right.bar(list(texts.values()), list(rates.values()), color=list(colors.values()))
+    right.bar_label(bars, [f"{rate:,.0f}" for rate in rates.values()], fontsize=9)
+    right.set_xticks(range(3), ["no flood", "flood,\nFCFS", "flood,\nfair"])
+    right.set_ylabel("tokens/s of all tenants together")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    options, results = found["options"], found["results"]
+    figure.suptitle(
+        f"One tenant sends {options['flood_rate']:.0f} requests/s, {options['tenants']} others {options['rate']:.0f} "
+        f"each ({found['model']['name']} model, {found['machine']['cpu']}, 1 thread)\n"
+        f"fair: p99 is {results['ttft_p99_over_quiet']:.2f} of that without the flood, throughput "
+        f"{results['throughput_over_fcfs']:.2f} of FCFS",
+        fontsize=11, x=0.01, ha="left",
+    )  # fmt: skip
+    figure.savefig(file, format="png")
+
+
+def quantile(values: list[float], part: float) -> float:
+    """The smallest value that at least `part` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, min(len(ordered) - 1, -int(-part * len(ordered) // 1) - 1))]
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 2)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="result file")
+    parser.add_argument("--plot", type=Path, help="picture (needs matplotlib)")
+    parser.add_argument("--model", help="HF directory or hub id (default: the demo model)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6.0, help="measured, of each setting and round")
+    parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before")
+    parser.add_argument("--tenants", type=int, default=4, help="tenants beside the one that floods")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second of each")
+    parser.add_argument("--flood-rate", type=float, default=600.0, help="requests a second of the flood")
+    parser.add_argument("--prompt-len", type=int, default=64, help="mean, from half of it to half more")
+    parser.add_argument("--output-len", type=int, default=32, help="mean, from half of it to half more")
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, write, print."""
+    options = parse()
+    found = measure(options)
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.plot is not None:
+        draw(found, options.plot)
+    for name, row in found["settings"].items():
+        print(
+            f"{name:6} ttft p50 {row['ttft_p50_ms']:8.1f} ms  p99 {row['ttft_p99_ms']:8.1f} ms  "
+            f"{row['tokens_per_second']:6} tokens/s  step {row['mean_step_ms']} ms  {row['num_requests']} requests, "
+            f"{row['num_without_token']} without a token, {row['num_preemptions']} preemptions"
+        )
+    print(found["results"], "targets met" if found["met"] else "TARGETS MISSED")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How many prompt tokens a step takes beside decodes, on simulated machines."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.platform.engine.prompt_pace import FEWEST, START, PromptPace
+
+Machine = Callable[[int], float]
+"""Tokens of a step -> seconds."""
+
+MACHINES: dict[str, Machine] = {
+    "bound by arithmetic": lambda tokens: 0.004 + 0.00025 * tokens,
+    "weights hide small steps": lambda tokens: max(0.027, 0.002 + 0.004 * tokens),
+    "a GPU": lambda tokens: max(0.010, 0.00004 * tokens),
+}
+
+
+def run(pace: PromptPace, machine: Machine, streams: int, steps: int, noise: Random | None = None) -> list[float]:
+    """Decode, then compute prompts beside it; the times of the mixed steps over that of a decode."""
+    alone = machine(streams)
+    for _ in range(20):
+        pace.learn(streams, 0, alone)
+    ratios = []
+    for _ in range(steps):
+        tokens = pace.limit(streams, max(streams, 8), 1)
+        assert tokens is not None
+        seconds = machine(streams + tokens)
+        ratios.append(seconds / alone)
+        held_up = 8.0 if noise is not None and noise.random() < 0.02 else 1.0
+        pace.learn(streams, tokens, seconds * held_up * (1.0 if noise is None else noise.uniform(0.9, 1.1)))
+    return ratios
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("streams", [1, 8, 32])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_step_takes_about_twice_a_decode(name: str, streams: int, noisy: bool) -> None:
+    ratios = run(PromptPace(), MACHINES[name], streams, 120, Random(1) if noisy else None)
+    late = ratios[40:]
+    least = MACHINES[name](streams + FEWEST) / MACHINES[name](streams)
+    assert max(late) < max(2.5, 1.05 * least)
+    assert sum(late) / len(late) > 1.5  # and no less: prompts must get on
+
+
+def test_nothing_is_held_back_where_nobody_decodes() -> None:
+    assert PromptPace().limit(0, 0, 5) is None
+
+
+def test_many_that_wait_for_few_are_not_held_back() -> None:
+    pace = PromptPace()
+    assert pace.limit(8, 8, 1) == START
+    assert pace.limit(8, 8, 2) == 2 * START
+    assert pace.limit(8, 8, 32) == 32 * START
+    assert pace.limit(32, 32, 4) == START
+
+
+def test_a_number_of_decodes_that_was_never_measured_takes_the_nearest() -> None:
+    pace = PromptPace()
+    pace.learn(8, 0, 0.01)
+    pace.learn(1, 64, 0.1)
+    limit = pace.limit(1, 8, 1)
+    assert limit is not None
+    assert limit < START
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 5000), st.floats(0.0, 100.0, allow_nan=False)), max_size=50)
+)
+def test_whatever_times_come_prompts_get_on(steps: list[tuple[int, int, float]]) -> None:
+    pace = PromptPace()
+    for step in steps:
+        pace.learn(*step)
+    limit = pace.limit(4, 4, 1)
+    assert limit is not None
+    assert limit >= FEWEST
