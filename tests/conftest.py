@@ -2,7 +2,13 @@
 
 import os
 import random
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,3 +71,119 @@ def repo_root() -> Path:
 def device() -> str:
     """Where tests of Triton kernels put their tensors: "cuda", or "cpu" for Triton's interpreter."""
     return "cuda" if HAS_CUDA else "cpu"
+
+
+class PostgreSQL:
+    """A server of PostgreSQL with its own data, reached through a socket in its folder."""
+
+    def __init__(self, binaries: Path) -> None:
+        self._binaries = binaries
+        # As root it refuses to run, and the tests' own folders are closed to others. A socket's path must be short.
+        self._user = "nobody" if os.geteuid() == 0 else None
+        self.folder = Path(tempfile.mkdtemp(prefix="outrider-pg-", dir="/tmp"))
+        if self._user:
+            shutil.chown(self.folder, self._user)
+        command = [
+            binaries / "initdb",
+            "-D",
+            self._data,
+            "-U",
+            "outrider",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            "-N",
+        ]
+        done = subprocess.run(command, user=self._user, cwd="/", capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self._process: subprocess.Popen | None = None
+        self._databases = 0
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "data"
+
+    def start(self) -> None:
+        options = {
+            "unix_socket_directories": self.folder,
+            "listen_addresses": "",
+            "fsync": "off",
+            "shared_buffers": "16MB",
+            "max_connections": "60",
+        }
+        command = [self._binaries / "postgres", "-D", self._data]
+        command += [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, user=self._user, cwd="/", stdout=log, stderr=log)
+        deadline = time.monotonic() + 60
+        while subprocess.run([self._binaries / "pg_isready", "-q", "-h", self.folder], cwd="/", check=False).returncode:
+            assert self._process.poll() is None, (self.folder / "log").read_text()
+            assert time.monotonic() < deadline, "PostgreSQL did not start"
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """At once, whoever is connected; `start` begins again with the same data."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(60)
+            self._process = None
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder)
+
+    def url(self, database: str) -> str:
+        return f"postgresql://outrider@/{database}?host={self.folder}"
+
+    def new_database(self) -> str:
+        """The address of an empty one."""
+        import psycopg
+
+        self._databases += 1
+        name = f"test{self._databases}"
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
+
+
+def _postgresql_binaries() -> Path | None:
+    """Debian keeps them off the path, a folder a version."""
+    folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
+    on_path = shutil.which("initdb")
+    if not folders and on_path is not None:
+        return Path(on_path).parent
+    return max(folders, key=lambda folder: int(folder.parent.name), default=None)
+
+
+@pytest.fixture(scope="session")
+def make_postgresql() -> Iterator:
+    """Makes servers that a test may stop; they end with the session at the latest."""
+    binaries = _postgresql_binaries()
+    if binaries is None:
+        pytest.skip("PostgreSQL is not installed")
+    servers: list[PostgreSQL] = []
+
+    def make() -> PostgreSQL:
+        servers.append(PostgreSQL(binaries))
+        servers[-1].start()
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def postgresql(make_postgresql) -> PostgreSQL:
+    """A running server for all tests: leave it running."""
+    return make_postgresql()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database, of each kind in turn."""
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgresql").new_database()
+    return f"sqlite:///{tmp_path / 'outrider.db'}"

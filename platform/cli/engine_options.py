@@ -39,8 +39,16 @@ GROUPS: dict[str, dict[str, str]] = {
         "max_num_seqs": "most sequences in a step",
         "max_num_batched_tokens": "most tokens in a step",
         "max_num_queued_reqs": "requests that may wait; more are answered with 503 (default: no limit)",
-        "scheduling_policy": "who runs first: first come, or lowest priority number",
+        "scheduling_policy": (
+            "who runs first: first come, lowest priority number, or the tenant served least for its weight"
+        ),
+        "fair_prompt_cost": "what a prompt token costs a tenant under the fair policy",
+        "fair_output_cost": "what a generated token costs it",
+        "fair_rejected_draft_cost": "what a draft token verified in vain costs it",
         "enable_chunked_prefill": "split long prompts over several steps",
+        "prompt_pacing": (
+            "beside running requests compute so few prompt tokens a step that they hardly notice (default: yes)"
+        ),
         "enable_prefix_caching": "reuse the KV blocks of prompts that begin alike",
         "block_size": "tokens in a KV block",
         "num_gpu_blocks_override": "number of KV blocks, on any device (default: what memory allows)",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ... import __version__
 from ..core.errors import OutriderError
 from . import chat, serve, train_draft
+from .admin import command as admin
 from .bench import command as bench
 
 
@@ -23,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve.add_parser(commands)
     chat.add_parser(commands)
+    admin.add_parser(commands)
     bench.add_parser(commands)
     train_draft.add_parser(commands)
     version = commands.add_parser("version", help="show the version")

@@ -13,6 +13,9 @@ from ..http.config import ServerConfig
 from .adapter_options import LoraModule, adapter_sources, add_adapter_options, enable_lora, lora_modules
 from .api_key import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys, key
 from .engine_options import add_engine_options, flag, given_options
+from .limit_options import add_limit_options, limits, seconds_above
+from .observability_options import add_observability_options, observability
+from .tenancy_options import add_tenancy_options, given_database, journal_options
 
 _EPILOG = """\
 examples:
@@ -37,6 +40,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model", nargs="?", metavar="MODEL", help="HF directory or hub id (default: the embedded demo model)"
     )
     _add_server_options(parser)
+    add_tenancy_options(parser)
+    add_limit_options(parser)
+    add_observability_options(parser)
     add_adapter_options(parser)
     groups = add_engine_options(parser)
     groups["speculative decoding"].add_argument(
@@ -61,7 +67,8 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         type=key,
         action="append",
         metavar="KEY",
-        help=f"key that clients must send; may be repeated (default: the variable {API_KEY_VARIABLE}, else open)",
+        help="key that clients must send; may be repeated; not with --database "
+        f"(default: the variable {API_KEY_VARIABLE}, else open)",
     )
     group.add_argument(
         "--admin-api-key",
@@ -82,34 +89,17 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--shutdown-timeout",
-        type=_seconds,
+        type=seconds_above(-1.0),
         default=defaults.shutdown_timeout,
         metavar="X",
         help="seconds that running requests get after SIGTERM (default: %(default)s)",
     )
-    group.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default=defaults.log_level,
-        help="(default: %(default)s)",
-    )
-    group.add_argument("--access-log", action="store_true", help="log every request")
 
 
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
-    return value
 
 
 def _not_empty(text: str) -> str:
@@ -144,7 +134,8 @@ def _option_of(error: OutriderError, args: EngineArgs) -> str | None:
             if isinstance(path, str) and path != args.model and path in error.message:
                 return option
         return None  # MODEL has no flag
-    known = {field.name for field in dataclasses.fields(EngineArgs)} | {"host", "port", "lora_modules", "lora_resolver"}
+    own = {"host", "port", "database", "journal", "lora_modules", "lora_resolver"}
+    known = {field.name for field in dataclasses.fields(EngineArgs)} | own
     return param if param in known else None
 
 
@@ -197,11 +188,18 @@ def _server_config(
         except (OSError, UnicodeError) as error:
             raise InvalidRequestError(f"cannot read the file: {error}", param="chat_template") from error
     sources = adapter_sources(namespace)
+    database = given_database(namespace)
+    if database is not None and namespace.api_key:
+        raise InvalidRequestError(
+            "not allowed together with --database, whose keys are those of its tenants", param="api_key"
+        )
     return ServerConfig(
         host=namespace.host,
         port=namespace.port,
-        api_keys=given_keys(namespace.api_key, API_KEY_VARIABLE, "api_key"),
+        api_keys=given_keys(namespace.api_key, API_KEY_VARIABLE, "api_key") if database is None else (),
         admin_api_keys=given_keys(namespace.admin_api_key, ADMIN_API_KEY_VARIABLE, "admin_api_key"),
+        database=database,
+        **journal_options(namespace),
         served_model_names=names,
         lora_modules={name: module.path for name, module in modules.items()},
         lora_draft_paths={name: module.draft_path for name, module in modules.items() if module.draft_path},
@@ -211,6 +209,6 @@ def _server_config(
         chat_template=template,
         trust_request_chat_template=namespace.trust_request_chat_template,
         shutdown_timeout=namespace.shutdown_timeout,
-        log_level=namespace.log_level,
-        access_log=namespace.access_log,
+        **observability(namespace),
+        **limits(namespace),
     )

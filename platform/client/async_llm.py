@@ -8,9 +8,9 @@ import itertools
 import logging
 import uuid
 from collections import ChainMap
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
@@ -22,9 +22,10 @@ from .adapter_client import AdapterClient
 from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
-from .input_processor import InputProcessor, Prompt, check_request_id
+from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id
 from .ipc import Abort, Add
 from .output_processor import OutputProcessor, RequestState
+from .shared_prefixes import SharedPrefixes
 from .supervisor import Callbacks, EngineSpec, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -223,10 +224,8 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         lora_request: AnyLoRA | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
         delta: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt, yielding outputs until one is finished. Leaving the iterator aborts the request.
 
@@ -235,9 +234,8 @@ class AsyncLLM:
         Args:
             lora_request: the adapter, or the name of one that has been loaded; with a scale as `(adapter, 0.5)`; a
                 weighted sum as `[(a, 0.7), (b, 0.3)]`.
-            priority: lower runs first under the priority policy.
-            cache_salt: requests share cached prefixes only with the same salt.
             delta: each output holds only what is new, of the sequences that have news; else everything so far.
+            options: see `RequestOptions`.
 
         Raises:
             OutriderError: typed, at the first iteration when the request is wrong, later when it fails.
@@ -250,9 +248,8 @@ class AsyncLLM:
         # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
         engine_id = f"{request_id}~{next(self._numbers)}"
         requests = await self._process(
-            prompt, sampling_params, request_id=engine_id, lora_request=lora_request, priority=priority,
-            tenant=tenant, cache_salt=cache_salt,
-        )  # fmt: skip
+            prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
+        )
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
         engine = self._supervisor.ready_engine()
@@ -283,7 +280,7 @@ class AsyncLLM:
         *,
         request_id: str,
         lora_request: AnyLoRA | None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> list[EngineRequest]:
         # No copy: thousands may be registered.
         lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
@@ -293,6 +290,12 @@ class AsyncLLM:
         if text is not None and len(text) > _LONG_TEXT:
             return await asyncio.to_thread(processor.process, request_id, prompt, params, lora=lora, **options)
         return processor.process(request_id, prompt, params, lora=lora, **options)
+
+    def count_speculation(self, request_id: str) -> None:
+        """Bring the counts of drafts in a running request's metrics up to date; its end does that by itself."""
+        state = None if self._output_processor is None else self._output_processor.get(request_id)
+        if state is not None:
+            state.count_speculation()
 
     async def abort(self, request_id: str) -> None:
         """End a running request; its iterator gets a last output, with finish reason "abort". Ignores unknown ids."""
@@ -330,6 +333,11 @@ class AsyncLLM:
         failed: list[RequestState] = [] if self._output_processor is None else self._output_processor.fail_all(error)
         for state in failed:
             self._wake(state.request_id)
+
+    def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
+        """From now on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
+        Requests with a `cache_salt` take no part. EngineDeadError before the first start."""
+        self.input_processor.shared_prefixes = SharedPrefixes(prefixes, self.info.block_size)
 
     # --- adapters and statistics ----------------------------------------------------------------------------------
 

@@ -65,6 +65,9 @@ class Engine(Protocol):
     def list_adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""
 
+    def check_integrity(self) -> None:
+        """AssertionError unless its allocators agree with what its sequences hold."""
+
     def stats(self) -> EngineStats:
         """A snapshot."""
 

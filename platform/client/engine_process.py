@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..core.errors import ErrorInfo, OutriderError
+from ..core.logs import set_up_logging
 from ..core.messages import EngineRequest, TokenDelta
 from ..core.threads import leave_a_core_free
 from .engine_factory import Engine, load_engine
@@ -161,6 +162,10 @@ class EngineLoop:
                     value = engine.pin_adapter(call.name, read=None if read is None else read.result())
                 case "unpin_adapter":
                     value = engine.unpin_adapter(call.name)
+                case "ping":
+                    pass
+                case "check_integrity":
+                    engine.check_integrity()
                 case "list_adapters" | "stats":
                     value = getattr(engine, call.method)()
                 case _:
@@ -223,8 +228,8 @@ def main() -> None:
     leave_a_core_free()
     config = _read_config(stdin)
     threading.Thread(target=_leave_with_parent, args=(stdin, parent, config.folder), daemon=True).start()
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     sys.path[:] = config.sys_path
+    set_up_logging(config.log_level, config.log_format, "engine")
     status = serve(config)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,19 +10,32 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
-from ..core.messages import EngineInfo, EngineRequest
+from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
-from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_text, shown
+from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_number, check_text, shown
 from .chat_template import ChatOptions, render_messages
+from .shared_prefixes import SharedPrefixes
 
 Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class RequestOptions(TypedDict, total=False):
+    """Whose a request is, and what it shares with others."""
+
+    priority: int
+    """Lower runs first: under the priority policy, and among a tenant's own under the fair one."""
+    tenant: str
+    weight: float
+    """Of the tenant under the fair policy: with twice the weight it is served twice as much."""
+    cache_salt: str
+    """Requests share cached prefixes only with the same salt."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -44,6 +57,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
+        self.shared_prefixes = SharedPrefixes()
+        """What all tenants may share; set by those who run the server, never by a request."""
         self._info = info
 
     def process(
@@ -55,6 +70,7 @@ class InputProcessor:
         lora: LoRA | None = None,
         priority: int = 0,
         tenant: str = "",
+        weight: float = 1.0,
         cache_salt: str = "",
     ) -> list[EngineRequest]:
         """The sequences of one request: one for each of its `n`. `params` is not changed.
@@ -66,6 +82,7 @@ class InputProcessor:
         check_request_id(request_id)
         check_integer("priority", priority, -MAX_SEED - 1)
         check_text("tenant", tenant)
+        check_number("weight", weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
         check_text("cache_salt", cache_salt)
         if lora is not None and not isinstance(lora, LoRARequest | LoRAMix):
             raise InvalidRequestError(
@@ -73,6 +90,8 @@ class InputProcessor:
             )
         parsed = self.parse_prompt(prompt)
         resolved = self._resolve_params(params if params is not None else SamplingParams(), len(parsed.token_ids))
+        cache_salt = cache_salt or parsed.cache_salt
+        num_shared = 0 if cache_salt else self.shared_prefixes.match(parsed.token_ids)
         arrival_time = time.monotonic()
         n = resolved.n
         return [
@@ -84,7 +103,9 @@ class InputProcessor:
                 lora=lora,
                 priority=priority,
                 tenant=tenant,
-                cache_salt=cache_salt or parsed.cache_salt,
+                weight=weight,
+                cache_salt=cache_salt,
+                num_shared_tokens=num_shared,
                 group=None if n == 1 else request_id,
                 arrival_time=arrival_time,
             )

@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, ErrorInfo, InvalidRequestError
+from ..core.logs import LogFormat
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 
@@ -36,6 +37,7 @@ class ProcessConfig(msgspec.Struct):
     sys_path: list[str]
     log_level: int
     progress: bool
+    log_format: LogFormat = "text"
 
 
 class Add(msgspec.Struct):
@@ -113,8 +115,10 @@ RESULT_OF: dict[str, Any] = {
     "unpin_adapter": AdapterInfo,
     "list_adapters": list[AdapterInfo],
     "stats": EngineStats,
+    "check_integrity": None,
+    "ping": None,
 }
-"""The engine's methods that may be called, and what they return."""
+"""The engine's methods that may be called, and what they return; "ping" only asks whether it answers."""
 
 Message: TypeAlias = Add | Abort | Call | Stop | Ready | Deltas | Reply | Dying
 

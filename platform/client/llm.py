@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
@@ -25,7 +26,7 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import InputProcessor, Prompt
+from .input_processor import InputProcessor, Prompt, RequestOptions
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
 
@@ -80,6 +81,8 @@ class LLM:
 
     def _start(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
         self._sources = sources if sources is not None else AdapterSources()
+        if args.prompt_pacing is None:
+            args = replace(args, prompt_pacing=False)
         self._engine = load_engine(engine)(args, progress=sys.stderr.isatty())
         try:
             self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
@@ -101,6 +104,8 @@ class LLM:
         lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
+        tenant: str | Sequence[str] | None = None,
+        weight: float | Sequence[float] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or for many; the outputs come in the order of the prompts.
 
@@ -113,7 +118,10 @@ class LLM:
                 `[(a, 0.7), (b, 0.3)]`, is their weighted sum, for all prompts. For a mix of each prompt's own, give a
                 list of such lists, or of LoRAMix.
             use_tqdm: show a progress bar; or a callable to make it with, as `tqdm`.
-            priority: lower runs first under the priority policy.
+            priority: lower runs first under the priority policy, and among a tenant's own under the fair one.
+            tenant: whose a prompt is, for the fair policy; a list has one for each, as for `priority` and `weight`.
+                Nothing is shared among tenants, no cached prefix either.
+            weight: of the tenant under the fair policy.
 
         Raises:
             OutriderError: the typed error of the first request that is wrong; nothing has been started then, or the
@@ -124,14 +132,22 @@ class LLM:
         batch = _as_prompts(prompts)
         params: list[SamplingParams] = _for_each("sampling_params", sampling_params, len(batch), SamplingParams())
         loras = lora_of_each(lora_request, len(batch))
-        priorities = _for_each("priority", priority, len(batch), 0)
+        options: list[RequestOptions] = [
+            {"priority": one_priority, "tenant": one_tenant, "weight": one_weight}
+            for one_priority, one_tenant, one_weight in zip(
+                _for_each("priority", priority, len(batch), 0),
+                _for_each("tenant", tenant, len(batch), ""),
+                _for_each("weight", weight, len(batch), 1.0),
+                strict=True,
+            )
+        ]
         known = _KnownAdapters(self._engine, self._demo_adapters)
         work: list[tuple[str, str | None, list[EngineRequest]]] = []
-        for prompt, one_params, lora, one_priority in zip(batch, params, loras, priorities, strict=True):
+        for prompt, one_params, lora, one_options in zip(batch, params, loras, options, strict=True):
             request_id = str(self._num_requests)
             self._num_requests += 1
             local = self._sources.localize_now(resolve_lora(lora, lambda: known))
-            requests = self._input_processor.process(request_id, prompt, one_params, lora=local, priority=one_priority)
+            requests = self._input_processor.process(request_id, prompt, one_params, lora=local, **one_options)
             work.append((request_id, _text_of(prompt), requests))
         states: list[RequestState] = []
         try:

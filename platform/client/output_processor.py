@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidRequestError, OutriderError, error_from_info
+from ..core.logs import trace_of
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta, TokenLogprobs
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .detokenizer import IncrementalDetokenizer
@@ -155,6 +156,8 @@ class RequestState:
             metrics.first_token_time = time.monotonic()
         if sequence.index == 0:  # the others find the first one's blocks in the cache
             metrics.num_cached_tokens = max(metrics.num_cached_tokens, delta.num_cached_tokens)
+            metrics.queue_seconds = max(metrics.queue_seconds, delta.queue_seconds)
+            metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = [
                 None if position is None else texts.logprobs(position, with_text=self._with_text)
@@ -167,9 +170,12 @@ class RequestState:
 
     def close(self) -> None:
         """Set the metrics that are known at the end."""
-        metrics = self.metrics
-        metrics.finished_time = time.monotonic()
-        total = SpeculationCounts()
+        self.metrics.finished_time = time.monotonic()
+        self.count_speculation()
+
+    def count_speculation(self) -> None:
+        """Bring the counts of drafts in the metrics up to date, which only `close` does by itself."""
+        metrics, total = self.metrics, SpeculationCounts()
         for sequence in self.sequences:
             if sequence.speculation is not None:
                 total.add(sequence.speculation)
@@ -253,8 +259,9 @@ class OutputProcessor:
             except OutriderError as error:
                 aborts.extend(self._fail(state, error))
             except Exception as error:  # one request's text must not stop the others
-                logger.exception("Cannot process the output of request %s", state.request_id)
-                aborts.extend(self._fail(state, OutriderError(f"internal error: {error}")))
+                logger.error("Cannot process the output of request %s: %s", state.request_id, trace_of(error))
+                # Not what it says: that may quote the text.
+                aborts.extend(self._fail(state, OutriderError(f"internal error: {type(error).__name__}")))
             if sequence.finish_reason is not None:
                 self._sequences.pop(sequence.request_id, None)
             if state.finished:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, ErrorInfo, OutriderError, ShuttingDownError, error_from_info
+from ..core.logs import format_in_use
 from ..core.messages import EngineInfo, TokenDelta
 from .engine_factory import DEFAULT_ENGINE
 from .ipc import (
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS_MS = 50
 """How long after a process's death its last messages may still come in."""
 _STOP_SECONDS = 5.0
+_HANG_CHECKS = 10
+"""In so many looks the time of a hanging engine is counted: when this process itself was stopped for long, it counts as
+one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,8 @@ class EngineSpec:
     args: EngineArgs
     engine: str = DEFAULT_ENGINE
     restart: RestartPolicy = RestartPolicy()
+    hang_timeout: float = 120.0
+    """Seconds without an answer after which a ready engine counts as dead; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,7 @@ class EngineProcess:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
+        self._num_answers = 0  # to pings
         self._last_words: ErrorInfo | None = None
         self._dead: EngineDeadError | None = None
 
@@ -100,6 +107,7 @@ class EngineProcess:
             folder=self._link.folder,
             sys_path=sys.path,
             log_level=logging.getLogger().getEffectiveLevel(),
+            log_format=format_in_use(),
             progress=sys.stderr.isatty(),
         )
         content = encode_config(config)
@@ -117,6 +125,9 @@ class EngineProcess:
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not self._ready.done():
             raise self._start_error()
+        if self._spec.hang_timeout > 0:
+            pause = self._spec.hang_timeout / _HANG_CHECKS
+            self._tasks += [asyncio.create_task(work) for work in (self._ping(pause), self._watch(pause))]
         return self._ready.result()
 
     def _start_error(self) -> OutriderError:
@@ -162,6 +173,29 @@ class EngineProcess:
             if not future.done():
                 future.set_exception(EngineDeadError(error.message))
         return error
+
+    async def _ping(self, pause: float) -> None:
+        with contextlib.suppress(EngineDeadError):  # which is not to hang
+            while True:
+                await self.call(Call(0, "ping"))
+                self._num_answers += 1
+                await asyncio.sleep(pause)
+
+    async def _watch(self, pause: float) -> None:
+        """End the process when its engine no longer answers between two steps: such a one would hold its requests for
+        ever."""
+        last, num_missed = -1, 0
+        while num_missed < _HANG_CHECKS:
+            await asyncio.sleep(pause)
+            num_missed = 0 if self._num_answers != last else num_missed + 1
+            last = self._num_answers
+        self._kill(f"it did not answer for {self._spec.hang_timeout:g} s")
+
+    def _kill(self, reason: str) -> None:
+        assert self._process is not None
+        self._last_words = ErrorInfo(EngineDeadError.type, reason)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def died(self) -> OutriderError:
         """Wait for the process to end; returns why."""

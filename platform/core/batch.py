@@ -66,6 +66,9 @@ class RowResult(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Aligned with the plan's rows."""
+    """What a step brought."""
 
     rows: list[RowResult]
+    """Aligned with the plan's."""
+    seconds: float = 0.0
+    """That it took; 0 where nobody measured."""

@@ -17,7 +17,7 @@ from .speculative_config import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ACTIVATION_RESERVE = 1 << 30
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "fair")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +44,15 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    prompt_pacing: bool | None = None
+    """Beside sequences that decode a step takes only so many prompt tokens that these hardly notice; see
+    `platform.engine.prompt_pace`. None: yes, but not in `LLM`, whose users wait for the whole. It needs chunked
+    prefill."""
     scheduling_policy: str = "fcfs"
+    fair_prompt_cost: float = 1.0
+    """Of the fair policy, see `FairConfig`; so are the next two."""
+    fair_output_cost: float = 2.0
+    fair_rejected_draft_cost: float = 1.0
     max_num_queued_reqs: int | None = None
     enable_lora: bool = False
     max_loras: int = 8
@@ -96,6 +104,18 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FairConfig:
+    """What the fair policy charges a tenant for, in any unit: only ratios matter."""
+
+    prompt_cost: float = 1.0
+    """A prompt token that the prefix cache does not have, when its request first starts."""
+    output_cost: float = 2.0
+    """A token emitted."""
+    rejected_draft_cost: float = 1.0
+    """A draft verified in vain. It is computed as a prompt token is, beside others of its sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of a step and of the queue."""
 
@@ -104,7 +124,9 @@ class SchedulerConfig:
     max_model_len: int
     policy: str
     enable_chunked_prefill: bool = True
+    prompt_pacing: bool = False
     max_num_queued_reqs: int | None = None
+    fair: FairConfig = FairConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +159,8 @@ class EngineConfig:
     lora: LoRAConfig | None
     speculative: SpeculativeConfig | None
     batch_invariant: bool = False
+    enforce_eager: bool = False
+    """Whether nothing is captured in graphs."""
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -149,8 +173,8 @@ def _check_types(args: EngineArgs) -> None:
     for name in ("model", "tokenizer", "served_model_name"):
         if getattr(args, name) is not None:
             check_text(name, getattr(args, name))
-    for name in ("enable_prefix_caching", "enable_chunked_prefill", "enable_lora", "enforce_eager", "batch_invariant"):
-        if not isinstance(getattr(args, name), bool):
+    for name in _BOOLEAN:
+        if not isinstance(getattr(args, name), bool) and not (name == "prompt_pacing" and args.prompt_pacing is None):
             raise InvalidRequestError(f"{name} must be true or false, got {getattr(args, name)!r}", param=name)
     for name in _POSITIVE:
         if getattr(args, name) is not None:
@@ -161,7 +185,19 @@ def _check_types(args: EngineArgs) -> None:
     check_integer("max_logprobs", args.max_logprobs, 0)
     check_integer("seed", args.seed, -MAX_SEED - 1)
     check_number("gpu_memory_utilization", args.gpu_memory_utilization, 0.0, 1.0, low_open=True)
+    for name in _FAIR_COSTS:
+        # Output must cost something: who is charged nothing is always next.
+        check_number(name, getattr(args, name), 0.0, _MAX_COST, low_open=name == "fair_output_cost")
 
+
+_BOOLEAN = (
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "prompt_pacing",
+    "enable_lora",
+    "enforce_eager",
+    "batch_invariant",
+)
 
 _POSITIVE = (
     "max_model_len",
@@ -176,6 +212,9 @@ _POSITIVE = (
     "max_lora_rank",
     "tensor_parallel_size",
 )
+
+_FAIR_COSTS = ("fair_prompt_cost", "fair_output_cost", "fair_rejected_draft_cost")
+_MAX_COST = 1e6
 
 # (condition on the options, the field to name, what to say). Checked in order; the first that holds is raised.
 _INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
@@ -250,6 +289,18 @@ def _num_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_mod
     return min(fits, blocks_per_seq * (max_num_seqs + 1))
 
 
+def _lora_config(args: EngineArgs) -> LoRAConfig | None:
+    if not args.enable_lora:
+        return None
+    return LoRAConfig(
+        max_loras=args.max_loras,
+        max_cpu_loras=args.max_cpu_loras or max(4 * args.max_loras, 32),
+        max_lora_rank=args.max_lora_rank,
+        memory_bytes=_bytes("lora_memory", args.lora_memory),
+        max_cpu_bytes=_bytes("max_cpu_lora_memory", args.max_cpu_lora_memory),
+    )
+
+
 def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
     """The configuration for these options, model and machine. Pure.
 
@@ -279,15 +330,6 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             )
         batched = max_model_len
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
-    lora = None
-    if args.enable_lora:
-        lora = LoRAConfig(
-            max_loras=args.max_loras,
-            max_cpu_loras=args.max_cpu_loras or max(4 * args.max_loras, 32),
-            max_lora_rank=args.max_lora_rank,
-            memory_bytes=_bytes("lora_memory", args.lora_memory),
-            max_cpu_bytes=_bytes("max_cpu_lora_memory", args.max_cpu_lora_memory),
-        )
     return EngineConfig(
         model=facts.path,
         dtype=dtype,
@@ -306,9 +348,16 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             max_model_len=max_model_len,
             policy=args.scheduling_policy,
             enable_chunked_prefill=args.enable_chunked_prefill,
+            prompt_pacing=args.prompt_pacing is not False and args.enable_chunked_prefill,
             max_num_queued_reqs=args.max_num_queued_reqs,
+            fair=FairConfig(
+                prompt_cost=args.fair_prompt_cost,
+                output_cost=args.fair_output_cost,
+                rejected_draft_cost=args.fair_rejected_draft_cost,
+            ),
         ),
-        lora=lora,
+        lora=_lora_config(args),
         speculative=parse_speculative(args.speculative_config),
         batch_invariant=args.batch_invariant,
+        enforce_eager=args.enforce_eager,
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -87,6 +88,33 @@ class AdapterSourceError(OutriderError):
     status = 503
 
 
+class RateLimitError(OutriderError):
+    """A tenant or a key has used up what it may; `param` names the limit."""
+
+    type = "RateLimitError"
+    status = 429
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float = 1.0,
+        code: str = "rate_limit_exceeded",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            retry_after: seconds after which the same request may be admitted.
+            code: as OpenAI's clients know it; "insufficient_quota" where waiting for seconds does not help.
+            headers: of the HTTP answer, with the state of the limits.
+        """
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
+        self.code = code
+        self.headers = dict(headers or {})
+
+
 class OverloadedError(OutriderError):
     """The queue is full; try again later."""
 
@@ -127,6 +155,7 @@ _BY_TYPE: dict[str, type[OutriderError]] = {
         AuthenticationError,
         PermissionDeniedError,
         AdapterSourceError,
+        RateLimitError,
         OverloadedError,
         EngineDeadError,
         ShuttingDownError,

@@ -10,6 +10,9 @@ from .errors import ErrorInfo
 from .lora_request import LoRA
 from .sampling_params import SamplingParams
 
+MAX_TENANT_WEIGHT = 1e6
+"""The smallest is its inverse."""
+
 
 @dataclass(slots=True)
 class EngineRequest:
@@ -22,10 +25,15 @@ class EngineRequest:
     """End-of-sequence ids of the model; generation stops there unless `params.ignore_eos`."""
     lora: LoRA | None = None
     priority: int = 0
-    """Lower runs first under the priority policy."""
+    """Lower runs first: under the priority policy, and among a tenant's own under the fair one."""
     tenant: str = ""
+    weight: float = 1.0
+    """Of the tenant under the fair policy: with twice the weight it is served twice as much."""
     cache_salt: str = ""
     """Requests share cached prefixes only with the same salt."""
+    num_shared_tokens: int = 0
+    """Leading prompt tokens that are declared to be no secret: the KV of blocks wholly inside is shared by all
+    tenants."""
     group: str | None = None
     """Set on the sequences of one request with `n` > 1: they share the prompt's blocks."""
     arrival_time: float = 0.0
@@ -114,6 +122,10 @@ class TokenDelta:
     """Cumulative, where drafts are proposed at all: the client may end the sequence after any delta."""
     num_accepted: int = 0
     """Of `token_ids`, how many of the first were drafts; the others were sampled."""
+    adapter_digest: str = ""
+    """Of the version of the adapter that it runs on, in hexadecimal; with the first delta."""
+    queue_seconds: float = 0.0
+    """From the request's arrival to its first step; with the first delta."""
 
 
 @dataclass(slots=True)

@@ -25,6 +25,10 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    """From the arrival to the first step of the first sequence."""
+    adapter_digest: str = ""
+    """Of the version of the adapter that it runs on, in hexadecimal; "" before the first token, and without one."""
     num_drafts: int = 0
     """Verification rounds, that is steps that verified at least one draft token."""
     num_draft_tokens: int = 0

@@ -66,16 +66,22 @@ class Request:
     """With whom its KV may be shared: tenant, salt and such; None: with nobody."""
     namespace: bytes | None = None
     """Prefix-cache namespace, `sharing` and the adapter's content, set at admission; None keeps it out of the cache."""
+    num_shared_tokens: int = 0
+    """Leading tokens whose blocks all tenants share: those are in the namespace of the adapter's content alone."""
+    shared_namespace: bytes = b""
+    """That namespace, set at admission."""
     text_namespace: tuple[bytes, bytes] = (b"", b"")
     """(tenant and salt, digest of the adapter's content), set at admission: drafts for this request may be learned
     from requests with the same, and from no other."""
     group: str | None = None
     priority: int = 0
     tenant: str = ""
+    weight: float = 1.0
     arrival_time: float = 0.0
 
-    order: tuple[int, int] = (0, 0)
-    """Place in the scheduling policy's order, set when it is queued: the smallest runs first."""
+    order: tuple[Any, ...] = (0, 0, 0)
+    """(account, rank, arrival), set when it is queued: the smallest runs first. Accounts are compared as they stand
+    now: requests with different ones change places, those with the same never do."""
     status: Status = Status.WAITING
     drafts: Drafts = NO_DRAFTS
     """Proposed after the last step, to be verified by the next."""
@@ -92,6 +98,8 @@ class Request:
     num_draft_published: int = 0
     """Leading blocks already known to hold valid KV in the proposer's layers."""
     num_cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    """From its arrival to its admission."""
     num_preemptions: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     speculation_totals: SpeculationCounts | None = None

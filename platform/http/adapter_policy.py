@@ -1,4 +1,9 @@
-"""From where adapters may be loaded over HTTP."""
+"""From where adapters may be loaded over HTTP.
+
+Those who run the server load from local folders below the allowed roots, and from other sources by their schemes. A
+tenant loads from its own folder alone, the one of its name in a root: what lies beside it is other tenants', and other
+sources would be read with the server's credentials.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..client.adapter_sources.folders import CheckedFolder, FolderRules, real_roots
+from ..client.adapter_sources.folders import MAX_PATH, CheckedFolder, FolderRules, real_roots
 from ..client.adapter_sources.resolver import LOCAL_SCHEMES, is_hub_id, local_path, no_adapter, scheme_of, shown_source
 from ..core.errors import AdapterError
 from ..core.lora_request import LoRARequest
@@ -25,25 +30,48 @@ class Admitted(NamedTuple):
 
 
 class AdapterPolicy:
-    """Local folders below the allowed roots, other sources by their schemes; nothing else."""
+    """Says what a load may read."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._rules = FolderRules(real_roots([*_roots(config)]), config.lora_sources.max_adapter_bytes)
         self._schemes = frozenset(config.lora_remote)
+        self._tenant_roots = config.lora_roots
 
-    async def admit(self, body: LoadAdapterRequest) -> Admitted:
+    async def admit(self, body: LoadAdapterRequest, tenant: str | None = None) -> Admitted:
         """Check where a load wants to read; disks are looked at in a thread.
+
+        Args:
+            tenant: who loads; None for those who run the server.
 
         Raises:
             AdapterError: it may not be read there; `param` names the field.
         """
-        path, folder = await asyncio.to_thread(self._admit, body.lora_path, "lora_path")
+        path, folder = await asyncio.to_thread(self._admit_for, tenant, body.lora_path, "lora_path")
         folders = {} if folder is None else {"lora_path": folder}
         draft_path = body.draft_path
         if draft_path is not None:
-            draft_path, folder = await asyncio.to_thread(self._admit, draft_path, "draft_path")
+            draft_path, folder = await asyncio.to_thread(self._admit_for, tenant, draft_path, "draft_path")
             folders |= {} if folder is None else {"draft_path": folder}
         return Admitted(LoRARequest(body.lora_name, path=path, draft_path=draft_path), folders)
+
+    def _admit_for(self, tenant: str | None, source: str, field: str) -> tuple[str, CheckedFolder | None]:
+        return self._admit(source, field) if tenant is None else self._admit_own(tenant, source, field)
+
+    def _admit_own(self, tenant: str, source: str, field: str) -> tuple[str, CheckedFolder | None]:
+        """A path that does not begin with a slash is one in the tenant's folder. What is outside is refused in the
+        same words whether it exists or not."""
+        outside = no_adapter(f"{field}: {shown_source(source)!r} is outside this tenant's folder of adapters", field)
+        if "://" in source or "\0" in source or len(source) > MAX_PATH:
+            raise outside
+        homes = [os.path.join(root, tenant) for root in self._tenant_roots]
+        for home in homes:
+            rules = FolderRules(real_roots([home]), self._rules.max_bytes)
+            path = os.path.join(home, source)
+            real, root = os.path.realpath(path), rules.roots[0]
+            if (real == root or real.startswith(root + os.sep)) and (home == homes[-1] or os.path.isdir(real)):
+                folder = rules.check(path, field)
+                return folder.path, folder
+        raise outside
 
     async def check_again(self, admitted: Admitted) -> None:
         """AdapterError when a folder has changed since it was checked: what was read may be something else."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..core.adapter_names import public_text
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.lora_request import MAX_PARTS, LoRA, LoRARequest, mix_of, split_mix
+from .model_view import ModelView
+from .observation import current_note
 from .protocol import SamplingFields
-from .registry import ModelRegistry
 from .text import shorten
 
 
@@ -19,19 +21,27 @@ class ChosenAdapter(NamedTuple):
     """For the answer's `model`: what was asked for."""
 
 
-async def discover_adapters(models: ModelRegistry, body: SamplingFields) -> None:
+async def discover_adapters(models: ModelView, body: SamplingFields) -> None:
     """Before `choose_adapter`: find those adapters among what is asked for that nobody has loaded."""
     parts = [part if isinstance(part, str) else part.name for part in body.adapters or ()]
     await models.discover(body.model, parts)
 
 
-def choose_adapter(models: ModelRegistry, body: SamplingFields) -> ChosenAdapter:
+def choose_adapter(models: ModelView, body: SamplingFields) -> ChosenAdapter:
     """What `model` or `adapters` asks for.
 
     Raises:
         NotFoundError: a model or adapter does not exist; the message has its name.
         InvalidRequestError: an adapter in both, too many, or a weight that cannot be served.
     """
+    chosen = _choose(models, body)
+    note = current_note()
+    if note is not None:
+        note.model = shorten(chosen.model)
+    return chosen
+
+
+def _choose(models: ModelView, body: SamplingFields) -> ChosenAdapter:
     if body.adapters is None:
         return ChosenAdapter(adapter_of_model(models, body.model), body.model or models.base_name)
     if adapter_of_model(models, body.model) is not None:
@@ -45,10 +55,10 @@ def choose_adapter(models: ModelRegistry, body: SamplingFields) -> ChosenAdapter
         )
     parts = [(part, 1.0) if isinstance(part, str) else (part.name, part.weight) for part in body.adapters]
     lora = mix_of([(_part(models, name, "adapters"), weight) for name, weight in parts], param="adapters")
-    return ChosenAdapter(lora, models.base_name if lora is None else lora.name)
+    return ChosenAdapter(lora, models.base_name if lora is None else public_text(lora.name))
 
 
-def adapter_of_model(models: ModelRegistry, model: str | None) -> LoRA | None:
+def adapter_of_model(models: ModelView, model: str | None) -> LoRA | None:
     """What `model` asks for by itself. A registered name wins, whatever is in it. Errors: see `choose_adapter`."""
     try:
         return models.resolve(model)
@@ -63,7 +73,7 @@ def adapter_of_model(models: ModelRegistry, model: str | None) -> LoRA | None:
     return mix_of([(_part(models, name, "model"), weight) for name, weight in parts], param="model")
 
 
-def _exists(models: ModelRegistry, name: str) -> bool:
+def _exists(models: ModelView, name: str) -> bool:
     try:
         models.resolve(name)
     except NotFoundError:
@@ -71,7 +81,7 @@ def _exists(models: ModelRegistry, name: str) -> bool:
     return True
 
 
-def _part(models: ModelRegistry, name: str, field: str) -> LoRARequest:
+def _part(models: ModelView, name: str, field: str) -> LoRARequest:
     try:
         lora = models.resolve(name)
     except NotFoundError:

@@ -11,31 +11,41 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
-from ..core.errors import AuthenticationError
+from ..core.errors import AuthenticationError, OutriderError
+from ..core.logs import current_request_id
 from ..tenancy.authenticator import Authenticator, StaticKeys
-from . import chat, completions, health, models, tokens
+from ..tenancy.principal import Principal
+from . import admin, chat, completions, health, models, tokens
 from .config import ServerConfig
+from .console import routes as console
 from .errors import ClientDisconnectedError, error_response, install_error_handlers, internal_error_response
+from .observation import Observer
 from .serving import PRINCIPAL, Serving, valid_request_id
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
+    from ..tenancy.service import Tenancy
 
 logger = logging.getLogger(__name__)
 
 _GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize")
 
 
-def create_app(llm: AsyncLLM, config: ServerConfig, authenticator: Authenticator | None = None) -> FastAPI:
+def create_app(
+    llm: AsyncLLM, config: ServerConfig, authenticator: Authenticator | None = None, tenancy: Tenancy | None = None
+) -> FastAPI:
     """The application in front of `llm`, which need not have started yet; `app.state.serving` is its shared state.
-    Without an authenticator the keys of `config` are those that count."""
-    app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False)
-    app.state.serving = Serving(llm, config)
-    for module in (chat, completions, models, tokens, health):
+    Whose keys count: the authenticator's, else those of `tenancy`, else those of `config`."""
+    # No pages for the OpenAPI document: FastAPI's run scripts of other sites, beside the console.
+    app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.state.serving = Serving(llm, config, tenancy)
+    for module in (chat, completions, models, tokens, health, console, admin):
         app.include_router(module.router)
     install_error_handlers(app)
-    keys = authenticator if authenticator is not None else StaticKeys(config.api_keys, config.admin_api_keys)
-    app.add_middleware(Gate, authenticator=keys)
+    if authenticator is None:
+        authenticator = tenancy.directory if tenancy else StaticKeys(config.api_keys, config.admin_api_keys)
+    app.add_middleware(Gate, authenticator=authenticator)
+    app.add_middleware(Observer, serving=app.state.serving)
     return app
 
 
@@ -59,6 +69,7 @@ class Gate:
         request_id = headers.get("x-request-id", "")
         if not valid_request_id(request_id):
             request_id = uuid4().hex
+        current_request_id.set(request_id)
         header = (b"x-request-id", request_id.encode("latin-1"))
         started = False
 
@@ -69,12 +80,11 @@ class Gate:
                 message["headers"] = [*message["headers"], header]
             await send(message)
 
-        principal = self._authenticator.authenticate(_key(headers))
-        scope.setdefault("state", {})[PRINCIPAL] = principal
-        if principal is None and scope["path"].startswith(_GUARDED):
-            response = error_response(AuthenticationError("The API key is missing or wrong"))
-            await response(scope, receive, send_with_id)
+        principal = self._principal(headers)
+        if isinstance(principal, OutriderError) and scope["path"].startswith(_GUARDED):
+            await error_response(principal)(scope, receive, send_with_id)
             return
+        scope.setdefault("state", {})[PRINCIPAL] = None if isinstance(principal, OutriderError) else principal
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnectedError:
@@ -84,6 +94,14 @@ class Gate:
             if started:
                 raise  # the connection is closed: an answer that has begun cannot become another one
             await internal_error_response()(scope, receive, send_with_id)
+
+    def _principal(self, headers: Headers) -> Principal | OutriderError:
+        """Whom the headers speak for, or why they are refused."""
+        try:
+            principal = self._authenticator.authenticate(_key(headers))
+        except OutriderError as error:
+            return error
+        return AuthenticationError("The API key is missing or wrong") if principal is None else principal
 
 
 def _key(headers: Headers) -> str:

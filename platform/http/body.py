@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -10,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from ..core.errors import InvalidRequestError
 from .errors import BodyTooLargeError, ClientDisconnectedError
+from .serving import serving_of
 from .text import shorten
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -36,14 +38,16 @@ async def read_body(request: Request, model: type[ModelT], max_bytes: int) -> Mo
 
     Raises:
         BodyTooLargeError: longer than `max_bytes`.
+        OverloadedError: too many long bodies arrive at once.
         InvalidRequestError: not JSON, not an object, an unknown field, or a wrong type; `param` names the field.
     """
     _check_content_type(request)
-    raw = await _read(request, max_bytes)
-    try:
-        content = pydantic_core.from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
+    with serving_of(request).bodies.body() as take:
+        raw = await _read(request, max_bytes, take)
+        try:
+            content = pydantic_core.from_json(raw, allow_inf_nan=False)
+        except ValueError as error:
+            raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidRequestError("The body must be a JSON object")
     try:
@@ -59,21 +63,21 @@ def _check_content_type(request: Request) -> None:
         raise InvalidRequestError(f"Content-Type must be application/json, got {shorten(kind) or 'none'}")
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytearray:
     too_large = BodyTooLargeError(f"The body is longer than {max_bytes} bytes")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
         raise too_large
-    chunks, total = [], 0
+    body = bytearray()
     try:
         async for chunk in request.stream():
-            total += len(chunk)
-            if total > max_bytes:
+            if len(body) + len(chunk) > max_bytes:
                 raise too_large
-            chunks.append(chunk)
+            take(len(chunk))
+            body += chunk
     except ClientDisconnect:
         raise ClientDisconnectedError from None
-    return b"".join(chunks)
+    return body
 
 
 def describe(error: ValidationError) -> InvalidRequestError:

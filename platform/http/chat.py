@@ -12,13 +12,15 @@ from starlette.responses import JSONResponse, Response
 from ..core.errors import InvalidRequestError
 from ..core.outputs import CompletionOutput
 from ..core.sampling_params import SamplingParams
+from .accounting import limit_headers
 from .adapters import choose_adapter, discover_adapters
 from .body import documented, read_body
-from .generation import Choice, Collected, Event, Job, collect, draft_status, generate
+from .generation import Choice, Collected, collect, draft_status, generate
+from .job import Event, Job, now
 from .logprobs import chat_logprobs, prompt_logprobs
 from .messages import normalize_messages
 from .protocol import ChatCompletionRequest
-from .serving import Serving, new_request_id, serving_of
+from .serving import Serving, new_request_id, principal_of, serving_of
 from .stream import ChunkWriter, dumps, stream_response, until_disconnect
 
 router = APIRouter()
@@ -27,15 +29,29 @@ router = APIRouter()
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=documented(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    serving = serving_of(request)
+    arrival = now()
+    serving, principal = serving_of(request), principal_of(request)
     body = await read_body(request, ChatCompletionRequest, serving.config.max_body_bytes)
     body.check()
-    await discover_adapters(serving.models, body)
-    lora, model = choose_adapter(serving.models, body)
+    models = serving.models.seen_by(principal)
+    await discover_adapters(models, body)
+    lora, model = choose_adapter(models, body)
     serving.check_ready()
     params = _sampling_params(serving, body)
     prompt = await serving.chat_prompt(normalize_messages(body.messages), body)
-    job = Job(new_request_id("chatcmpl"), [prompt], params, lora, body.priority or 0, body.cache_salt or "")
+    job = Job(
+        new_request_id("chatcmpl"),
+        [prompt],
+        params,
+        lora,
+        body.priority or 0,
+        body.cache_salt or "",
+        max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        principal=principal,
+        endpoint="/v1/chat/completions",
+        model=model,
+        arrival=arrival,
+    )
     fixed = {
         "id": job.request_id,
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -48,7 +64,7 @@ async def create_chat_completion(request: Request) -> Response:
         writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
         return await stream_response(request, events, _ChatChunks(body), writer)
     collected = await until_disconnect(request, collect(events, job))
-    return JSONResponse(fixed | _answer(body, collected))
+    return JSONResponse(fixed | _answer(body, collected), headers=limit_headers(request))
 
 
 def _sampling_params(serving: Serving, body: ChatCompletionRequest) -> SamplingParams:

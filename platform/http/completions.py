@@ -12,12 +12,14 @@ from starlette.responses import JSONResponse, Response
 
 from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
+from .accounting import limit_headers
 from .adapters import choose_adapter, discover_adapters
 from .body import documented, read_body
-from .generation import Collected, Event, Job, PromptFacts, collect, draft_status, generate
+from .generation import Collected, PromptFacts, collect, draft_status, generate
+from .job import Event, Job, now
 from .logprobs import CompletionLogprobs, Token, prompt_logprobs
 from .protocol import CompletionRequest
-from .serving import Serving, new_request_id, serving_of
+from .serving import Serving, new_request_id, principal_of, serving_of
 from .stream import ChunkWriter, dumps, stream_response, until_disconnect
 
 router = APIRouter()
@@ -29,11 +31,13 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions", response_model=None, openapi_extra=documented(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     """Continue prompts."""
-    serving = serving_of(request)
+    arrival = now()
+    serving, principal = serving_of(request), principal_of(request)
     body = await read_body(request, CompletionRequest, serving.config.max_body_bytes)
     body.check()
-    await discover_adapters(serving.models, body)
-    lora, model = choose_adapter(serving.models, body)
+    models = serving.models.seen_by(principal)
+    await discover_adapters(models, body)
+    lora, model = choose_adapter(models, body)
     serving.check_ready()
     job = Job(
         new_request_id("cmpl"),
@@ -43,6 +47,11 @@ async def create_completion(request: Request) -> Response:
         body.priority or 0,
         body.cache_salt or "",
         default_max_tokens=DEFAULT_MAX_TOKENS,
+        keeps_output=not _only_echo(body),
+        principal=principal,
+        endpoint="/v1/completions",
+        model=model,
+        arrival=arrival,
     )
     fixed = {
         "id": job.request_id,
@@ -57,7 +66,7 @@ async def create_completion(request: Request) -> Response:
         writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
         return await stream_response(request, events, render, writer)
     collected = await until_disconnect(request, collect(events, job))
-    return JSONResponse(fixed | render.answer(collected))
+    return JSONResponse(fixed | render.answer(collected), headers=limit_headers(request))
 
 
 def _only_echo(body: CompletionRequest) -> bool:

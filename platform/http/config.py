@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..client.adapter_sources import SourceOptions
+from ..core.logs import LogFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,12 @@ class ServerConfig:
     """None given: everything is open."""
     admin_api_keys: tuple[str, ...] = ()
     """Keys that alone may load, unload and pin adapters; each is also an API key. None given: every client may."""
+    database: str | None = field(default=None, repr=False)  # there may be a password in it
+    """Address of the database of tenants and keys; None: there are no tenants."""
+    journal: str | None = None
+    """Folder of the ledger's journal; None: beside a SQLite database, else among the user's state."""
+    journal_max_bytes: int = 64 << 20
+    """Disk that it may take while the database is away; when that is full, new requests are refused."""
     served_model_names: tuple[str, ...] = ("outrider-demo",)
     """Names that select the base model; the first one is shown in answers to requests that name none."""
     lora_modules: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +44,24 @@ class ServerConfig:
     """Take `chat_template` from requests. A template is a program: one with nested loops can stall the server."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
-    max_body_bytes: int = 32 << 20
+    engine_hang_timeout: float = 120.0
+    """Seconds without a sign of life after which the engine counts as dead; 0: never. Longer than any step takes."""
+    max_connections: int = 2048
+    """One above it is answered with 503, save for probes of health."""
+    client_timeout: float = 60.0
+    """Seconds that a client gets to send its request, or to take something of its answer."""
+    max_body_bytes: int = 8 << 20
     """A longer request body is answered with 413."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call the API; "*" means all. None given: those of its own alone."""
     log_level: str = "warning"
+    log_format: LogFormat = "text"
+    log_requests: bool = False
+    """One line for each request, without its text."""
+    log_prompts: bool = False
+    """With its text."""
     access_log: bool = False
+    open_metrics: bool = False
+    """Show /metrics to everybody also where there are tenants, whose names are in it."""
+    otlp_endpoint: str | None = None
+    """Collector of traces; None: none are made."""

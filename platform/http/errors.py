@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..core.errors import AuthenticationError, OutriderError, OverloadedError
+from ..core.adapter_names import public_text
+from ..core.errors import AuthenticationError, InvalidRequestError, OutriderError, OverloadedError, RateLimitError
+from .observation import note_error
 from .text import shorten
 
 logger = logging.getLogger(__name__)
@@ -62,19 +66,26 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     """The JSON of `error`."""
     kind = type(error).type
     code = _CODES.get((kind, error.param), _CODES_BY_TYPE.get(kind))
+    if isinstance(error, RateLimitError):
+        code = error.code
     param = None if error.param is None else shorten(error.param)
-    return {"error": {"message": shorten(error.message, MAX_MESSAGE), "type": kind, "param": param, "code": code}}
+    message = shorten(public_text(error.message), MAX_MESSAGE)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def retry_after(error: OutriderError) -> str:
-    """Seconds after which trying again makes sense: soon where a queue is full, later where a process starts."""
+    """Whole seconds after which trying again makes sense: as long as a limit needs, soon where a queue is full, later
+    where a process starts."""
+    if isinstance(error, RateLimitError):
+        return str(max(1, math.ceil(error.retry_after)))
     return "1" if isinstance(error, OverloadedError) else "5"
 
 
 def error_headers(error: OutriderError) -> dict[str, str]:
     """Headers that go with the error's status."""
     if error.status in (429, 503):
-        return {"Retry-After": retry_after(error)}
+        extra = error.headers if isinstance(error, RateLimitError) else {}
+        return {"Retry-After": retry_after(error), **extra}
     if isinstance(error, AuthenticationError):
         return {"WWW-Authenticate": "Bearer"}
     return {}
@@ -82,6 +93,7 @@ def error_headers(error: OutriderError) -> dict[str, str]:
 
 def error_response(error: OutriderError) -> Response:
     """The HTTP answer for `error`. The message of an untyped one is kept inside."""
+    note_error(type(error).type, error.param if isinstance(error, RateLimitError) else None)
     if error.status >= 500 and type(error) is OutriderError:
         logger.error("internal error: %s", error.message)
         return internal_error_response()
@@ -90,11 +102,13 @@ def error_response(error: OutriderError) -> Response:
 
 def internal_error_response() -> Response:
     """A 500 that says nothing of the inside."""
+    note_error(OutriderError.type)
     return JSONResponse(INTERNAL_ERROR, 500)
 
 
 def error_event(error: Exception) -> bytes:
     """The server-sent event for an error in the middle of a stream."""
+    note_error(type(error).type if isinstance(error, OutriderError) else OutriderError.type)
     body = INTERNAL_ERROR
     if isinstance(error, OutriderError) and type(error) is not OutriderError:
         body = error_body(error)
@@ -104,6 +118,7 @@ def error_event(error: Exception) -> bytes:
 def plain_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     """The answer for an error that the web framework found: an unknown route, a wrong method."""
     kind = _TYPES_BY_STATUS.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    note_error(kind)
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return JSONResponse(body, status, dict(headers) if headers else None)
 
@@ -122,5 +137,12 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"{message}: {request.method} {shorten(request.url.path)}"
         return plain_response(error.status_code, message, error.headers)
 
+    async def on_parameters(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        field = shorten(".".join(str(part) for part in first["loc"][1:]))
+        return error_response(InvalidRequestError(f"{field}: {first['msg']}", param=field))
+
     app.add_exception_handler(OutriderError, on_typed)
+    app.add_exception_handler(RequestValidationError, on_parameters)
     app.add_exception_handler(HTTPException, on_http)

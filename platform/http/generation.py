@@ -6,72 +6,48 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.errors import OutriderError
-from ..core.lora_request import LoRA
 from ..core.messages import SpeculationCounts
 from ..core.outputs import CompletionOutput, Logprob, RequestOutput
-from ..core.sampling_params import SamplingParams
+from .accounting import accounted, check_params
+from .job import Event, Job
 from .serving import Serving
-
-
-@dataclass(slots=True)
-class Job:
-    """What one HTTP request asks the engine for."""
-
-    request_id: str
-    prompts: list[list[int]]
-    params: SamplingParams
-    lora: LoRA | None
-    priority: int = 0
-    cache_salt: str = ""
-    default_max_tokens: int | None = None
-    """Where `params` has no `max_tokens`: this many, or as many as fit after a prompt. None: as many as fit."""
-
-    def params_of(self, index: int, max_model_len: int) -> SamplingParams:
-        """The parameters for one of the prompts."""
-        if self.params.max_tokens is not None or self.default_max_tokens is None:
-            return self.params
-        room = max_model_len - len(self.prompts[index])
-        return self.params.clone(max_tokens=max(1, min(self.default_max_tokens, room)))
-
-
-class Event(NamedTuple):
-    """Something new for one of a job's prompts."""
-
-    prompt_index: int
-    output: RequestOutput
-    """Holds only what is new."""
 
 
 def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     """The job's outputs as they come; closing the generator aborts what still runs.
 
+    On a server with tenants the job is admitted first, at the first step, and when the generator has ended its row is
+    in the ledger.
+
     Raises:
-        OutriderError: a prompt or parameter is refused (at once for several prompts, else at the first step), or the
-            engine fails.
+        OutriderError: a prompt or parameter is refused (maybe at once, else at the first step), or the engine fails.
     """
+    if serving.tenancy is not None:
+        return accounted(serving, serving.tenancy, job, lambda: _outputs(serving, job))
+    if len(job.prompts) > 1:
+        check_params(serving, job)  # none may start before it is known that all can
+    return _outputs(serving, job)
+
+
+def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     if len(job.prompts) == 1:
         return _generate_one(serving, job, 0)
-    # All share the parameters, so the longest stands for all; none may start before it is known that all can.
-    longest = max(range(len(job.prompts)), key=lambda i: len(job.prompts[i]))
-    params = job.params_of(longest, serving.llm.info.max_model_len)
-    serving.llm.input_processor.process(
-        job.request_id, job.prompts[longest], params, priority=job.priority, cache_salt=job.cache_salt
-    )
     return _merge([_generate_one(serving, job, i) for i in range(len(job.prompts))])
 
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
-    recorder = serving.metrics.recorder("" if job.lora is None else job.lora.label, "")
-    request_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
+    recorder = serving.metrics.recorder("" if job.lora is None else job.lora.label, job.principal.tenant)
     outputs = serving.llm.generate(
         {"prompt_token_ids": job.prompts[index]},
         job.params_of(index, serving.llm.info.max_model_len),
-        request_id=request_id,
+        request_id=job.id_of(index),
         lora_request=job.lora,
         priority=job.priority,
+        tenant=job.principal.tenant,
+        weight=job.principal.weight,
         cache_salt=job.cache_salt,
         delta=True,
     )

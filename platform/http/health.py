@@ -1,4 +1,4 @@
-"""`/health`, `/version` and `/metrics`: open to everybody, as monitoring expects."""
+"""`/health`, `/version` and `/metrics`: open to everybody, as monitoring expects; but for metrics of tenants."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ... import __version__
-from ..core.errors import OutriderError
+from ..core.errors import AuthenticationError, OutriderError
 from .metrics import CONTENT_TYPE
-from .serving import serving_of
+from .serving import PRINCIPAL, require_admin, serving_of
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -24,10 +24,14 @@ STATS_TIMEOUT = 2.0
 @router.get("/health", response_model=None)
 async def health(request: Request) -> Response:
     """200 while requests are taken; else 503 with the reason in `status`."""
-    state = serving_of(request).state
-    if state == "ready":
+    serving = serving_of(request)
+    state = serving.state
+    problem = serving.tenancy.ledger.problem if state == "ready" and serving.tenancy is not None else None
+    if state == "ready" and problem is None:
         return JSONResponse({"status": state})
-    error = {"message": f"The server is {state}", "type": "ServiceUnavailableError", "param": None, "code": None}
+    state = state if problem is None else "ledger_unavailable"
+    message = f"The server is {state}" if problem is None else f"Requests cannot be accounted for: {problem}"
+    error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": None}
     return JSONResponse({"status": state, "error": error}, 503, {"Retry-After": "5"})
 
 
@@ -39,10 +43,20 @@ async def version() -> Response:
 
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    """Prometheus exposition."""
+    """Prometheus exposition. Where there are tenants it has their names, so an admin's key is needed."""
     serving = serving_of(request)
+    if serving.tenancy is not None and not serving.config.open_metrics:
+        _check_admin(request)
     try:
         serving.metrics.update(await asyncio.wait_for(serving.llm.stats(), STATS_TIMEOUT))
     except (OutriderError, TimeoutError) as error:
         logger.debug("no snapshot from the engine: %s", error)
+    serving.metrics.engine_restarts = serving.llm.num_restarts
     return Response(serving.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _check_admin(request: Request) -> None:
+    """As the gate and `require_admin` do for guarded routes, which this one is not."""
+    if getattr(request.state, PRINCIPAL, None) is None:
+        raise AuthenticationError("Metrics need an admin's API key on this server")
+    require_admin(request)

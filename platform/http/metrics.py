@@ -11,12 +11,16 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from ..core.labels import MAX_ADAPTERS, MAX_TENANTS, OTHER, AdapterLabels, LabelValues
+from ..core.adapter_names import label_text
+from ..core.labels import OTHER
 from ..core.messages import AdapterInfo, EngineStats, SpeculationCounts
 from ..core.outputs import RequestOutput
+from .observation import PromptRecord, current_note
+from .recent import Recent
+from .series_labels import PREFIX, Labels, SeriesLabels
 
-PREFIX = "outrider:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
 
@@ -29,27 +33,6 @@ MAX_NAMES = 50
 """Adapters that `lora_requests_info` names in one label."""
 _WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
 """Shown even while nobody waits for them."""
-
-DEFAULT_TENANT = "default"
-"""The label of requests without a tenant."""
-
-Labels = tuple[str, ...]
-
-
-class SeriesLabels:
-    """The labels (adapter, tenant) of what is counted: bounded, and for good the same for the same names."""
-
-    def __init__(self) -> None:
-        self._adapter, self._tenant = AdapterLabels(MAX_ADAPTERS), LabelValues(MAX_TENANTS)
-
-    def __call__(self, adapter: str, tenant: str) -> Labels:
-        """Requests without a tenant have a label too: an empty one is as good as none for Prometheus. The base model's
-        is empty, and its own however many adapters there are."""
-        return self.adapter(adapter), self._tenant(tenant) or DEFAULT_TENANT
-
-    def adapter(self, name: str) -> str:
-        """The label of an adapter; "" is the base model."""
-        return name and self._adapter(name)
 
 
 @dataclass(slots=True)
@@ -80,10 +63,11 @@ class EngineCounters:
 class RequestRecorder:
     """Follows one prompt's generation."""
 
-    __slots__ = ("_labels", "_last", "_metrics", "_started")
+    __slots__ = ("_labels", "_last", "_metrics", "_record", "_started")
 
-    def __init__(self, metrics: Metrics, labels: Labels) -> None:
+    def __init__(self, metrics: Metrics, labels: Labels, record: PromptRecord | None) -> None:
         self._metrics = metrics
+        self._record = record
         self._labels = labels
         self._started = time.monotonic()
         self._last = 0.0  # when the previous output came; 0 before the first
@@ -92,12 +76,17 @@ class RequestRecorder:
         """Count an output that holds only what is new."""
         now = time.monotonic()
         metrics, labels = self._metrics, self._labels
+        metrics.recent.observe(labels, output, now - (self._last or self._started), first=self._last == 0.0)
         if self._last == 0.0:
             metrics.prompt_tokens.labels(*labels).inc(len(output.prompt_token_ids))
             metrics.time_to_first_token.labels(*labels).observe(now - self._started)
+            if output.metrics is not None:
+                metrics.queue_time.labels(*labels).observe(output.metrics.queue_seconds)
         else:
             metrics.inter_token_latency.labels(*labels).observe(now - self._last)
         self._last = now
+        if self._record is not None:
+            self._record.on_output(output, now)
         for completion in output.outputs:
             metrics.generation_tokens.labels(*labels).inc(len(completion.token_ids))
             if completion.finish_reason is not None:
@@ -108,6 +97,8 @@ class RequestRecorder:
     def on_end(self, reason: str) -> None:
         """Count a sequence that ended: the engine's finish reason, or "abort" or "error" without its word."""
         self._metrics.finished.labels(reason, *self._labels).inc()
+        if self._record is not None:
+            self._record.on_end(reason)
 
 
 class Metrics:
@@ -130,6 +121,12 @@ class Metrics:
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", labels, _FIRST_TOKEN
         )
+        self.queue_time = histogram(
+            "request_queue_time_seconds", "From a request's arrival to its first step.", labels, _FIRST_TOKEN
+        )
+        self.errors = counter(
+            "request_errors", "HTTP requests answered with an error: its type, or the limit.", ("reason", "tenant")
+        )
         self.inter_token_latency = histogram(
             "inter_token_latency_seconds", "Between two outputs of a request.", labels, _INTER_TOKEN
         )
@@ -137,14 +134,27 @@ class Metrics:
             "e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, _END_TO_END
         )
         self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
+        self.recent = Recent()
         self._labels = SeriesLabels()
         self._stats = EngineStats()
         self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`
+        self.engine_restarts = 0
+        """How often it has been started again."""
         registry.register(_EngineCollector(self))
 
     def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
         """For one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for none."""
-        return RequestRecorder(self, self._labels(adapter, tenant))
+        note = current_note()
+        record = None if note is None else note.begin(label_text(adapter))
+        return RequestRecorder(self, self._labels(adapter, tenant), record)
+
+    def on_error(self, reason: str, tenant: str) -> None:
+        """Count an HTTP request that was answered with an error."""
+        self.errors.labels(reason, self._labels.tenant(tenant)).inc()
+
+    def register(self, collector: Collector) -> None:
+        """Show what this collector says, too."""
+        self._registry.register(collector)
 
     @property
     def stats(self) -> EngineStats:
@@ -159,7 +169,7 @@ class Metrics:
         return counters
 
     def adapter_label(self, name: str) -> str:
-        """An adapter's label, the same in every metric."""
+        """An adapter's label by the engine's name, the same in every metric."""
         return self._labels.adapter(name)
 
     def update(self, stats: EngineStats) -> None:
@@ -184,6 +194,8 @@ class _EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """Called by the registry for each scrape."""
         stats, counters = self._metrics.stats, self._metrics.counters
+        restarts = {(): self._metrics.engine_restarts}
+        yield _counter("engine_restarts", "Times that the engine has been started again.", (), restarts)
         yield from _engine_families(stats, counters)
         yield from _speculation_families(counters.speculation)
         yield from _lora_families(stats, counters)
@@ -252,7 +264,7 @@ def _lora_families(stats: EngineStats, counters: EngineCounters) -> Iterator[Met
 
 def _names(names: Sequence[str]) -> str:
     """Names with commas between them, no more than a label should hold."""
-    return ",".join([*names[:MAX_NAMES], *([OTHER] if len(names) > MAX_NAMES else [])])
+    return ",".join([*map(label_text, names[:MAX_NAMES]), *([OTHER] if len(names) > MAX_NAMES else [])])
 
 
 def _adapter_families(adapters: Sequence[AdapterInfo], label: Callable[[str], str]) -> Iterator[Metric]:

@@ -1,15 +1,23 @@
-"""`/v1/models`, and what admins may do with adapters."""
+"""`/v1/models`, and what those who may do with adapters: all of them for admins, its own for a tenant."""
 
 from __future__ import annotations
+
+import contextlib
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ..core.errors import AdapterError, InvalidUserInputError
+from ..core.errors import AdapterError, InvalidUserInputError, NotFoundError, OutriderError, PermissionDeniedError
+from ..core.lora_request import LoRARequest
+from ..tenancy.principal import Principal
+from ..tenancy.records import StoredAdapter
+from .audit import audit
 from .body import documented, read_body
 from .protocol import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
-from .serving import Serving, require_admin, serving_of
+from .registry import unknown_adapter
+from .serving import Serving, principal_of, require_admin, serving_of
+from .text import shorten
 
 router = APIRouter()
 
@@ -19,76 +27,159 @@ MAX_ADAPTER_NAME = 256
 
 @router.get("/v1/models", response_model=None)
 async def list_models(request: Request) -> Response:
-    """The base model and the adapters."""
+    """The base model and the adapters that this key may use."""
     models = serving_of(request).models
     await models.refresh()
-    return JSONResponse({"object": "list", "data": models.cards()})
+    return JSONResponse({"object": "list", "data": models.seen_by(principal_of(request)).cards()})
 
 
 @router.get("/v1/models/{model:path}", response_model=None)
 async def retrieve_model(request: Request, model: str) -> Response:
     """One model's card."""
     models = serving_of(request).models
-    await models.discover(model)
+    view = models.seen_by(principal_of(request))
+    await view.discover(model)
     await models.refresh()
-    return JSONResponse(models.card(model))
+    return JSONResponse(view.card(model))
 
 
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented(LoadAdapterRequest))
 async def load_adapter(request: Request) -> Response:
     """Register an adapter from a folder or another source that this server allows."""
-    require_admin(request)
+    principal = _may_have_adapters(request)
     serving = serving_of(request)
     body = await read_body(request, LoadAdapterRequest, serving.config.max_body_bytes)
     _check_new_name(body.lora_name)
     for field in ("lora_path", "draft_path"):
         if getattr(body, field) == "":
             raise InvalidUserInputError(f"{field} must not be empty", param=field)
+    if body.pinned and not principal.is_admin:
+        raise PermissionDeniedError("pinned: an adapter is kept on the device by an admin's API key", param="pinned")
+    tenant = _owner(serving, principal, body.tenant)
+    _check_allowed(serving, principal, body.lora_name)
     serving.check_ready()
-    serving.models.check_free(body.lora_name, load_inplace=body.load_inplace)
-    admitted = await serving.adapter_policy.admit(body)
-    await serving.models.load(admitted.request, load_inplace=body.load_inplace, pinned=body.pinned, root=body.lora_path)
-    try:
-        await serving.adapter_policy.check_again(admitted)
-    except AdapterError:
-        await serving.models.unload(body.lora_name, "abort")
-        raise
+    serving.models.check_free(body.lora_name, tenant=tenant, load_inplace=body.load_inplace)
+    if principal.is_admin:
+        await _load(serving, body, tenant, max_adapters=None)
+    else:
+        with serving.models.room_for(body.lora_name, tenant, principal.max_adapters):
+            await _load(serving, body, tenant, max_adapters=principal.max_adapters)
+    _audit(request, "loaded", tenant, body.lora_name)
     return _success(body.lora_name, "added")
+
+
+async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_adapters: int | None) -> None:
+    """`max_adapters`: None where an admin loads, who reads from other folders than a tenant does."""
+    models, policy = serving.models, serving.adapter_policy
+    admitted = await policy.admit(body, tenant=None if max_adapters is None else tenant)
+    await models.load(
+        admitted.request, tenant=tenant, load_inplace=body.load_inplace, pinned=body.pinned, root=body.lora_path
+    )
+    try:
+        await policy.check_again(admitted)
+        if serving.keeper is not None:
+            await serving.keeper.remember(_stored(admitted.request, tenant, body.pinned), max_adapters)
+    except AdapterError:  # nobody knows what has been read
+        with contextlib.suppress(OutriderError):
+            await models.unload(body.lora_name, "abort", tenant=tenant)
+            if serving.keeper is not None:
+                await serving.keeper.forget(tenant, body.lora_name)
+        raise
+    except OutriderError:
+        if not body.load_inplace:  # else those who use it go on, and the next load writes it down
+            with contextlib.suppress(OutriderError):
+                await models.unload(body.lora_name, tenant=tenant)
+        raise
+
+
+def _stored(request: LoRARequest, tenant: str, pinned: bool) -> StoredAdapter:
+    return StoredAdapter(
+        tenant=tenant, name=request.name, path=request.path, draft_path=request.draft_path, pinned=pinned
+    )
 
 
 @router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=documented(UnloadAdapterRequest))
 async def unload_adapter(request: Request) -> Response:
     """Take an adapter away."""
-    require_admin(request)
+    principal = _may_have_adapters(request)
     serving = serving_of(request)
     body = await read_body(request, UnloadAdapterRequest, serving.config.max_body_bytes)
+    tenant = _owner(serving, principal, body.tenant)
     serving.check_ready()
-    await serving.models.unload(body.lora_name, body.mode)
+    if not serving.models.seen_by(principal).allows(body.lora_name):
+        raise unknown_adapter(body.lora_name)
+    remembered = serving.keeper is not None and await serving.keeper.forget(tenant, body.lora_name)
+    try:
+        await serving.models.unload(body.lora_name, body.mode, tenant=tenant)
+    except NotFoundError:
+        if not remembered:  # else it could not be loaded when the server started, and now it is gone for good
+            raise
+    _audit(request, "unloaded", tenant, body.lora_name)
     return _success(body.lora_name, "removed")
 
 
 @router.post("/v1/pin_lora_adapter", response_model=None, openapi_extra=documented(PinAdapterRequest))
 async def pin_adapter(request: Request) -> Response:
     """Keep an adapter on the device."""
-    serving, name = await _pinning(request)
-    await serving.models.set_pinned(name, True)
-    return _success(name, "pinned")
+    return _success(await _set_pinned(request, True), "pinned")
 
 
 @router.post("/v1/unpin_lora_adapter", response_model=None, openapi_extra=documented(PinAdapterRequest))
 async def unpin_adapter(request: Request) -> Response:
     """Let an adapter go when others need its place."""
-    serving, name = await _pinning(request)
-    await serving.models.set_pinned(name, False)
-    return _success(name, "unpinned")
+    return _success(await _set_pinned(request, False), "unpinned")
 
 
-async def _pinning(request: Request) -> tuple[Serving, str]:
+async def _set_pinned(request: Request, pinned: bool) -> str:
     require_admin(request)
     serving = serving_of(request)
     body = await read_body(request, PinAdapterRequest, serving.config.max_body_bytes)
+    tenant = _owner(serving, principal_of(request), body.tenant)
     serving.check_ready()
-    return serving, body.lora_name
+    await serving.models.set_pinned(body.lora_name, pinned, tenant=tenant)
+    if serving.keeper is not None:
+        await serving.keeper.pin(tenant, body.lora_name, pinned)
+    _audit(request, "pinned" if pinned else "unpinned", tenant, body.lora_name)
+    return body.lora_name
+
+
+def _may_have_adapters(request: Request) -> Principal:
+    """Who may load and unload: those who run the server, and tenants that may have adapters of their own.
+
+    Raises:
+        PermissionDeniedError: neither.
+    """
+    principal = principal_of(request)
+    if not (principal.tenant and principal.max_adapters):
+        require_admin(request)
+    return principal
+
+
+def _owner(serving: Serving, principal: Principal, tenant: str | None) -> str:
+    """Whose adapter a call is about: the tenant's own, or what an admin says ("" is shared by all).
+
+    Raises:
+        PermissionDeniedError: a tenant names another one, whether or not there is one of that name.
+        NotFoundError: an admin names one that does not exist.
+    """
+    if not principal.is_admin:
+        if tenant not in (None, principal.tenant):
+            raise PermissionDeniedError("tenant: only an admin's API key may name another tenant", param="tenant")
+        return principal.tenant
+    if tenant and not serving.has_tenant(tenant):
+        raise NotFoundError(f"The tenant {shorten(tenant)!r} does not exist", param="tenant")
+    return tenant or ""
+
+
+def _audit(request: Request, what: str, tenant: str, name: str) -> None:
+    """Where there are tenants, as for all that is done for them."""
+    if serving_of(request).tenancy is not None:
+        audit(request, f"{what} adapter {shorten(f'{tenant}/{name}' if tenant else name)!r}")
+
+
+def _check_allowed(serving: Serving, principal: Principal, name: str) -> None:
+    if not serving.models.seen_by(principal).allows(name):
+        raise PermissionDeniedError("lora_name: this API key may not have an adapter of that name", param="lora_name")
 
 
 def _check_new_name(name: str) -> None:

@@ -250,12 +250,16 @@ class LoadAdapterRequest(RequestModel):
     """Folder of its draft weights; without one they are looked for under `draft/` in `lora_path`."""
     load_inplace: bool = False
     pinned: bool = False
+    tenant: str | None = None
+    """Whose adapter it is, for admins to say; without one it is shared by all. A tenant's own key says it by itself."""
 
 
 class PinAdapterRequest(RequestModel):
     """`POST /v1/pin_lora_adapter`, `/v1/unpin_lora_adapter`."""
 
     lora_name: str
+    tenant: str | None = None
+    """As for loading."""
 
 
 class UnloadAdapterRequest(RequestModel):
@@ -266,3 +270,5 @@ class UnloadAdapterRequest(RequestModel):
     """vLLM's clients may send it; adapters go by their name here."""
     mode: Literal["drain", "abort"] = "drain"
     """Ours: whether requests that have it finish, or end with an error."""
+    tenant: str | None = None
+    """As for loading."""

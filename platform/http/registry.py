@@ -1,4 +1,8 @@
-"""Which names clients may put into `model`: the base model's, the adapters', and `base:adapter`."""
+"""The models of this server: the base model, the adapters that all share, and each tenant's own.
+
+Adapters go by the engine's names here (`core.adapter_names`); what a client may see and how it calls it is said by
+its `ModelView`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..client.adapter_sources.resolver import shown_source
+from ..core.adapter_names import MARK, engine_name, split_engine_name
 from ..core.errors import InvalidUserInputError, NotFoundError, OutriderError
-from ..core.lora_request import MAX_PARTS, LoRARequest
+from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo
+from ..tenancy.principal import Principal
+from .model_view import ModelView
 from .text import shorten
 
 if TYPE_CHECKING:
@@ -31,52 +39,44 @@ class ModelRegistry:
 
     Adapters are registered through this process alone, so its client of the engine knows them without asking; after a
     restart of the engine it registers them there again, and forgets those that cannot be read any more. Nothing of
-    that is kept twice: this object only looks. Others are found by their names when they are first asked for
-    (`discover`): the engine registers them with their first request.
+    that is kept twice: this object only looks. Others, which all share, are found by their names when they are first
+    asked for (`discover`): the engine registers them with their first request.
     """
 
     def __init__(self, llm: AsyncLLM, base_names: tuple[str, ...]) -> None:
         self._llm = llm
-        self._base_names = base_names
+        self.base_names = base_names
         self._created: dict[str, int] = dict.fromkeys(base_names, int(time.time()))
         self._roots: dict[str, str] = {}  # where adapters came from, when it was no local folder
         self._found: dict[str, LoRARequest] = {}  # by `discover`
         self._in_directories: dict[str, str] = {}  # name -> folder, as of the last `refresh`
         self._infos: dict[str, AdapterInfo] = {}  # as the engine said last
         self._draft: dict[str, str] = {}  # `AdapterInfo.draft` when the files had been read
+        self._loading: Counter[str] = Counter()  # names that are being loaded now
 
     @property
     def base_name(self) -> str:
         """The first of the base model's names."""
-        return self._base_names[0]
+        return self.base_names[0]
 
-    def _adapter(self, name: str) -> LoRARequest | None:
-        """What has been loaded under a name, else what has been found."""
+    def seen_by(self, principal: Principal) -> ModelView:
+        """What one client may use."""
+        return ModelView(self, principal)
+
+    def adapter(self, name: str) -> LoRARequest | None:
+        """What has been loaded under an engine's name, else what has been found."""
         return self._llm.adapters.get(name) or self._found.get(name)
+
+    def known(self) -> dict[str, str]:
+        """All adapters: engine's name -> where it comes from, as of the last `refresh`."""
+        requests = self._found | self._llm.adapters
+        folders = self._in_directories | {name: request.path for name, request in requests.items()}
+        return {name: self._roots.get(name, folder) for name, folder in folders.items() if name not in self.base_names}
 
     # --- names in requests ---
 
-    def resolve(self, model: str | None) -> LoRARequest | None:
-        """The adapter that `model` selects; None for the base model.
-
-        Raises:
-            NotFoundError: no model or adapter of that name.
-        """
-        if model is None or model in self._base_names:
-            return None
-        adapter = self._adapter(model)
-        for base in self._base_names:
-            if adapter is None and model.startswith(f"{base}:"):
-                adapter = self._adapter(model[len(base) + 1 :])
-        if adapter is not None:
-            return adapter
-        raise NotFoundError(
-            f"The model {shorten(model)!r} does not exist; /v1/models lists those that do", param="model"
-        )
-
-    async def discover(self, model: str | None, parts: Sequence[str] = ()) -> None:
-        """Look for adapters that nobody has loaded, so that `resolve` knows them: all that `model`, maybe a weighted
-        sum, and the adapters `parts` may name. One whose folder is gone is no longer known, and leaves the engine.
+    async def discover(self, names: Iterable[str]) -> None:
+        """Look for adapters that nobody has loaded. One whose folder is gone is no longer known, and leaves the engine.
 
         Raises:
             AdapterError: there is one that may not be read.
@@ -84,8 +84,8 @@ class ModelRegistry:
         """
         if not self._llm.sources.finds_names:
             return
-        for name in dict.fromkeys(self._names_in([model or "", *parts[:MAX_PARTS]])):
-            if not name or name in self._base_names or name in self._llm.adapters:
+        for name in dict.fromkeys(names):
+            if not name or MARK in name or name in self.base_names or name in self._llm.adapters:
                 continue
             found = await self._llm.sources.find(name)
             if found is not None:
@@ -94,73 +94,117 @@ class ModelRegistry:
                 with contextlib.suppress(OutriderError):  # it may never have been used
                     await self._llm.unload_lora(name)
 
-    def _names_in(self, texts: Sequence[str]) -> Iterator[str]:
-        """Every adapter's name that they may hold: with a base model's name before it, a weight behind it, in a sum."""
-        for text in texts:
-            for piece in (text, *text.split("+")[: MAX_PARTS + 1]):
-                for name in (piece, piece.rpartition(":")[0]):
-                    yield name
-                    for base in self._base_names:
-                        if name.startswith(f"{base}:"):
-                            yield name[len(base) + 1 :]
+    # --- loading and unloading; `tenant` is "" for adapters that all share ---
 
-    # --- what admins do ---
-
-    def check_free(self, name: str, *, load_inplace: bool) -> None:
+    def check_free(self, name: str, *, tenant: str = "", load_inplace: bool) -> None:
         """InvalidUserInputError unless an adapter may be loaded under this name."""
-        if name in self._base_names:
+        if name in self.base_names:
             raise InvalidUserInputError(f"{shorten(name)!r} is the name of the base model", param="lora_name")
-        if not load_inplace and name in self._llm.adapters:
+        if not load_inplace and engine_name(tenant, name) in self._llm.adapters:
             raise InvalidUserInputError(
                 f"The LoRA adapter {shorten(name)!r} has already been loaded; "
                 "set load_inplace to load it again under the same name",
                 param="lora_name",
             )
 
-    async def load(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, root: str | None = None
-    ) -> None:
-        """Register an adapter; the engine validates it first. `root`: where it comes from, as the user wrote it."""
-        self.check_free(request.name, load_inplace=load_inplace)
+    @contextlib.contextmanager
+    def room_for(self, name: str, tenant: str, max_adapters: int) -> Iterator[None]:
+        """Keep one of the tenant's places while its adapter is being loaded.
+
+        Raises:
+            InvalidUserInputError: it has as many adapters as it may have.
+        """
+        wanted = engine_name(tenant, name)
+        own = {wanted, *self._of(tenant, self._llm.adapters), *self._of(tenant, self._loading)}
+        if len(own) > max_adapters:
+            raise InvalidUserInputError(
+                f"The tenant has {len(own) - 1} adapters of its own, and may have at most {max_adapters}; "
+                "unload one first",
+                param="lora_name",
+            )
+        self._loading[wanted] += 1
         try:
-            info = await self._llm.load_adapter(request, load_inplace=load_inplace, pinned=pinned)
+            yield
+        finally:
+            self._loading[wanted] -= 1
+            if not self._loading[wanted]:
+                del self._loading[wanted]
+
+    @staticmethod
+    def _of(tenant: str, names: Iterable[str]) -> Iterator[str]:
+        prefix = engine_name(tenant, "")
+        return (name for name in names if name.startswith(prefix))
+
+    async def load(
+        self,
+        request: LoRARequest,
+        *,
+        tenant: str = "",
+        load_inplace: bool = False,
+        pinned: bool = False,
+        root: str | None = None,
+    ) -> None:
+        """Register an adapter under its plain name; the engine validates it first. `root`: where it comes from, as the
+        user wrote it."""
+        self.check_free(request.name, tenant=tenant, load_inplace=load_inplace)
+        owned = _owned(request, tenant)
+        try:
+            info = await self._llm.load_adapter(owned, load_inplace=load_inplace, pinned=pinned)
         except InvalidUserInputError:
             # Taken in the engine alone: by one that was found by its name, or that a request under way brought back
             # when it had been unloaded.
             if load_inplace:
                 raise
-            self.check_free(request.name, load_inplace=False)
-            info = await self._llm.load_adapter(request, load_inplace=True, pinned=pinned)
-        self._created[request.name] = int(time.time())
-        self._roots[request.name] = shown_source(request.path if root is None else root)
-        self._infos[request.name] = info
-        self._draft[request.name] = info.draft
+            self.check_free(request.name, tenant=tenant, load_inplace=False)
+            info = await self._llm.load_adapter(owned, load_inplace=True, pinned=pinned)
+        self._note(owned, root)
+        self._infos[owned.name] = info
+        self._draft[owned.name] = info.draft
 
-    async def unload(self, name: str, mode: str = "drain") -> None:
+    async def register(self, request: LoRARequest, *, tenant: str = "") -> None:
+        """Make an adapter known by its plain name; its files are read when requests come."""
+        owned = _owned(request, tenant)
+        await self._llm.register_adapters([owned])
+        self._note(owned, None)
+
+    def _note(self, owned: LoRARequest, root: str | None) -> None:
+        self._created[owned.name] = int(time.time())
+        self._roots[owned.name] = shown_source(owned.path if root is None else root)
+
+    def has(self, name: str, tenant: str = "") -> bool:
+        """Whether an adapter has been loaded under this plain name."""
+        return engine_name(tenant, name) in self._llm.adapters
+
+    async def unload(self, name: str, mode: str = "drain", *, tenant: str = "") -> None:
         """Take an adapter away, wherever its name is known; requests that run with it finish, or are aborted."""
-        known = name in self._llm.adapters
+        owned = self._own_spelling(name, tenant)
+        known = owned in self._llm.adapters
         try:
-            await self._llm.unload_lora(name, mode)
+            await self._llm.unload_lora(owned, mode)
         except NotFoundError:
             if not known:  # else the engine has lost it, and now it is gone everywhere
-                raise self._unknown(name) from None
-        self._llm.sources.restrict(name)
+                raise unknown_adapter(name) from None
+        self._llm.sources.restrict(owned)
         for memory in (self._created, self._roots, self._found, self._infos, self._draft):
-            memory.pop(name, None)
+            memory.pop(owned, None)
 
-    async def set_pinned(self, name: str, pinned: bool) -> None:
+    async def set_pinned(self, name: str, pinned: bool, *, tenant: str = "") -> None:
         """Keep an adapter on the device, or not; one that was only found is loaded to be pinned."""
+        owned = self._own_spelling(name, tenant)
         try:
-            await (self._llm.pin_lora(name) if pinned else self._llm.unpin_lora(name))
+            await (self._llm.pin_lora(owned) if pinned else self._llm.unpin_lora(owned))
         except NotFoundError:
-            await self.discover(name)
-            if not pinned or name not in self._found:
-                raise self._unknown(name) from None
-            await self.load(self._found[name], pinned=True)
+            if not tenant:
+                await self.discover([name])
+            if not pinned or owned not in self._found:
+                raise unknown_adapter(name) from None
+            await self.load(self._found[owned], pinned=True)
 
-    @staticmethod
-    def _unknown(name: str) -> NotFoundError:
-        return NotFoundError(f"The LoRA adapter {shorten(name)!r} does not exist", param="lora_name")
+    def _own_spelling(self, name: str, tenant: str) -> str:
+        """The engine's name; nobody reaches another's adapter by spelling that."""
+        if MARK in name:
+            raise unknown_adapter(name)
+        return engine_name(tenant, name)
 
     # --- cards ---
 
@@ -172,7 +216,7 @@ class ModelRegistry:
             return
         for name in self._found.keys() - self._in_directories.keys():
             with contextlib.suppress(OutriderError):
-                await self.discover(name)
+                await self.discover([name])
         known = self._llm.adapters.keys() | self._found.keys() | self._in_directories.keys()
         if not known:
             return
@@ -185,38 +229,17 @@ class ModelRegistry:
         # One without a digest has not been read yet.
         self._draft.update({info.name: info.draft for info in infos if info.digest and info.name in known})
 
-    def cards(self) -> list[dict[str, Any]]:
-        """One OpenAI model card a name, as of the last `refresh`."""
+    def base_cards(self) -> list[dict[str, Any]]:
+        """OpenAI model cards of the base model, one a name."""
         model = self._llm.info.model
-        requests = self._found | self._llm.adapters
-        folders = self._in_directories | {name: request.path for name, request in requests.items()}
-        return [self._card(name, model, None) for name in self._base_names] + [
-            self._card(name, self._roots.get(name, folder), self.base_name) | self._details(name)
-            for name, folder in folders.items()
-            if name not in self._base_names
-        ]
+        return [self._card(name, name, model, None) for name in self.base_names]
 
-    def card(self, name: str) -> dict[str, Any]:
-        """The card of `name`, which may be `base:adapter`; NotFoundError when there is none."""
-        adapter = self.resolve(name)
-        wanted = name if adapter is None else adapter.name
-        return next(card for card in self.cards() if card["id"] == wanted)
-
-    def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created.get(name, self._created[self.base_name]),
-            "owned_by": "outrider",
-            "root": root,
-            "parent": parent,
-            "max_model_len": self._llm.info.max_model_len,
-        }
-
-    def _details(self, name: str) -> dict[str, Any]:
-        """What an adapter's card says beside OpenAI's fields."""
+    def adapter_card(self, name: str, shown: str, root: str) -> dict[str, Any]:
+        """The card of an adapter, by the engine's name, as of the last `refresh`."""
+        card = self._card(name, shown, root, self.base_name)
         info = self._infos.get(name, _UNREAD)
-        return {
+        tenant, _ = split_engine_name(name)
+        card |= {
             "draft": self._draft.get(name, ""),
             "tier": info.level,
             "rank": info.rank,
@@ -228,3 +251,27 @@ class ModelRegistry:
             "num_waiting": info.num_waiting,
             "load_seconds": round(info.load_seconds, 6),
         }
+        return card | {"tenant": tenant} if tenant else card
+
+    def _card(self, name: str, shown: str, root: str, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": shown,
+            "object": "model",
+            "created": self._created.get(name, self._created[self.base_name]),
+            "owned_by": "outrider",
+            "root": root,
+            "parent": parent,
+            "max_model_len": self._llm.info.max_model_len,
+        }
+
+
+def unknown_adapter(name: str) -> NotFoundError:
+    """The error for an adapter that is not there, or not for whom who asks."""
+    return NotFoundError(f"The LoRA adapter {shorten(name)!r} does not exist", param="lora_name")
+
+
+def _owned(request: LoRARequest, tenant: str) -> LoRARequest:
+    if not tenant:
+        return request
+    name = engine_name(tenant, request.name)
+    return LoRARequest(name, request.lora_int_id, request.path, draft_path=request.draft_path)

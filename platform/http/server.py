@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
+import importlib
 import logging
 import signal
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from ..core.config import EngineArgs
 from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
+from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
 from .config import ServerConfig
 from .text import shorten
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ..client.async_llm import AsyncLLM
+    from ..tenancy.service import Tenancy
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +50,8 @@ def serve(args: EngineArgs, config: ServerConfig) -> int:
     Raises:
         OutriderError: the address is taken, or the engine does not start.
     """
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(config.log_level.upper(), config.log_format, "api", prompts=config.log_prompts)
+    logging.getLogger(REQUEST_LOGGER).setLevel(logging.INFO if config.log_requests else logging.WARNING)
     with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Server(args, config, listener).run())
 
@@ -91,20 +97,28 @@ class _Server:
         self._listener = listener
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        self._tenancy: Tenancy | None = None
 
     async def run(self) -> int:
         from ..client.adapter_sources import AdapterSources
         from ..client.async_llm import AsyncLLM
+        from ..client.supervisor import EngineSpec
 
-        llm = AsyncLLM.from_engine_args(self._args, AdapterSources(self._config.lora_sources))
+        spec = EngineSpec(args=self._args, hang_timeout=self._config.engine_hang_timeout)
+        llm = AsyncLLM.from_spec(spec, AdapterSources(self._config.lora_sources))
         with self._signals():
             try:
                 app = await self._start(llm)
-                return await self._serve(llm, app)
+                try:
+                    return await self._serve(llm, app)
+                finally:
+                    await app.state.serving.close()
             except InterruptedStartError:
                 return 0
             finally:
                 await llm.shutdown()
+                if self._tenancy is not None:
+                    await self._tenancy.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -124,10 +138,12 @@ class _Server:
                 loop.remove_signal_handler(number)
 
     async def _start(self, llm: AsyncLLM) -> FastAPI:
-        """Start the engine, and load the web stack meanwhile."""
+        """Start the engine; open the database and load the web stack meanwhile."""
         starting = asyncio.create_task(llm.start())
         await asyncio.sleep(0)  # the engine process is on its way before imports take this one's time
         try:
+            if self._config.database is not None:
+                self._tenancy = await self._open_tenancy(self._config.database)
             app = await asyncio.to_thread(self._make_app, llm)
             await self._unless(self._stop, starting)
         finally:
@@ -140,6 +156,7 @@ class _Server:
                 await models.load(LoRARequest(name, path=path, draft_path=self._config.lora_draft_paths.get(name)))
             except (InvalidRequestError, AdapterSourceError) as error:
                 raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
+        await app.state.serving.follow_database()
         return app
 
     def _make_app(self, llm: AsyncLLM) -> FastAPI:
@@ -147,7 +164,24 @@ class _Server:
 
         from .app import create_app
 
-        return create_app(llm, self._config)
+        return create_app(llm, self._config, tenancy=self._tenancy)
+
+    async def _open_tenancy(self, database: str) -> Tenancy:
+        await asyncio.to_thread(importlib.import_module, "..tenancy.service", __package__)  # off the event loop
+        from ..tenancy.service import Tenancy, TenancyOptions
+
+        options = TenancyOptions(
+            admin_api_keys=self._config.admin_api_keys,
+            journal=Path(self._config.journal) if self._config.journal else None,
+            journal_max_bytes=self._config.journal_max_bytes,
+        )
+        opening = asyncio.create_task(Tenancy.open(database, options))
+        try:
+            return cast("Tenancy", await self._unless(self._stop, opening))
+        finally:
+            if not opening.done():
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
 
     async def _unless(self, event: asyncio.Event, work: Awaitable[Any]) -> Any:
         """The result of `work`; InterruptedStartError once `event` is set."""
@@ -170,7 +204,7 @@ class _Server:
             raise InvalidRequestError("the HTTP server did not start", param="port")
         await self._announce(llm)
         failed = await self._wait_for_the_end(llm)
-        app.state.serving.draining = True
+        app.state.serving.begin_draining()
         if not failed:
             await self._drain(llm)
         server.should_exit = True
@@ -183,20 +217,37 @@ class _Server:
     def _uvicorn(self, app: FastAPI) -> uvicorn.Server:
         import uvicorn
 
+        from .connection_metrics import ConnectionCollector
+        from .connections import Admission, Connection, check_all
+        from .hardening import SECURITY_HEADERS, allow_connections, with_cors
+
         class Server(uvicorn.Server):
-            """Signals are ours."""
+            """Signals are ours, and slow clients do not stay."""
 
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
                 yield
 
+            async def on_tick(self, counter: int) -> bool:
+                if counter % 10 == 0:  # once a second
+                    check_all(self.server_state.connections)
+                return await super().on_tick(counter)
+
+        config = self._config
+        admission = Admission(
+            max_connections=allow_connections(config.max_connections), client_timeout=config.client_timeout
+        )
+        app.state.serving.metrics.register(ConnectionCollector(admission))
         options = uvicorn.Config(
-            app,
+            with_cors(app, config.cors_origins) if config.cors_origins else app,
+            http=cast(Any, functools.partial(Connection, admission=admission)),
+            ws="none",
             lifespan="off",
             log_config=None,
             log_level=self._config.log_level,
             access_log=self._config.access_log,
             server_header=False,
+            headers=SECURITY_HEADERS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=FLUSH_SECONDS,
         )
@@ -205,11 +256,13 @@ class _Server:
         return Server(options)
 
     async def _announce(self, llm: AsyncLLM) -> None:
-        from .summary import Startup, print_summary
+        from .summary import DatabaseFacts, Startup, print_summary
 
         adapters = await llm.list_adapters() if llm.info.enable_lora else []
         port = self._listener.getsockname()[1]
-        print_summary(Startup(llm.info, adapters, self._config, port, _process_age()))
+        tenancy = self._tenancy
+        database = DatabaseFacts(tenancy.database.shown, tenancy.directory.has_admin_key) if tenancy else None
+        print_summary(Startup(llm.info, adapters, self._config, port, _process_age(), database))
 
     async def _wait_for_the_end(self, llm: AsyncLLM) -> bool:
         """Wait for a signal; True when the engine's client has given up instead."""

@@ -14,12 +14,18 @@ from ..tenancy.principal import Principal
 from .adapter_policy import AdapterPolicy
 from .config import ServerConfig
 from .errors import EngineUnavailableError
+from .hardening import BODIES_IN_MEMORY, BodyMemory
 from .metrics import Metrics
+from .observation import current_note
 from .protocol import TemplateFields
 from .registry import ModelRegistry
+from .tenancy_metrics import TenancyCollector
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
+    from ..tenancy.service import Tenancy
+    from .adapter_keeper import AdapterKeeper
+    from .tracing import RequestTracer
 
 _LONG_TEXT = 20_000
 """Characters above which a prompt is tokenized in a thread, so that other streams go on."""
@@ -33,12 +39,20 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 class Serving:
     """One object a server, in `app.state.serving`; lives as long as the app."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+    def __init__(self, llm: AsyncLLM, config: ServerConfig, tenancy: Tenancy | None = None) -> None:
         self.llm = llm
         self.config = config
+        self.tenancy = tenancy
+        """None on a server without a database."""
         self.models = ModelRegistry(llm, config.served_model_names)
         self.adapter_policy = AdapterPolicy(config)
         self.metrics = Metrics()
+        if tenancy is not None:
+            self.metrics.register(TenancyCollector(tenancy))
+        self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
+        self.keeper: AdapterKeeper | None = None
+        """Of the adapters that are loaded over HTTP, once `follow_database` has been called."""
+        self.tracer = _tracer(config.otlp_endpoint)
         self.draining = False
         """Set by the server on SIGTERM, before the engine's client is asked to drain."""
 
@@ -47,11 +61,45 @@ class Serving:
         """ "starting", "ready", "restarting", "draining" or "stopped"."""
         return "draining" if self.draining and self.llm.state != "stopped" else str(self.llm.state)
 
+    def has_tenant(self, name: str) -> bool:
+        """Whether there is a tenant of that name."""
+        return self.tenancy is not None and name in self.tenancy.directory.tenants
+
+    async def follow_database(self) -> None:
+        """Take the adapters and the shared prefixes that stand in the database, and every change of them. Call it when
+        the engine is ready; without a database it does nothing.
+
+        Raises:
+            DatabaseUnavailableError: the database cannot be read.
+        """
+        if self.tenancy is None:
+            return
+        from .adapter_keeper import AdapterKeeper  # needs the database's packages
+
+        self.keeper = AdapterKeeper(self.models, self.tenancy)
+        await self.keeper.start()
+        self.tenancy.directory.subscribe(
+            lambda snapshot: self.llm.share_prefixes(prefix.token_ids for prefix in snapshot.prefixes)
+        )
+
+    def begin_draining(self) -> None:
+        """Take no new requests: neither those that come, nor those that wait for one of their tenant's places."""
+        self.draining = True
+        if self.tenancy is not None:
+            self.tenancy.limiter.refuse_waiting(_shutting_down())
+
+    async def close(self) -> None:
+        """Follow the database no more, and send the last traces."""
+        if self.keeper is not None:
+            await self.keeper.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
+
     def check_ready(self) -> None:
         """Refuse new work while there is nobody to do it."""
         state = self.state
         if state in ("draining", "stopped"):
-            raise ShuttingDownError("The server is shutting down and takes no new requests")
+            raise _shutting_down()
         if state != "ready":
             raise EngineUnavailableError(f"The engine is {state}; try again in a moment")
 
@@ -118,6 +166,18 @@ class Serving:
         return list(rendered["prompt_token_ids"])
 
 
+def _tracer(endpoint: str | None) -> RequestTracer | None:
+    if endpoint is None:
+        return None
+    from .tracing import RequestTracer  # needs packages that are there only for this
+
+    return RequestTracer(endpoint)
+
+
+def _shutting_down() -> ShuttingDownError:
+    return ShuttingDownError("The server is shutting down and takes no new requests")
+
+
 def serving_of(request: Request) -> Serving:
     """The server's shared objects."""
     serving = request.app.state.serving
@@ -144,7 +204,11 @@ def require_admin(request: Request) -> None:
 
 def new_request_id(kind: str) -> str:
     """An id for an answer and the engine: "chatcmpl-…". Never the client's own, which need not be unique."""
-    return f"{kind}-{uuid.uuid4().hex}"
+    request_id = f"{kind}-{uuid.uuid4().hex}"
+    note = current_note()
+    if note is not None:
+        note.id = request_id
+    return request_id
 
 
 def valid_request_id(value: str) -> bool:

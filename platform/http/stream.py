@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -14,8 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..core.errors import OutriderError
+from .accounting import limit_headers
 from .errors import ClientDisconnectedError, error_event
-from .generation import Event, Totals
+from .generation import Totals
+from .job import Event
 from .protocol import StreamOptions
 
 logger = logging.getLogger(__name__)
@@ -112,17 +114,19 @@ async def events_to_sse(
         yield error_event(error) + DONE
     except Exception as error:
         logger.exception("a stream ended with an unexpected error")
+        with suppress(Exception):
+            await events.athrow(error)  # where it comes from this side: the request has failed, not been abandoned
         yield error_event(error) + DONE
 
 
 class EventStreamResponse(Response):
     """Sends server-sent events; closes `source`, which `body` reads from, as soon as the client is gone."""
 
-    def __init__(self, body: AsyncGenerator[bytes], source: AsyncGenerator[Event]) -> None:
+    def __init__(self, body: AsyncGenerator[bytes], source: AsyncGenerator[Event], headers: Mapping[str, str]) -> None:
         # No call of the parent's: it renders a whole body.
         self.status_code = 200
         self.background = None
-        self.raw_headers = list(_HEADERS)
+        self.raw_headers = _HEADERS + [(name.encode(), value.encode()) for name, value in headers.items()]
         self._body = body
         self._source = source
 
@@ -153,4 +157,4 @@ async def stream_response(
 ) -> Response:
     """Answer with a stream, once the first output is there: an error before it becomes an ordinary error response."""
     first = await until_disconnect(request, anext(events))
-    return EventStreamResponse(events_to_sse(first, events, encoder, writer), events)
+    return EventStreamResponse(events_to_sse(first, events, encoder, writer), events, limit_headers(request))

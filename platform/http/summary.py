@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -14,6 +16,15 @@ from rich.text import Text
 from ... import __version__
 from ..core.messages import AdapterInfo, EngineInfo
 from .config import ServerConfig
+
+
+class DatabaseFacts(NamedTuple):
+    """About the database of tenants and keys."""
+
+    address: str
+    """Without its password."""
+    has_admin_key: bool
+    """Whether anybody can administer the server over HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,7 @@ class Startup:
     """The one in use, also where 0 was asked for."""
     seconds: float
     """From the command to now."""
+    database: DatabaseFacts | None = None
 
 
 def address(host: str, port: int) -> str:
@@ -58,6 +70,8 @@ def print_summary(startup: Startup, console: Console | None = None) -> None:
     example = Text("\n" + _example(startup), style="dim")
     console.print(Panel(Group(table), title=f"Outrider {__version__}", title_align="left", expand=False))
     console.print(example)
+    if startup.database is not None and not startup.database.has_admin_key:
+        console.print(Text("\n" + _first_steps(startup.database)))
     url = address(startup.config.host, startup.port)
     console.print(Text(f"\nOutrider is ready on {url} (started in {startup.seconds:.1f} s)", style="bold green"))
     console.file.flush()
@@ -72,7 +86,13 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
         adapters += "".join(f"; by name from {path}" for path in config.lora_sources.directories)
     else:
         adapters = "off"
-    guarded = f"{len(config.api_keys)} API key{'s' if len(config.api_keys) > 1 else ''}"
+    if startup.database is not None:
+        guarded = "keys of the database"
+    elif config.api_keys:
+        guarded = f"{len(config.api_keys)} API key{'s' if len(config.api_keys) > 1 else ''}"
+    else:
+        guarded = "open: no API key"
+    database = [("Database", startup.database.address)] if startup.database is not None else []
     return [
         ("Model", f"{', '.join(config.served_model_names)}  ({info.model})"),
         ("", f"{info.architecture}, {format_count(info.num_parameters)} parameters, {info.dtype} on {info.device}"),
@@ -80,16 +100,31 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
         ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens = {tokens:,} tokens"),
         ("Adapters", adapters),
         ("Speculation", info.speculation),
-        ("Address", f"{address(config.host, startup.port)}/v1  ({guarded if config.api_keys else 'open: no API key'})"),
+        *database,
+        ("Address", f"{address(config.host, startup.port)}/v1  ({guarded})"),
     ]
 
 
 def _example(startup: Startup) -> str:
     model = startup.adapters[0].name if startup.adapters else startup.config.served_model_names[0]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
-    key = ' -H "Authorization: Bearer $OUTRIDER_API_KEY"' if startup.config.api_keys else ""
+    key = ' -H "Authorization: Bearer $OUTRIDER_API_KEY"' if startup.config.api_keys or startup.database else ""
     url = reachable_address(startup.config.host, startup.port)
     return (
         f"Try it:  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
         f"or:      outrider chat --url {url}"
+    )
+
+
+def _first_steps(database: DatabaseFacts) -> str:
+    """For a database in which nobody may do anything yet."""
+    hidden = "***" in database.address
+    where = "...  # as the server has it, with the password" if hidden else shlex.quote(database.address)
+    return (
+        "No key may administer this server yet. These commands make a tenant, a key for its requests and one for you:\n"
+        f"  export OUTRIDER_DATABASE={where}\n"
+        "  outrider admin tenant create my-team\n"
+        "  outrider admin key create --tenant my-team\n"
+        "  outrider admin tenant create operators\n"
+        "  outrider admin key create --tenant operators --scope admin"
     )

@@ -9,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import InvalidRequestError
+from .accounting import charge_call
 from .adapters import adapter_of_model
 from .body import documented, read_body
 from .messages import normalize_messages
 from .protocol import DetokenizeRequest, TokenizeRequest
-from .serving import serving_of
+from .serving import principal_of, serving_of
 
 router = APIRouter()
 
@@ -26,8 +27,10 @@ async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages under the chat template."""
     serving = serving_of(request)
     body = await read_body(request, TokenizeRequest, serving.config.max_body_bytes)
-    await serving.models.discover(body.model)
-    adapter_of_model(serving.models, body.model)
+    charge_call(request)
+    models = serving.models.seen_by(principal_of(request))
+    await models.discover(body.model)
+    adapter_of_model(models, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -46,8 +49,10 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, of at most 4 x max_model_len of them."""
     serving = serving_of(request)
     body = await read_body(request, DetokenizeRequest, serving.config.max_body_bytes)
-    await serving.models.discover(body.model)
-    adapter_of_model(serving.models, body.model)
+    charge_call(request)
+    models = serving.models.seen_by(principal_of(request))
+    await models.discover(body.model)
+    adapter_of_model(models, body.model)
     size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
     if len(body.tokens) > limit:
         raise InvalidRequestError(

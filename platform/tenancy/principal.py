@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args
+
+from ..core.errors import InvalidRequestError
 
 Scope = Literal["inference", "admin"]
 """What a key is for: generating text as its tenant, or running the server (which includes the other)."""
@@ -11,6 +15,13 @@ SCOPES: tuple[Scope, ...] = ("inference", "admin")
 
 Period = Literal["day", "week", "month"]
 """Of a token budget, in UTC."""
+PERIODS: tuple[Period, ...] = get_args(Period)
+
+MAX_LIMIT = 10**15
+"""Of any count: more than anybody uses, and an integer in every JSON reader."""
+MAX_ALLOWED_ADAPTERS = 10_000
+"""Names in `allowed_adapters`."""
+_MAY_BE_ZERO = ("max_queued_requests", "token_budget")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +46,57 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+
+
+def limit_fields(limits: Limits) -> dict[str, Any]:
+    """The limits that are set, as JSON keeps them; `limits_of` reads them back."""
+    fields: dict[str, Any] = {}
+    for item in dataclasses.fields(limits):
+        value = getattr(limits, item.name)
+        if value != item.default:
+            fields[item.name] = list(value) if isinstance(value, tuple) else value
+    return fields
+
+
+def limits_of(fields: Mapping[str, Any], base: Limits = NO_LIMITS) -> Limits:
+    """`base` with these fields in place of its own; None takes a limit away.
+
+    Raises:
+        InvalidRequestError: a field that is none, or a value out of its range; `param` names it.
+    """
+    known = {item.name for item in dataclasses.fields(Limits)}
+    changes: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name not in known:
+            raise _refused(name, f"there is no such limit; there are {', '.join(sorted(known))}")
+        changes[name] = _checked(name, value)
+    return dataclasses.replace(base, **changes)
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "budget_period":
+        if value is None:
+            return NO_LIMITS.budget_period
+        if value not in PERIODS:
+            raise _refused(name, f"must be one of {', '.join(PERIODS)}")
+        return value
+    if value is None:
+        return None
+    if name == "allowed_adapters":
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+            raise _refused(name, "must be a list of names")
+        if len(value) > MAX_ALLOWED_ADAPTERS:
+            raise _refused(name, f"has {len(value)} names; at most {MAX_ALLOWED_ADAPTERS} are taken")
+        return tuple(dict.fromkeys(value))
+    lowest = 0 if name in _MAY_BE_ZERO else 1
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= MAX_LIMIT:
+        raise _refused(name, f"must be an integer from {lowest} to {MAX_LIMIT}")
+    return value
+
+
+def _refused(name: str, problem: str) -> InvalidRequestError:
+    param = f"limits.{name[:64]}"
+    return InvalidRequestError(f"{param}: {problem}", param=param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

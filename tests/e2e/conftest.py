@@ -23,11 +23,11 @@ START_SECONDS = 120  # generous: the tests' machine may be busy; how fast a star
 class ServerProcess:
     """`outrider serve` on a free port, with its output."""
 
-    def __init__(self, *arguments: str, **variables: str) -> None:
-        """`variables`: of its environment."""
-        command = [sys.executable, "-m", "outrider.platform.cli.main", "serve", "--port", "0", *arguments]
+    def __init__(self, *arguments: str, program: str = "outrider.platform.cli.main", **variables: str) -> None:
+        """`variables`: of its environment. `program`: a module that runs the same command, changed by a test."""
+        command = [sys.executable, "-m", program, "serve", "--port", "0", *arguments]
         # One thread: the demo model is small, and threads that wait for each other crawl on a machine that is busy.
-        keys = ("OUTRIDER_API_KEY", "OUTRIDER_ADMIN_API_KEY")
+        keys = ("OUTRIDER_API_KEY", "OUTRIDER_ADMIN_API_KEY", "OUTRIDER_DATABASE")
         environment = {k: v for k, v in os.environ.items() if k not in keys} | {"OMP_NUM_THREADS": "1", **variables}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -115,8 +115,10 @@ def start_server() -> Iterator:
     """Starts servers, which end with the session at the latest."""
     servers: list[ServerProcess] = []
 
-    def start(*arguments: str, ready: bool = True, **variables: str) -> ServerProcess:
-        servers.append(ServerProcess(*arguments, **variables))
+    def start(
+        *arguments: str, ready: bool = True, program: str = "outrider.platform.cli.main", **variables: str
+    ) -> ServerProcess:
+        servers.append(ServerProcess(*arguments, program=program, **variables))
         if ready:
             servers[-1].wait_until_ready()
         return servers[-1]

@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "numpy", "fastapi", "pydantic", "uvicorn", "zmq", "httpx", "rich", "prompt_toolkit")
+HEAVY = (
+    "torch", "transformers", "numpy", "fastapi", "pydantic", "sqlalchemy", "alembic", "uvicorn", "zmq", "httpx", "rich",
+    "prompt_toolkit",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

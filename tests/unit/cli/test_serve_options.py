@@ -16,6 +16,7 @@ from outrider.platform.core.errors import AdapterError, InvalidRequestError, Not
 def _no_key_in_the_environment(monkeypatch):
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     monkeypatch.delenv("OUTRIDER_ADMIN_API_KEY", raising=False)
+    monkeypatch.delenv("OUTRIDER_DATABASE", raising=False)
 
 
 def resolve(*arguments: str):
@@ -33,7 +34,9 @@ SAMPLES = {
     "tokenizer": "/tok", "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
-    "enable_chunked_prefill": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9, "enable_lora": True,
+    "enable_chunked_prefill": False, "prompt_pacing": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9,
+    "enable_lora": True,
+    "fair_prompt_cost": 0.5, "fair_output_cost": 3.0, "fair_rejected_draft_cost": 0.0,
     "max_loras": 2, "max_cpu_loras": 16, "max_lora_rank": 16,
     "lora_memory": "512MiB", "max_cpu_lora_memory": "2GiB", "enforce_eager": True, "batch_invariant": True,
     "tensor_parallel_size": 1,

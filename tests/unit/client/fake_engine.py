@@ -197,6 +197,9 @@ class FakeEngine:
     def list_adapters(self) -> list[AdapterInfo]:
         return list(self.adapters.values())
 
+    def check_integrity(self) -> None:
+        assert not self.sequences, "sequences are left"
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.sequences), num_steps=self.num_steps, running_adapters=self.aborted,

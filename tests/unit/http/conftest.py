@@ -1,8 +1,10 @@
 """The application in front of an engine that answers from a script."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,10 @@ from outrider.platform.core.outputs import CompletionOutput, Logprob, RequestMet
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.http.app import create_app
 from outrider.platform.http.config import ServerConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from connection_helpers import App, Served
 
 INFO = EngineInfo(
     model="/models/base", architecture="LlamaForCausalLM", dtype="float32", device="cpu", vocab_size=256,
@@ -55,6 +61,7 @@ class FakeAsyncLLM:
     reply: str = "Hello"
     info: EngineInfo = field(default_factory=lambda: INFO)
     state: str = "ready"
+    num_restarts: int = 0
     fail_after: int | None = None
     """Number of tokens after which `error` is raised."""
     error: Exception = field(default_factory=lambda: OutriderError("boom"))
@@ -138,6 +145,16 @@ class FakeAsyncLLM:
         self.adapters[request.name] = request
         return info
 
+    async def register_adapters(self, requests: Sequence[LoRARequest]) -> None:
+        for request in requests:
+            if request.path == "/broken":
+                raise self.error
+            self.in_engine[request.name] = AdapterInfo(request.name, request.path, "", 0, 0, "disk")
+            self.adapters[request.name] = request
+
+    def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
+        self.shared_prefixes = [list(prefix) for prefix in prefixes]
+
     async def unload_lora(self, name: str, mode: str = "drain") -> None:
         self.calls.append({"unload": name, "mode": mode})
         self.adapters.pop(name, None)
@@ -203,3 +220,30 @@ def make_http(llm: FakeAsyncLLM):
         return Http(create_app(llm, ServerConfig(**{"served_model_names": ("base",), "lora_roots": ("/",), **options})))  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def servers():
+    started: dict[tuple, Any] = {}
+    yield started
+    for served in started.values():
+        served.stop()
+
+
+@pytest.fixture
+def serve(servers):
+    """Servers with the same limits are one, which all connections must have left when a test ends."""
+    used = []
+
+    def start(**limits: Any) -> Served:
+        key = tuple(limits.items())
+        if key not in servers:
+            servers[key] = Served(App(), **limits)
+        served = servers[key]
+        served.app.reset()
+        used.append(served)
+        return served
+
+    yield start
+    for served in used:
+        served.until(lambda served=served: (served.admission.num_open, served.admission.num_refused) == (0, 0))

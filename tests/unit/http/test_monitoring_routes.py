@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import outrider
 from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
 from outrider.platform.http import metrics as metrics_module
+from outrider.platform.http import series_labels as labels_module
 from outrider.platform.http.metrics import Metrics
 
 
@@ -146,7 +147,7 @@ def test_adapters_by_tier_and_what_they_take(http, llm):
 
 
 def test_adapters_beyond_the_bound_are_added_up(http, llm, monkeypatch):
-    monkeypatch.setattr(metrics_module, "MAX_ADAPTERS", 1)
+    monkeypatch.setattr(labels_module, "MAX_ADAPTERS", 1)
     monkeypatch.setattr(metrics_module, "MAX_NAMES", 2)
     http.app.state.serving.metrics = Metrics()
     infos = [AdapterInfo(name, "/p", name, 8, 8, "host", num_bytes=10, load_seconds=t) for t, name in enumerate("abc")]
@@ -161,7 +162,7 @@ def test_adapters_beyond_the_bound_are_added_up(http, llm, monkeypatch):
 
 
 def test_tenants_beyond_the_bound_share_a_label(monkeypatch):
-    monkeypatch.setattr(metrics_module, "MAX_TENANTS", 2)
+    monkeypatch.setattr(labels_module, "MAX_TENANTS", 2)
     metrics = Metrics()
     for tenant in ("", "acme", "more", "most", "acme"):
         metrics.recorder("sql", tenant).on_end("stop")
@@ -174,7 +175,7 @@ def test_tenants_beyond_the_bound_share_a_label(monkeypatch):
 
 def test_adapters_beyond_the_bound_share_a_label(http, llm, monkeypatch):
     """The base model keeps its own, and the engine's counts have the labels of the requests'."""
-    monkeypatch.setattr(metrics_module, "MAX_ADAPTERS", 2)
+    monkeypatch.setattr(labels_module, "MAX_ADAPTERS", 2)
     http.app.state.serving.metrics = metrics = Metrics()
     names = ("a", "b", "c", "d", "a")
     for name in (*names, ""):
@@ -197,7 +198,7 @@ def test_names_that_come_and_go_do_not_grow_the_exposition_for_ever():
             metrics.recorder(f"adapter-{i}", "").on_end("stop")
         return metrics.render().count(b"\n")
 
-    assert size_after(metrics_module.MAX_ADAPTERS + 1) == size_after(3 * metrics_module.MAX_ADAPTERS)
+    assert size_after(labels_module.MAX_ADAPTERS + 1) == size_after(3 * labels_module.MAX_ADAPTERS)
 
 
 def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):

@@ -10,7 +10,14 @@ from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import AdapterInfo
 from outrider.platform.http.config import ServerConfig
 from outrider.platform.http.server import bind
-from outrider.platform.http.summary import Startup, address, format_count, print_summary, reachable_address
+from outrider.platform.http.summary import (
+    DatabaseFacts,
+    Startup,
+    address,
+    format_count,
+    print_summary,
+    reachable_address,
+)
 
 
 def test_two_servers_cannot_have_one_port():
@@ -54,6 +61,26 @@ def test_summary_never_shows_a_key(llm):
     assert "2 API keys" in text
     assert "secret" not in text
     assert "Bearer $OUTRIDER_API_KEY" in text
+
+
+@pytest.mark.parametrize("has_admin_key", [True, False])
+@pytest.mark.parametrize(
+    ("database", "export"),
+    [
+        ("sqlite:////a b/x.db", "OUTRIDER_DATABASE='sqlite:////a b/x.db'"),
+        ("postgresql+psycopg://u:***@h/d", "OUTRIDER_DATABASE=...  #"),
+    ],
+)
+def test_summary_with_a_database(llm, database, export, has_admin_key):
+    out = io.StringIO()
+    startup = Startup(llm.info, [], ServerConfig(), 8123, 4.2, DatabaseFacts(database, has_admin_key))
+    print_summary(startup, Console(file=out, width=120, soft_wrap=True))
+    text = out.getvalue()
+    assert database in text
+    assert "(keys of the database)" in text
+    assert "Bearer $OUTRIDER_API_KEY" in text
+    assert (export in text) == (not has_admin_key)
+    assert ("outrider admin key create --tenant operators --scope admin" in text) == (not has_admin_key)
 
 
 def test_summary_without_adapters(llm):

@@ -1,0 +1,58 @@
+"""The database that a command works on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...core.errors import InvalidRequestError
+from ..tenancy_options import DATABASE_VARIABLE, given_database
+
+if TYPE_CHECKING:
+    from ...tenancy.database import Database
+    from ...tenancy.store import Store
+
+
+def add_database(parser: argparse.ArgumentParser) -> None:
+    """Add `--database`."""
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help=f"sqlite:///outrider.db or postgresql://user@host/name (default: the variable {DATABASE_VARIABLE})",
+    )
+
+
+@contextlib.contextmanager
+def open_any_database(namespace: argparse.Namespace, *, create: bool = False) -> Iterator[Database]:
+    """The database, whatever tables it has."""
+    address = given_database(namespace)
+    if address is None:
+        raise InvalidRequestError(f"give the database: --database URL, or the variable {DATABASE_VARIABLE}")
+    from ...tenancy.database import Database, parse_url
+
+    database = Database(parse_url(address), create=create)
+    try:
+        yield database
+    finally:
+        database.close()
+
+
+@contextlib.contextmanager
+def open_database(namespace: argparse.Namespace) -> Iterator[Database]:
+    """The database, which has been checked to have the tables of this version."""
+    from ...tenancy.migrations.upgrade import check_up_to_date
+
+    with open_any_database(namespace) as database:
+        check_up_to_date(database)
+        yield database
+
+
+@contextlib.contextmanager
+def open_store(namespace: argparse.Namespace) -> Iterator[Store]:
+    """What is in that database."""
+    from ...tenancy.store import Store
+
+    with open_database(namespace) as database:
+        yield Store(database)

@@ -1,0 +1,135 @@
+"""`outrider admin tenant`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import InvalidRequestError
+from ...tenancy.principal import limit_fields, limits_of
+from ...tenancy.records import Tenant
+from .connection import open_store
+from .limits import add_limit_options, given_limits
+from .output import print_row, print_rows
+
+if TYPE_CHECKING:
+    from .command import Commands
+
+COLUMNS = ("name", "weight", "max_adapters", "disabled", "created_at", "limits")
+
+
+def add_commands(admin: Commands) -> None:
+    """Add the commands."""
+    group = admin.group("tenant", "tenants: who uses the server")
+    create = group.add("create", _create, "add a tenant")
+    create.add_argument(
+        "name", metavar="NAME", help="a-z 0-9 . _ -; never given again, also when the tenant is deleted"
+    )
+    _add_fields(create, change=False)
+    group.add("list", _list, "list the tenants")
+    show = group.add("show", _show, "show a tenant")
+    show.add_argument("name", metavar="NAME")
+    change = group.add("update", _update, "change a tenant; what is not given stays")
+    change.add_argument("name", metavar="NAME")
+    _add_fields(change, change=True)
+    for name, run, text in (
+        ("disable", _disable, "refuse a tenant's keys until it is enabled"),
+        ("enable", _enable, "take a tenant's keys again"),
+    ):
+        group.add(name, run, text).add_argument("name", metavar="NAME")
+    delete = group.add("delete", _delete, "revoke a tenant's keys and forget its adapters; its usage stays")
+    delete.add_argument("name", metavar="NAME")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_fields(parser: argparse.ArgumentParser, *, change: bool) -> None:
+    parser.add_argument(
+        "--weight",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="X",
+        help="share under --scheduling-policy fair, relative to others'" + ("" if change else " (default: 1)"),
+    )
+    parser.add_argument(
+        "--max-adapters",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="adapters that the tenant may load itself" + ("" if change else " (default: 0)"),
+    )
+    add_limit_options(parser, change=change)
+
+
+def row_of(tenant: Tenant) -> dict[str, Any]:
+    """A tenant for printing."""
+    return {
+        "name": tenant.name,
+        "weight": tenant.weight,
+        "max_adapters": tenant.max_adapters,
+        "disabled": tenant.disabled,
+        "created_at": tenant.created_at,
+        "limits": limit_fields(tenant.limits),
+    }
+
+
+def _given(namespace: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(namespace, name) for name in ("weight", "max_adapters") if hasattr(namespace, name)}
+
+
+def _create(namespace: argparse.Namespace) -> int:
+    tenant = Tenant(name=namespace.name, limits=limits_of(given_limits(namespace)), **_given(namespace))
+    with open_store(namespace) as store:
+        print_row(row_of(store.create_tenant(tenant)), namespace.format)
+    return 0
+
+
+def _list(namespace: argparse.Namespace) -> int:
+    with open_store(namespace) as store:
+        print_rows([row_of(tenant) for tenant in store.list_tenants()], COLUMNS, namespace.format)
+    return 0
+
+
+def _show(namespace: argparse.Namespace) -> int:
+    with open_store(namespace) as store:
+        print_row(row_of(store.get_tenant(namespace.name)), namespace.format)
+    return 0
+
+
+def _update(namespace: argparse.Namespace) -> int:
+    changes = _given(namespace)
+    limits = given_limits(namespace)
+    if not changes and not limits:
+        raise InvalidRequestError("nothing to change: give at least one option")
+    return _change(namespace, changes | {"limits": limits})
+
+
+def _disable(namespace: argparse.Namespace) -> int:
+    return _change(namespace, {"disabled": True})
+
+
+def _enable(namespace: argparse.Namespace) -> int:
+    return _change(namespace, {"disabled": False})
+
+
+def _change(namespace: argparse.Namespace, changes: dict[str, Any]) -> int:
+    with open_store(namespace) as store:
+        print_row(row_of(store.update_tenant(namespace.name, changes)), namespace.format)
+    return 0
+
+
+def _delete(namespace: argparse.Namespace) -> int:
+    with open_store(namespace) as store:
+        tenant = store.get_tenant(namespace.name)
+        if not namespace.yes and not _confirmed(tenant.name):
+            raise InvalidRequestError("nothing was deleted")
+        store.delete_tenant(tenant.name)
+        print_row({"name": tenant.name, "deleted": True}, namespace.format)
+    return 0
+
+
+def _confirmed(name: str) -> bool:
+    if not sys.stdin.isatty():
+        raise InvalidRequestError("a tenant cannot be brought back: confirm with --yes")
+    print(f"A deleted tenant cannot be brought back. Type {name} to delete it: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip() == name

@@ -1,0 +1,64 @@
+"""What the routes of `/admin/v1` share: the way to the database, the audit log, the documented errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from ...core.errors import NotFoundError
+from ...tenancy.database import DatabaseUnavailableError
+from ...tenancy.service import Tenancy
+from ..audit import audit
+from ..serving import serving_of
+from .protocol import ErrorBody
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "A field is wrong; `param` names it"},
+    401: {"model": ErrorBody, "description": "No key, or one that is not valid"},
+    403: {"model": ErrorBody, "description": "The key has not the scope `admin`"},
+    404: {"model": ErrorBody, "description": "There is nothing of that name, or no database"},
+    "4XX": {"model": ErrorBody, "description": "The request is refused for another reason"},
+    503: {"model": ErrorBody, "description": "The database does not answer"},
+}
+
+
+def require_database(request: Request) -> None:
+    """NotFoundError on a server that has none."""
+    if serving_of(request).tenancy is None:
+        raise NotFoundError("This server runs without tenants: start it with --database")
+
+
+def tenancy_of(request: Request) -> Tenancy:
+    """The server's tenants; routes of this package have been checked to have them."""
+    tenancy = serving_of(request).tenancy
+    assert tenancy is not None
+    return tenancy
+
+
+async def query(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `work`, which only reads the database."""
+    return await tenancy_of(request).database.run(work, *args, **kwargs)
+
+
+async def change(request: Request, action: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `work`, which changes the database, and let this server know of it before the answer is sent.
+
+    Args:
+        action: see `audit`.
+    """
+    tenancy = tenancy_of(request)
+    result = await tenancy.database.run(work, *args, **kwargs)
+    audit(request, action)
+    try:
+        await tenancy.directory.refresh()
+    except DatabaseUnavailableError as error:  # the change is made, and is seen as soon as the database is back
+        logger.warning("a change could not be read back: %s", error.message)
+    return result

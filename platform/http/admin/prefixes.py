@@ -1,0 +1,58 @@
+"""`/admin/v1/prefixes`: beginnings of prompts that are no secret, so that all tenants share their KV."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from ...core.errors import InvalidRequestError
+from ..body import documented, read_body
+from ..messages import normalize_messages
+from ..protocol import TemplateFields
+from ..serving import Serving, serving_of
+from .common import change, query, tenancy_of
+from .protocol import Deleted, PrefixCreate, PrefixList, PrefixView
+
+router = APIRouter(prefix="/prefixes")
+
+
+@router.post("", status_code=201, openapi_extra=documented(PrefixCreate))
+async def add_prefix(request: Request) -> PrefixView:
+    """Declare a beginning of prompts shared. Whoever sends it may then find out that others have sent it, too."""
+    serving = serving_of(request)
+    body = await read_body(request, PrefixCreate, serving.config.max_body_bytes)
+    tokens = await _tokens(serving, body)
+    action = f"declared the shared prefix {body.name} of {len(tokens)} tokens"
+    return PrefixView.of(await change(request, action, tenancy_of(request).store.add_prefix, body.name, tokens))
+
+
+@router.get("")
+async def list_prefixes(request: Request) -> PrefixList:
+    """All shared prefixes, by name."""
+    prefixes = await query(request, tenancy_of(request).store.list_prefixes)
+    return PrefixList(data=[PrefixView.of(prefix) for prefix in prefixes])
+
+
+@router.delete("/{name}")
+async def remove_prefix(request: Request, name: str) -> Deleted:
+    """Share a prefix no more. What of it is in the cache is found by nobody any more, and makes room."""
+    await change(request, f"removed the shared prefix {name}", tenancy_of(request).store.remove_prefix, name)
+    return Deleted(name=name)
+
+
+async def _tokens(serving: Serving, body: PrefixCreate) -> list[int]:
+    given = [field for field in ("text", "messages", "token_ids") if getattr(body, field) is not None]
+    if len(given) != 1:
+        raise InvalidRequestError("Give one of text, messages and token_ids", param="text")
+    if body.text is not None:
+        return await serving.encode(body.text, add_special_tokens=True)
+    if body.messages is not None:
+        return await serving.chat_prompt(normalize_messages(body.messages), TemplateFields(add_generation_prompt=False))
+    assert body.token_ids is not None
+    size = serving.llm.info.vocab_size
+    for i, token in enumerate(body.token_ids):
+        if token >= size:
+            raise InvalidRequestError(
+                f"{token} is not a token id: they go from 0 to {size - 1}", param=f"token_ids[{i}]"
+            )
+    return body.token_ids

@@ -1,0 +1,77 @@
+"""Acceptance of adapters with and without draft weights of their own, from the engine's snapshots.
+
+The engine counts by adapter. What has been added between two snapshots is put down to the state that the adapter had
+at the first of them (at the second one, where it was not known before), so that training draft weights and loading an
+adapter again with them shows what they bring. Counts between two snapshots around such a change go to the old state.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from ...core.adapter_names import label_text
+from ...core.messages import EngineStats, SpeculationCounts
+
+DRAFT_IN_USE = "loaded"
+"""`AdapterInfo.draft` of an adapter whose draft weights are used."""
+
+
+class Split(NamedTuple):
+    """Counts of one adapter since the server started."""
+
+    with_draft_weights: SpeculationCounts
+    without_draft_weights: SpeculationCounts
+
+    @property
+    def total(self) -> SpeculationCounts:
+        """Both together."""
+        total = SpeculationCounts()
+        for part in self:
+            total.add(part)
+        return total
+
+
+class AcceptanceTotals:
+    """Follows the snapshots of an engine, and of those that take its place when it dies."""
+
+    def __init__(self) -> None:
+        self._run_id = ""
+        self._seen: dict[str, SpeculationCounts] = {}  # this run's counts as of the latest snapshot
+        self._has_draft: dict[str, bool] = {}
+        self.by_adapter: defaultdict[str, Split] = defaultdict(lambda: Split(SpeculationCounts(), SpeculationCounts()))
+        """By the name that people see; "" is the base model."""
+
+    def update(self, stats: EngineStats) -> None:
+        """Take a snapshot."""
+        if stats.run_id != self._run_id:
+            self._run_id, self._seen = stats.run_id, {}
+        now: dict[str, SpeculationCounts] = {}
+        for entry in stats.speculation:  # one a tenant
+            now.setdefault(label_text(entry.adapter), SpeculationCounts()).add(entry.counts)
+        states = {label_text(info.name): info.draft == DRAFT_IN_USE for info in stats.adapters}
+        for name, counts in now.items():
+            new = difference(counts, self._seen.get(name, SpeculationCounts()))
+            has_draft = self._has_draft.get(name, states.get(name, False))
+            self.by_adapter[name][not has_draft].add(new)
+        self._seen = now
+        self._has_draft |= states
+
+    def total(self) -> SpeculationCounts:
+        """All adapters and the base model."""
+        total = SpeculationCounts()
+        for split in self.by_adapter.values():
+            for part in split:
+                total.add(part)
+        return total
+
+
+def difference(later: SpeculationCounts, earlier: SpeculationCounts) -> SpeculationCounts:
+    """What was counted between two moments of one run; without the numbers of steps."""
+    before = earlier.accepted_per_pos + [0] * (len(later.accepted_per_pos) - len(earlier.accepted_per_pos))
+    return SpeculationCounts(
+        later.num_drafts - earlier.num_drafts,
+        later.num_draft_tokens - earlier.num_draft_tokens,
+        later.num_accepted_tokens - earlier.num_accepted_tokens,
+        [a - b for a, b in zip(later.accepted_per_pos, before, strict=True)],
+    )

@@ -1,0 +1,147 @@
+"""The JSON of `GET /admin/v1/stats`. Times are in seconds, shares go from 0 to 1, null is "nothing to say"."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+
+class ServerFacts(BaseModel):
+    """What does not change while the server runs, and how it is."""
+
+    state: str
+    """"starting", "ready", "restarting", "draining" or "stopped"."""
+    version: str
+    uptime: float
+    engine_restarts: int
+    snapshot_age: float | None
+    """Of the engine's counts below: they get old while the engine does not answer. Null before the first."""
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    num_parameters: int
+    max_model_len: int
+    speculation: str
+    num_kv_blocks: int
+    block_size: int
+    has_tenants: bool
+    """Whether there is a database, so that the rest of `/admin/v1` answers."""
+
+
+class Point(BaseModel):
+    """What one second was like: rates over the 5 seconds before it, percentiles over the 30 seconds before it, and the
+    engine's gauges. These are null where nobody asked for a snapshot in that second."""
+
+    time: int
+    """Since the epoch."""
+    output_tokens_per_second: float
+    prompt_tokens_per_second: float
+    requests_per_second: float
+    """Prompts that were generated from to the end."""
+    ttft_count: int
+    ttft_p50: float | None
+    ttft_p90: float | None
+    ttft_p99: float | None
+    itl_count: int
+    itl_p50: float | None
+    itl_p90: float | None
+    itl_p99: float | None
+    running: int | None = None
+    waiting: int | None = None
+    kv_cache_usage: float | None = None
+    lora_rows_used: int | None = None
+    acceptance_rate: float | None = None
+    """Over the 30 seconds before."""
+    acceptance_length: float | None = None
+
+
+class QueueFacts(BaseModel):
+    """Sequences."""
+
+    running: int
+    waiting: int
+    waiting_by_reason: dict[str, int]
+    preemptions: int
+
+
+class CacheFacts(BaseModel):
+    """The KV cache."""
+
+    usage: float
+    prefix_queries: int
+    """Prompt tokens looked up."""
+    prefix_hits: int
+
+
+class LoraFacts(BaseModel):
+    """All adapters together."""
+
+    rows: int
+    rows_used: int
+    host_bytes: int
+    registered: int
+    on_device: int
+    in_host_memory: int
+    load_failures: int
+
+
+class Acceptance(BaseModel):
+    """How speculation went since the server started."""
+
+    drafts: int
+    """Verification rounds."""
+    draft_tokens: int
+    accepted_tokens: int
+    rate: float | None
+    length: float | None
+    """Tokens a round: one more than the accepted ones."""
+    per_position: list[float]
+    """Share of the rounds in which the draft token at that position was accepted."""
+
+
+class AdapterFacts(BaseModel):
+    """One adapter that is in memory or has been used; "" is the base model."""
+
+    name: str
+    tier: str | None
+    """"device", "host" or "disk"; null for the base model and for sums of adapters."""
+    rank: int
+    rows: int
+    bytes: int
+    pinned: bool
+    draft: str
+    """"loaded" where it has draft weights that are in use, else why not; "" without any."""
+    running: int
+    waiting: int
+    output_tokens_per_second: float
+    acceptance: Acceptance | None
+    with_draft_weights: Acceptance | None
+    """Of `acceptance`, what was counted while its own draft weights were in use..."""
+    without_draft_weights: Acceptance | None
+    """...and while they were not."""
+
+
+class TenantFacts(BaseModel):
+    """One tenant's traffic now, for those that have any."""
+
+    tenant: str
+    output_tokens_per_second: float
+
+
+class Stats(BaseModel):
+    """Everything, as of one moment; made at most once a second, whoever asks."""
+
+    time: float
+    """Since the epoch."""
+    server: ServerFacts
+    live: Point
+    queue: QueueFacts
+    kv_cache: CacheFacts
+    lora: LoraFacts
+    speculation: Acceptance | None
+    adapters: list[AdapterFacts]
+    """The busiest ones; the base model first."""
+    adapters_left_out: int
+    tenants: list[TenantFacts]
+    history: list[Point] | None = None
+    """The seconds before, the oldest first, where asked for."""

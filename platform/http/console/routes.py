@@ -1,0 +1,67 @@
+"""`/console`, which is open and holds no data, and `/admin/v1/stats`, which admins alone may read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from ..serving import require_admin, serving_of
+from .assets import Assets
+from .protocol import Stats
+from .statistics import MAX_HISTORY, Statistics
+
+router = APIRouter()
+
+
+@router.get("/console", include_in_schema=False, response_model=None)
+async def console(request: Request) -> Response:
+    """The page."""
+    return _assets(request).page.respond(request, "no-cache")
+
+
+@router.get("/console/", include_in_schema=False, response_model=None)
+async def console_with_slash() -> Response:
+    """To the page, wherever a proxy has put it: its links are relative."""
+    return RedirectResponse("../console", 308)
+
+
+@router.get("/console/assets/{version}/{name:path}", include_in_schema=False, response_model=None)
+async def asset(request: Request, version: str, name: str) -> Response:
+    """A file that belongs to the page."""
+    found = _assets(request).find(version, name)
+    if found is None:
+        raise HTTPException(404)
+    return found.respond(request, "public, max-age=31536000, immutable")
+
+
+@router.get("/admin/v1/stats", tags=["admin"], response_model=None, responses={200: {"model": Stats}})
+async def stats(
+    request: Request,
+    history: Annotated[int, Query(ge=0, le=MAX_HISTORY, description="Seconds before now to tell of, too")] = 0,
+) -> Response:
+    """What the server does now: throughput, latencies, queue, memory, adapters, speculation."""
+    require_admin(request)
+    statistics = _statistics(request)
+    content = await (statistics.json_with_history(history) if history else statistics.json())
+    return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _assets(request: Request) -> Assets:
+    """Read when the page is first asked for."""
+    state = request.app.state
+    if not hasattr(state, "console_assets"):
+        state.console_assets = Assets()
+    assets: Assets = state.console_assets
+    return assets
+
+
+def _statistics(request: Request) -> Statistics:
+    state = request.app.state
+    if not hasattr(state, "console_statistics"):
+        state.console_statistics = Statistics(serving_of(request))
+    statistics: Statistics = state.console_statistics
+    return statistics

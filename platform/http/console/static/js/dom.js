@@ -1,0 +1,33 @@
+// Elements from data. Texts become text nodes, never HTML: whatever a name contains is shown as it is.
+
+export const byId = (id) => document.getElementById(id);
+
+/** An element; `properties` are its own (className, type, onclick, ...), `children` elements or texts. */
+export function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+/** Sets a text where it has changed: what has not is neither drawn nor read out again. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** Replaces the children where `key` says that they are others than the last time. */
+export function setChildren(node, key, make) {
+  if (node.dataset.key === key) return;
+  node.dataset.key = key;
+  node.replaceChildren(...make());
+}
+
+export function show(node, visible) {
+  node.hidden = !visible;
+}
+
+/** A line that tells how an action went. */
+export function tell(node, text, bad = false) {
+  node.textContent = text;
+  node.classList.toggle("bad", bad);
+  node.hidden = text === "";
+}

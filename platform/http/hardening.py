@@ -1,0 +1,91 @@
+"""What protects the server and its pages: headers, the origins of web pages, memory for bodies, file descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from ..core.errors import OverloadedError
+from .connections import MAX_REFUSED
+
+logger = logging.getLogger(__name__)
+
+SECURITY_HEADERS = [
+    ("x-content-type-options", "nosniff"),  # JSON that quotes a prompt is never run as a page
+    ("x-frame-options", "DENY"),
+    ("referrer-policy", "no-referrer"),
+]
+"""Of every answer."""
+
+BODIES_IN_MEMORY = 32
+"""Longest bodies that are held at once, while they arrive and are read."""
+
+_OTHER_FILES = 256
+"""File descriptors beside connections: adapters, the database, sockets of the engine."""
+
+
+class BodyMemory:
+    """Bounds what all bodies that are being read take together: many clients that each send a long one slowly would
+    otherwise fill the memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._free = max_bytes
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[Callable[[int], None]]:
+        """What is called with the number of each further piece's bytes; all are given back at the end.
+
+        Raises:
+            OverloadedError: too many long bodies are arriving; from the call, not from entering.
+        """
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if num_bytes > self._free:
+                raise OverloadedError("Too many long requests are arriving at once; try again in a moment")
+            self._free -= num_bytes
+            taken += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._free += taken
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app`, which web pages of `origins` may call; "*" means all. Keys come in a header, never in a cookie, so that a
+    page has only what its user gave it."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+    )
+
+
+def allow_connections(wanted: int) -> int:
+    """How many of `wanted` connections the process may have; its limit of open files is raised where it can be."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return wanted
+    needed = wanted + MAX_REFUSED + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        soft = limit
+    if soft >= needed:
+        return wanted
+    allowed = max(1, (soft - _OTHER_FILES) // 2)  # the other half for those that are told so
+    if allowed < wanted:
+        logger.warning("open files are limited to %d: at most %d connections, not %d", soft, allowed, wanted)
+    return min(wanted, allowed)

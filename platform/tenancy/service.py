@@ -1,0 +1,79 @@
+"""Everything about tenants that a running server has, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from .database import Database, parse_url
+from .directory import Directory
+from .ledger import Ledger
+from .limiter import Limiter
+from .migrations.upgrade import upgrade
+from .store import Store
+
+JOURNAL_MAX_BYTES = 64 << 20
+"""Some 100,000 requests while the database is away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenancyOptions:
+    """What the server's options say about tenants, beside the database's address."""
+
+    admin_api_keys: tuple[str, ...] = ()
+    """Keys of operators that are in no database."""
+    journal: Path | None = None
+    """Folder of the ledger's journal; None: see `default_journal`."""
+    journal_max_bytes: int = JOURNAL_MAX_BYTES
+    """Disk that it may take; when that is full, new requests are refused."""
+
+
+class Tenancy:
+    """One object a server, from `Tenancy.open`; belongs to the event loop."""
+
+    def __init__(self, database: Database, directory: Directory, ledger: Ledger, opened: AsyncExitStack) -> None:
+        """Use `open`. `opened` closes what has been opened."""
+        self.database = database
+        self.store = Store(database)
+        """Blocking: call it through `database.run`, and `directory.refresh` after a change."""
+        self.directory = directory
+        self.ledger = ledger
+        self.limiter = Limiter(ledger.tokens_between)
+        self._opened = opened
+
+    @classmethod
+    async def open(cls, url: str, options: TenancyOptions | None = None) -> Tenancy:
+        """Connect, bring the tables up to date, read who there is, and replay the journal.
+
+        Raises:
+            InvalidRequestError: no such database, or one of a newer Outrider; or the journal's folder cannot be used.
+            DatabaseUnavailableError: it cannot be reached.
+        """
+        options = options or TenancyOptions()
+        database = Database(parse_url(url))
+        async with AsyncExitStack() as opened:
+            opened.push_async_callback(asyncio.to_thread, database.close)
+            await database.run(upgrade, database)
+            directory = Directory(database, options.admin_api_keys)
+            opened.push_async_callback(directory.close)
+            await directory.start()
+            folder = options.journal or default_journal(database)
+            ledger = await Ledger.open(database, folder, options.journal_max_bytes)
+            opened.push_async_callback(ledger.close)
+            return cls(database, directory, ledger, opened.pop_all())
+
+    async def close(self) -> None:
+        """Write what the ledger still has, and let go of the database. The server calls this when no request is running
+        any more."""
+        await self._opened.aclose()
+
+
+def default_journal(database: Database) -> Path:
+    """Beside a SQLite file, else in the user's folder for state. One server has it at a time."""
+    if database.file is not None:
+        return database.file.with_name(database.file.name + ".ledger")
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "outrider" / "ledger"

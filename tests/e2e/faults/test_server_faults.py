@@ -1,0 +1,94 @@
+"""The server's own process lives through jumps of the clock, dies, and is told to end; in this order."""
+
+import signal
+import time
+
+import psutil
+import pytest
+from fault_helpers import FAULTS
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    return ("--journal", str(tmp_path_factory.mktemp("journal") / "journal"), "--max-model-len", "2000")
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory):
+    """By what this file says the server's wall clock is off (clock/sitecustomize.py)."""
+    clock = tmp_path_factory.mktemp("clock") / "offset"
+    clock.write_text("0")
+    return clock
+
+
+@pytest.fixture(scope="module")
+def server(start, options, clock):
+    return start(*options, PYTHONPATH=str(FAULTS / "clock"), OUTRIDER_TEST_CLOCK=str(clock))
+
+
+@pytest.fixture(scope="module")
+def second_server(start, options, server):
+    """With the journal of the first one, which must have ended."""
+    return start(*options)
+
+
+@pytest.mark.parametrize("jump", [86400.0, -86400.0, -3e9])
+def test_clock_jumps(server, clock, accounts, load, check_served, outcome, jump):
+    """The wall clock of both processes goes a day forwards, a day back, to before 1970."""
+    streams = load(server, f"jump{jump:g}", 3, max_tokens=250)
+    streams.wait_until_all_stream(server)
+    clock.write_text(str(jump))
+    try:
+        check_served(server)
+        streams.join()
+        assert len(set(streams.texts().values())) == 1
+        assert server.http().get("/health").status_code == 200
+        rows = accounts.by_client_id(f"jump{jump:g}")
+        assert {row["status"] for row in rows.values()} == {"length"}
+        for row in rows.values():  # durations are those of a clock that does not jump
+            assert 0 <= row["first_token_at"] - row["received_at"] <= row["finished_at"] - row["received_at"] < 60
+    finally:
+        clock.write_text("0")
+    check_served(server)
+    outcome("3 streams and a new request were served, and their durations are right")
+
+
+def test_api_process_killed_mid_stream(server, request, accounts, load, check_served, outcome):
+    """`kill -9`: no engine is left behind, and the next server accounts for what was lost, once."""
+    streams = load(server, "lost", 5, max_tokens=1500)
+    streams.wait_until_all_stream(server, events=3)
+    time.sleep(1.5)  # a checkpoint
+    engine = server.engine()
+    server.process.kill()
+    streams.join()
+    assert all(lines[-1] != "data: [DONE]" for lines in streams.lines.values())  # clients can tell that it is no end
+    server.wait_for(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 10)
+    again = request.getfixturevalue("second_server")
+    again.wait_for(lambda: len(accounts.by_client_id("lost")) == 5)
+    for row in accounts.by_client_id("lost").values():
+        assert (row["status"], row["tenant"]) == ("lost", "acme")
+        assert 0 < row["output_tokens"] < 1500
+    check_served(again)
+    assert len(accounts.by_client_id("lost")) == 5
+    outcome("5 rows 'lost' with the counts of their last checkpoints; the engine process is gone")
+
+
+def test_sigterm_under_load(second_server, accounts, load, outcome):
+    """What runs finishes, what is new is refused, the process ends well, and the ledger is complete."""
+    server = second_server
+    streams = load(server, "drained", 12, max_tokens=150)
+    streams.wait_until_all_stream(server)
+    server.process.send_signal(signal.SIGTERM)
+    with server.http(headers={"Authorization": f"Bearer {accounts.key}", "X-Request-Id": "refused-1"}) as http:
+        server.wait_for(lambda: http.get("/health").json()["status"] == "draining")
+        refused = http.post("/v1/completions", json={"prompt": "x"})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "ShuttingDownError")
+    streams.join()
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in server.output
+    assert len(set(streams.texts().values())) == 1  # all are whole
+    rows = accounts.by_client_id("drained")
+    assert len(rows) == 12
+    assert {(row["status"], row["output_tokens"]) for row in rows.values()} == {("length", 150)}
+    assert accounts.by_client_id("refused") == {}
+    outcome("12 streams finished, 12 rows 'length', a new request got ShuttingDownError, exit status 0")

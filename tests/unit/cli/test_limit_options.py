@@ -1,0 +1,58 @@
+"""Options that bound what clients and faults may cost."""
+
+import dataclasses
+
+import pytest
+
+from outrider.platform.cli.limit_options import limits
+from outrider.platform.cli.main import build_parser
+from outrider.platform.http.config import ServerConfig
+
+
+def parse(*arguments: str) -> dict:
+    return limits(build_parser().parse_args(["serve", *arguments]))
+
+
+def test_defaults_are_those_of_the_server():
+    defaults = ServerConfig()
+    for name, value in parse().items():
+        assert value == getattr(defaults, name), name
+
+
+def test_all_reach_the_server():
+    given = parse(
+        *("--max-connections", "7", "--client-timeout", "0.5", "--max-body-bytes", "1000"),
+        *("--engine-hang-timeout", "0", "--cors-origin", "https://a.example", "--cors-origin", "http://localhost:3000"),
+    )
+    config = dataclasses.replace(ServerConfig(), **given)
+    assert (config.max_connections, config.client_timeout, config.max_body_bytes) == (7, 0.5, 1000)
+    assert config.engine_hang_timeout == 0
+    assert config.cors_origins == ("https://a.example", "http://localhost:3000")
+
+
+@pytest.mark.parametrize("origin", ["*", "https://example.com", "http://[::1]:8080", "chrome-extension://abc"])
+def test_origins(origin):
+    assert parse("--cors-origin", origin)["cors_origins"] == (origin,)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max-connections", "0"),
+        ("max-connections", "-1"),
+        ("max-connections", "many"),
+        ("max-body-bytes", "0"),
+        ("client-timeout", "0"),
+        ("client-timeout", "inf"),
+        ("client-timeout", "nan"),
+        ("engine-hang-timeout", "-1"),
+        ("cors-origin", ""),
+        ("cors-origin", "example.com"),
+        ("cors-origin", "https://example.com/"),
+        ("cors-origin", "https://*.example.com"),
+    ],
+)
+def test_bad_values_are_named(capsys, option, value):
+    with pytest.raises(SystemExit):
+        parse(f"--{option}={value}")
+    assert f"argument --{option}: must be" in capsys.readouterr().err
