@@ -42,14 +42,15 @@ MAX_FAILURES = 3
 """In a row: then it is not started again."""
 
 
-def pays() -> bool:
-    """Whether reading in another process is possible here, and of use: there is a core that it can have."""
+def pays(num_computing: int) -> bool:
+    """Whether reading in another process is possible here, and of use: beside the `num_computing` threads of a step there
+    is a core that it can have. Where there is none, those threads wait for each other longer than for Python's lock."""
     return (
         os.environ.get(SWITCH) != "0"
         and bool(sys.executable)
         and hasattr(os, "memfd_create")
         and hasattr(os, "sched_getaffinity")
-        and len(os.sched_getaffinity(0)) > 1
+        and len(os.sched_getaffinity(0)) > num_computing
     )
 
 

@@ -148,7 +148,7 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
         draft_linears=proposer.needs.linears,
         on_gone=proposer.forget_adapter,
         batch_invariant=config.batch_invariant,
-        reader_process=reader.pays(),
+        reader_process=reader.pays(torch.get_num_threads() if config.device == "cpu" else 1),
     )
     try:
         return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
