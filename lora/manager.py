@@ -22,7 +22,7 @@ from ..platform.core.errors import AdapterError, OutriderError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .aging import Aging
+from .aging import LOOK_SECONDS, Aging
 from .capacity import count_rows
 from .catalog import Catalog, ReadAdapter
 from .files import AdapterFiles
@@ -93,6 +93,7 @@ class AdapterManager:
         self._steps = StepAdapters(pool, dtype, device, config.max_lora_rank, batch_invariant=hooks.batch_invariant)
         self._resolver = Resolver(self._files, self._registry, self._residency, self._changed)
         self._refusals: dict[AdapterVersion, _Refusal] = {}  # since the last change; see `_changed`
+        self._refused_until = 0.0
 
     # --- the registry, as users see it ---
 
@@ -193,8 +194,7 @@ class AdapterManager:
         """Let a request run: its rows are on the device and stay until `release` or `forget`.
 
         Returns:
-            None when admitted (again, too, without effect), else why it must wait: "adapter_loading", "adapter_rows"
-            or "max_loras".
+            None when admitted (again, too, without effect), else why it must wait: LOADING, ROWS or SEATS.
 
         Raises:
             AdapterError: the adapter cannot be loaded; the request is forgotten.
@@ -203,6 +203,8 @@ class AdapterManager:
         if version is None or request in version.running:
             return None
         self._poll()
+        if self._refusals and self._clock() >= self._refused_until:
+            self._changed()  # requests of different accounts change places without anything else
         refusal = self._refusals.get(version)
         if refusal is not None and request.order >= refusal.order:
             return refusal.reason
@@ -242,6 +244,8 @@ class AdapterManager:
         first = version.first_waiting()
         reason = self._move(request, version, first.order if first is not None else request.order)
         if reason is not None:
+            if not self._refusals:
+                self._refused_until = self._clock() + LOOK_SECONDS
             self._refusals[version] = _Refusal(request.order, reason)
             if not self._is_moving(version):
                 self._aging.set_short(version)
@@ -290,8 +294,7 @@ class AdapterManager:
             self._changed()
 
     def wait(self, timeout: float) -> None:
-        """Block up to `timeout` seconds until something has been read or written; return at once when nothing is under
-        way."""
+        """Block up to `timeout` seconds until a read or a write ends; return at once when none is under way."""
         for ended in self._transfers.wait(timeout):
             self._finish(ended)
 
@@ -360,8 +363,7 @@ class AdapterManager:
         self._take(read if error is None or read.error is not None else read._replace(error=error), num_reads)
 
     def _take(self, read: Read, num_reads: int) -> OutriderError | None:
-        """What was read is the version's content, kept where there is room beside `num_reads` still to come; or why it
-        is not."""
+        """What was read is the version's content, kept where there is room beside `num_reads` to come; or why not."""
         version, entry, error = read.version, read.entry, read.error
         try:
             if entry is not None:

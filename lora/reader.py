@@ -43,8 +43,8 @@ MAX_FAILURES = 3
 
 
 def pays(num_computing: int) -> bool:
-    """Whether reading in another process is possible here, and of use: beside the `num_computing` threads of a step there
-    is a core that it can have. Where there is none, those threads wait for each other longer than for Python's lock."""
+    """Whether reading in another process is possible here, and of use: beside the `num_computing` threads of a step
+    there is a core for it. Where there is none, those wait for each other longer than for Python's lock."""
     return (
         os.environ.get(SWITCH) != "0"
         and bool(sys.executable)

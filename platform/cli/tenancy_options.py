@@ -27,7 +27,7 @@ def add_tenancy_options(parser: argparse.ArgumentParser) -> None:
         "--journal",
         metavar="PATH",
         help="folder for the usage that the database does not have yet, one a server "
-        "(default: beside a SQLite database, else ~/.local/state/outrider/ledger)",
+        "(default: beside a SQLite database, else below ~/.local/state/outrider/ledger)",
     )
     group.add_argument(
         "--journal-max-bytes",

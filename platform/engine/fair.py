@@ -207,6 +207,7 @@ class Turns:
 
     def _enqueue(self, account: Account, request: Request) -> None:
         if not account.waiting:
+            self._raise_level()
             account.counter = max(account.counter, self._lowest(account))
             self._queued[account] = None
         insort(account.waiting, request, key=_order)
@@ -226,18 +227,21 @@ class Turns:
             del self._served[account]
 
     def _lowest(self, account: Account) -> float:
-        """The counter that an account has at least which comes to the queue now."""
+        """The counter that an account has at least which comes to the queue at the present level."""
+        return self._level - self._credit / account.weight
+
+    def _raise_level(self) -> None:
         level = self._last_left.counter if self._last_left is not None else 0.0
         if self._queued:
             level = min(other.counter for other in self._queued)
         # Never lower than before, or credit would add up: each that comes is the smallest for those who follow.
         self._level = max(self._level, level)
-        return self._level - self._credit / account.weight
 
     def _forget_idle(self) -> None:
         """Forget accounts without sequences that would be lifted anyway, from time to time: names are the clients'."""
         if len(self._accounts) < self._sweep_at:
             return
+        self._raise_level()
         for account in list(self._accounts.values()):
             if not account.waiting and not account.running and account.counter <= self._lowest(account):
                 del self._accounts[account.name]

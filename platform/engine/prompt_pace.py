@@ -20,6 +20,9 @@ START = 32
 """Prompt tokens beside decodes before anything was measured."""
 FEWEST = 8
 """Prompt tokens that a step takes in any case: a prompt must end some day."""
+UNMEASURED = 16
+"""Steps with prompts, beside a number of decodes that was never measured alone, after which one goes without: where
+prompts never end, it would never be."""
 _IMPATIENCE = 8.0
 """How many sequences that decode one counts for that waits for its first token."""
 _SMOOTHING = 0.2
@@ -32,12 +35,17 @@ class PromptPace:
 
     def __init__(self) -> None:
         self._alone: dict[int, float] = {}  # seconds of steps without prompts, by the bit length of their tokens
+        self._unmeasured: dict[int, int] = {}  # steps with some, of those lengths that are not known
         self._tokens = float(START)  # that take as long as the decodes beside them
 
     def apply(self, step: StepBudget, num_prompts: int) -> None:
         """Leave of a step, which has decodes alone so far, what prompts may have; `num_prompts` sequences wait or are
         within their prompt."""
-        limit = self.limit(sum(row.num_tokens for row in step.rows.values()), len(step.rows), num_prompts)
+        num_tokens = sum(row.num_tokens for row in step.rows.values())
+        limit = self.limit(num_tokens, len(step.rows), num_prompts)
+        if self._unmeasured.get(num_tokens.bit_length(), 0) >= UNMEASURED:
+            del self._unmeasured[num_tokens.bit_length()]
+            limit = 0
         if limit is not None:
             step.num_left = min(step.num_left, limit)
 
@@ -65,6 +73,8 @@ class PromptPace:
             weight = _SMOOTHING if known is None or seconds < known else _SMOOTHING / 4
             self._alone[kind] = seconds if known is None else known + weight * (seconds - known)
             return
+        if kind not in self._alone:
+            self._unmeasured[kind] = self._unmeasured.get(kind, 0) + 1
         alone = self._seconds_alone(kind)
         if alone is None or num_prompt_tokens < FEWEST // 2:
             return

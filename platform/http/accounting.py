@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from ..core.adapter_names import label_text
-from ..core.errors import OutriderError, OverloadedError
+from ..core.errors import AuthenticationError, OutriderError, OverloadedError
 from ..core.logs import current_request_id
 from ..core.outputs import RequestMetrics
 from ..tenancy.usage import Status, UsageRow
@@ -30,6 +30,17 @@ def limit_headers(request: Request) -> dict[str, str]:
     """`x-ratelimit-*` of an answer to this request; none for who has no limits."""
     tenancy = serving_of(request).tenancy
     return {} if tenancy is None else tenancy.limiter.headers(principal_of(request))
+
+
+def check_call(request: Request) -> None:
+    """Refuse a request that has no chance, before its prompt is tokenized.
+
+    Raises:
+        RateLimitError: there are no more requests this minute.
+    """
+    tenancy = serving_of(request).tenancy
+    if tenancy is not None:
+        tenancy.limiter.check_call(principal_of(request))
 
 
 def charge_call(request: Request) -> None:
@@ -75,9 +86,11 @@ async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
     limiter = tenancy.limiter
     ticket = await limiter.admit(job.principal, job.demand(), serving.llm.info.max_model_len)
     try:
+        if not tenancy.directory.is_valid(job.principal):  # any more: there may have been a queue, or a slow body
+            raise AuthenticationError("The API key has expired or has been revoked")
         job.granted = ticket.max_tokens
         check_params(serving, job)
-        serving.check_ready()  # there may have been a queue
+        serving.check_ready()
         return Account(serving, tenancy, job, ticket)
     except BaseException:
         limiter.release(ticket, 0, ran=False)

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,7 +15,7 @@ from ..core.errors import AuthenticationError, OutriderError
 from ..core.logs import current_request_id
 from ..tenancy.authenticator import Authenticator, StaticKeys
 from ..tenancy.principal import Principal
-from . import admin, chat, completions, health, models, tokens
+from . import chat, completions, health, models, tokens
 from .config import ServerConfig
 from .console import routes as console
 from .errors import ClientDisconnectedError, error_response, install_error_handlers, internal_error_response
@@ -39,14 +39,24 @@ def create_app(
     # No pages for the OpenAPI document: FastAPI's run scripts of other sites, beside the console.
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
-    for module in (chat, completions, models, tokens, health, console, admin):
+    for module in (chat, completions, models, tokens, health, console):
         app.include_router(module.router)
+    app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)
     if authenticator is None:
         authenticator = tenancy.directory if tenancy else StaticKeys(config.api_keys, config.admin_api_keys)
     app.add_middleware(Gate, authenticator=authenticator)
     app.add_middleware(Observer, serving=app.state.serving)
     return app
+
+
+def _admin_routes(tenancy: Tenancy | None) -> APIRouter:
+    """`/admin/v1`. That of a server with tenants needs the database's packages, which no other one should load."""
+    if tenancy is None:
+        from .no_tenants import router
+    else:
+        from .admin import router
+    return router
 
 
 class Gate:

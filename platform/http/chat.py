@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from ..core.errors import InvalidRequestError
 from ..core.outputs import CompletionOutput
 from ..core.sampling_params import SamplingParams
-from .accounting import limit_headers
+from .accounting import check_call, limit_headers
 from .adapters import choose_adapter, discover_adapters
 from .body import documented, read_body
 from .generation import Choice, Collected, collect, draft_status, generate
@@ -37,6 +37,7 @@ async def create_chat_completion(request: Request) -> Response:
     await discover_adapters(models, body)
     lora, model = choose_adapter(models, body)
     serving.check_ready()
+    check_call(request)
     params = _sampling_params(serving, body)
     prompt = await serving.chat_prompt(normalize_messages(body.messages), body)
     job = Job(

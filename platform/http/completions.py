@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
-from .accounting import limit_headers
+from .accounting import check_call, limit_headers
 from .adapters import choose_adapter, discover_adapters
 from .body import documented, read_body
 from .generation import Collected, PromptFacts, collect, draft_status, generate
@@ -39,6 +39,7 @@ async def create_completion(request: Request) -> Response:
     await discover_adapters(models, body)
     lora, model = choose_adapter(models, body)
     serving.check_ready()
+    check_call(request)
     job = Job(
         new_request_id("cmpl"),
         await serving.prompts(body.prompts, add_special_tokens=body.add_special_tokens is not False),

@@ -120,14 +120,15 @@ class ModelView:
         visible: dict[str, tuple[str, str]] = {}
         for name, root in known.items():
             tenant, public = split_engine_name(name)
-            if not self.allows(public):
+            full = f"{tenant}/{public}"
+            if not (self.allows(public) or (self._is_admin and self.allows(full))):
                 continue
             if not tenant:
                 hidden = bool(self._tenant) and engine_name(self._tenant, name) in known
                 if self._allows_shared(name) and (not hidden or self._is_admin):
                     visible[name] = (name, root)
             elif self._is_admin:
-                visible[name] = (f"{tenant}/{public}", root)
+                visible[name] = (full, root)
             elif tenant == self._tenant:
                 visible[name] = (public, root)
         return visible

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
-QUIET = ("/health", "/metrics", "/version", "/docs", "/openapi.json", "/console")
+QUIET = ("/health", "/metrics", "/version", "/openapi.json", "/console")
 """Asked for by machines all day long: such a request gets no line while all is well."""
 GONE = 499
 """The status of a request whose client did not wait for the answer, as nginx has it."""

@@ -174,6 +174,7 @@ class _Server:
             admin_api_keys=self._config.admin_api_keys,
             journal=Path(self._config.journal) if self._config.journal else None,
             journal_max_bytes=self._config.journal_max_bytes,
+            max_waiting=self._args.max_num_queued_reqs,
         )
         opening = asyncio.create_task(Tenancy.open(database, options))
         try:

@@ -40,10 +40,14 @@ class Snapshot:
     """The directory at one revision."""
 
     revision: int = -1
+    reading: int = 0
+    """Counts those of this server. Unlike the revision, which a restored backup sets back, it only grows."""
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     prefixes: tuple[SharedPrefix, ...] = ()
     entries: Mapping[bytes, _Entry] = field(default_factory=dict, repr=False)
     """Keys that have not been revoked, of tenants that may enter, by the SHA-256 of the key."""
+    by_id: Mapping[str, _Entry] = field(default_factory=dict, repr=False)
+    """The same, by the id of the key."""
 
 
 class Directory:
@@ -112,6 +116,11 @@ class Directory:
             raise DatabaseUnavailableError("API keys cannot be checked: the database has been away for too long")
         entry = self._snapshot.entries.get(digest_of(key))
         return None if entry is None or self._is_expired(entry) else entry.principal
+
+    def is_valid(self, principal: Principal) -> bool:
+        """Whether the key behind a request, which may have waited for long, would still be let in."""
+        entry = self._snapshot.by_id.get(principal.key_id)
+        return not principal.key_id or (entry is not None and not self._is_expired(entry))
 
     def _is_expired(self, entry: _Entry) -> bool:
         return entry.expires_at is not None and entry.expires_at <= self._clock()
@@ -186,10 +195,18 @@ class Directory:
                     tenant_limits=tenant.limits,
                     key_limits=key.limits,
                     max_adapters=tenant.max_adapters,
+                    reading=known.reading + 1,
                 )
                 entries[bytes(row.digest)] = _Entry(principal, key.expires_at)
             prefixes = tuple(read_prefixes(connection))
-        return Snapshot(revision, MappingProxyType(tenants), prefixes, MappingProxyType(entries))
+        return Snapshot(
+            revision,
+            known.reading + 1,
+            MappingProxyType(tenants),
+            prefixes,
+            MappingProxyType(entries),
+            MappingProxyType({entry.principal.key_id: entry for entry in entries.values()}),
+        )
 
     async def close(self) -> None:
         """Look no more."""

@@ -52,6 +52,8 @@ class _Segment:
     num_live: int = 0
     """Requests whose last line is here."""
     live_bytes: int = 0
+    denies_older: bool = False
+    """A request whose line is in an older segment was dropped here."""
     is_dirty: bool = False
     """Written to since the last `sync`."""
 
@@ -177,7 +179,8 @@ class Journal:
     def drop(self, request_id: str) -> None:
         """A request that had begun was refused after all: it leaves no row."""
         with contextlib.suppress(JournalError):
-            self._write(_line(json.dumps(request_id).encode()))
+            segment, state = self._write(_line(json.dumps(request_id).encode())), self._states.get(request_id)
+            segment.denies_older |= state is not None and state.segment is not segment
         self.forget([request_id])
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -321,9 +324,10 @@ class Journal:
 
     def _delete_dead(self) -> None:
         """Segments without any request's last line. Earlier lines of a request that was forgotten may stay in others:
-        should they be replayed, the database has its row already."""
+        should they be replayed, the database has its row already; one that was dropped has none, so what says so stays
+        as long as they may."""
         for segment in self._segments[:-1]:
-            if not segment.num_live:
+            if not segment.num_live and (segment is self._segments[0] or not segment.denies_older):
                 self._segments.remove(segment)
                 os.close(segment.fd)
                 segment.path.unlink(missing_ok=True)
@@ -352,6 +356,7 @@ class Journal:
                     continue
                 if isinstance(found, str):
                     rows.pop(found, None)
+                    segment.denies_older = True
                 else:
                     rows[found.request_id] = (found, line + b"\n", segment)
         for request_id, (row, line, segment) in rows.items():

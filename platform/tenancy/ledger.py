@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import OverloadedError
-from .database import Database
+from .database import Database, DatabaseUnavailableError
 from .journal import Journal, JournalError
 from .ledger_writer import LedgerWriter, TokenQuery
 from .usage import UsageRow
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 COMMIT_SECONDS = 2.0
 """That an answer waits for the database; after that the journal's copy on the disk has to do."""
+COUNT_SECONDS = 10.0
+"""That the database gets to say what has been used."""
 CLOSE_SECONDS = 10.0
 """That the database gets for the last rows when the server ends; they stay in the journal otherwise."""
 
@@ -153,11 +155,14 @@ class Ledger:
         Exact: all that had ended when this was called are counted, and no others of this server.
 
         Raises:
-            DatabaseUnavailableError: the database cannot say.
+            DatabaseUnavailableError: the database cannot say, or hangs.
         """
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._writer.ask(TokenQuery(tenant, key_id, start, end, answer))
-        return await answer
+        try:
+            return await asyncio.wait_for(answer, COUNT_SECONDS)
+        except TimeoutError:
+            raise DatabaseUnavailableError(f"The database does not answer within {COUNT_SECONDS:g} s") from None
 
     @property
     def problem(self) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Literal, Protocol
 
-from ..core.errors import OutriderError, RateLimitError
+from ..core.errors import OutriderError, OverloadedError, RateLimitError
 from .buckets import SECOND, Charge, RateBucket
 from .budgets import Budget
 from .demand import Demand, fit
@@ -83,16 +83,15 @@ class Ticket:
 class Limiter:
     """The limits of one server. Belongs to its event loop."""
 
-    def __init__(self, read_usage: ReadUsage, clock: Clock = time) -> None:
+    def __init__(self, read_usage: ReadUsage, clock: Clock = time, max_waiting: int | None = None) -> None:
+        """`max_waiting`: sequences that may wait for places, all tenants' together; None: no bound."""
         self._read_usage = read_usage
         self._clock = clock
+        self._max_waiting = max_waiting
+        self.num_waiting = 0
+        """Sequences that wait for one of their tenant's or key's places."""
         self._scopes: dict[tuple[str, str], Scope] = {}
         self._num_kept = 1000  # scopes after which idle ones are looked for
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for one of their tenant's or key's places."""
-        return sum(scope.num_waiting for scope in self._scopes.values() if not scope.key_id)
 
     async def admit(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket:
         """Let a request in: at once, or when its tenant and key have places for it. Whoever is cancelled meanwhile has
@@ -101,11 +100,10 @@ class Limiter:
         Raises:
             InvalidRequestError: the request is larger than a limit will ever allow.
             RateLimitError: it is over a limit now; `retry_after` says for how long.
+            OverloadedError: it would have to wait, and `max_waiting` do.
             OutriderError: a budget's use is not known and cannot be read; or the server refuses those who wait.
         """
-        scopes = self._scopes_of(principal)
-        for scope in scopes:
-            await self._prepare(scope)
+        scopes = await self._prepared(principal)
         # Nothing waits from here to the charge: either all of it is granted, or nothing.
         budgets = [scope.budget.remaining for scope in scopes if scope.budget is not None]
         max_tokens = fit(demand, [scope.limits for scope in scopes], max_model_len, min(budgets, default=None))
@@ -125,17 +123,21 @@ class Limiter:
             for scope in ticket.scopes:
                 scope.places.leave(ticket.num_sequences)
 
-    def charge_call(self, principal: Principal) -> None:
-        """Count a call that generates nothing, such as tokenizing, as a request.
+    def check_call(self, principal: Principal) -> list[Scope]:
+        """Refuse, before anything costly is done for it, a request that `admit` would refuse. Returns the scopes.
 
         Raises:
             RateLimitError: there are no more requests this minute.
         """
-        now = self._clock.monotonic_ns()
-        buckets = [scope for scope in self._scopes_of(principal) if scope.requests is not None]
-        for scope in buckets:
+        scopes = self._scopes_of(principal)
+        for scope in scopes:
             self._check_rate(principal, scope, "requests_per_minute", 1)
-        for scope in buckets:
+        return scopes
+
+    def charge_call(self, principal: Principal) -> None:
+        """Count a call that generates nothing, such as tokenizing, as a request. Errors: see `check_call`."""
+        now = self._clock.monotonic_ns()
+        for scope in self.check_call(principal):
             if scope.requests is not None:
                 scope.requests.charge(1, now)
 
@@ -161,7 +163,9 @@ class Limiter:
     # --- scopes ---
 
     def _scopes_of(self, principal: Principal) -> list[Scope]:
-        """The tenant's and the key's, as far as they have limits, with the limits of now."""
+        """The tenant's and the key's, as far as they have limits, with the limits of now: a principal of before the
+        latest change, such as that of a request which runs long, does not bring the old ones back."""
+        self._forget_idle()  # before any is looked up
         scopes = []
         for key_id, limits in (("", principal.tenant_limits), (principal.key_id, principal.key_limits)):
             name = (principal.tenant, key_id)
@@ -169,10 +173,11 @@ class Limiter:
             if scope is None:
                 if limits == NO_LIMITS:
                     continue
-                self._forget_idle()
                 scope = self._scopes[name] = Scope(principal.tenant, key_id)
-            if scope.limits is not limits:
-                scope.set_limits(limits, self._clock.monotonic_ns(), self._clock.time())
+            if principal.reading >= scope.reading:
+                scope.reading = principal.reading
+                if scope.limits is not limits:
+                    scope.set_limits(limits, self._clock.monotonic_ns(), self._clock.time())
             scopes.append(scope)
         return scopes
 
@@ -182,16 +187,24 @@ class Limiter:
             self._scopes = {name: scope for name, scope in self._scopes.items() if not scope.is_idle(now)}
             self._num_kept = max(1000, 2 * len(self._scopes))
 
-    async def _prepare(self, scope: Scope) -> None:
-        """Know what has been used of the budget."""
+    async def _prepared(self, principal: Principal) -> list[Scope]:
+        """The scopes once it is known what has been used of their budgets. Looked up again after each wait, in which
+        limits may change, a period may end, and scopes that nobody uses may be forgotten."""
+        while True:
+            scopes = self._scopes_of(principal)
+            unread = [scope for scope in scopes if self._is_unread(scope)]
+            if not unread:
+                return scopes
+            await unread[0].read(self._read_usage, self._seconds)
+
+    def _is_unread(self, scope: Scope) -> bool:
         budget = scope.budget
         if budget is None:
-            return
+            return False
         budget.roll(self._clock.time())
-        if budget.read_at is None:
-            await scope.read(self._read_usage, self._seconds)
-        elif self._seconds() - budget.read_at > READ_AGAIN_SECONDS:
+        if budget.read_at is not None and self._seconds() - budget.read_at > READ_AGAIN_SECONDS:
             scope.read_in_background(self._read_usage, self._seconds)
+        return budget.read_at is None
 
     def _seconds(self) -> float:
         return self._clock.monotonic_ns() / SECOND
@@ -215,6 +228,11 @@ class Limiter:
                     f"max_queued_requests is {most}",
                     QUEUE_RETRY_SECONDS,
                 )
+        if self._max_waiting is not None and self.num_waiting + ticket.num_sequences > self._max_waiting:
+            raise OverloadedError(
+                f"{self.num_waiting} sequences wait for their tenants' places already (max_num_queued_reqs is "
+                f"{self._max_waiting})"
+            )
 
     def _check_budget(self, principal: Principal, scope: Scope, tokens: int) -> None:
         budget = scope.budget
@@ -257,6 +275,7 @@ class Limiter:
         async with AsyncExitStack() as taken:
             waits = not all(scope.places.has_room(count) for scope in ticket.scopes)
             if waits:
+                self.num_waiting += count
                 for scope in ticket.scopes:
                     scope.num_waiting += count
             try:
@@ -265,6 +284,7 @@ class Limiter:
                     taken.callback(scope.places.leave, count)
             finally:
                 if waits:
+                    self.num_waiting -= count
                     for scope in ticket.scopes:
                         scope.num_waiting -= count
             taken.pop_all()

@@ -114,6 +114,9 @@ class Principal:
     key_limits: Limits = NO_LIMITS
     max_adapters: int = field(default=0)
     """Adapters that the tenant may load itself, from the folders that are open for that."""
+    reading: int = field(default=0, compare=False)
+    """Counts this server's readings of the database: of a tenant's principals the one with the highest has the limits
+    of now."""
 
     @property
     def is_admin(self) -> bool:

@@ -25,6 +25,8 @@ class Scope:
         self.tenant = tenant
         self.key_id = key_id
         self.limits = NO_LIMITS
+        self.reading = 0
+        """Of the principal whose limits these are."""
         self.requests: RateBucket | None = None
         self.tokens: RateBucket | None = None
         self.budget: Budget | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -29,19 +30,23 @@ class TenancyOptions:
     """Folder of the ledger's journal; None: see `default_journal`."""
     journal_max_bytes: int = JOURNAL_MAX_BYTES
     """Disk that it may take; when that is full, new requests are refused."""
+    max_waiting: int | None = None
+    """Sequences that may wait for places of their tenants or keys, all together; None: no bound."""
 
 
 class Tenancy:
     """One object a server, from `Tenancy.open`; belongs to the event loop."""
 
-    def __init__(self, database: Database, directory: Directory, ledger: Ledger, opened: AsyncExitStack) -> None:
+    def __init__(
+        self, database: Database, directory: Directory, ledger: Ledger, limiter: Limiter, opened: AsyncExitStack
+    ) -> None:
         """Use `open`. `opened` closes what has been opened."""
         self.database = database
         self.store = Store(database)
         """Blocking: call it through `database.run`, and `directory.refresh` after a change."""
         self.directory = directory
         self.ledger = ledger
-        self.limiter = Limiter(ledger.tokens_between)
+        self.limiter = limiter
         self._opened = opened
 
     @classmethod
@@ -63,7 +68,8 @@ class Tenancy:
             folder = options.journal or default_journal(database)
             ledger = await Ledger.open(database, folder, options.journal_max_bytes)
             opened.push_async_callback(ledger.close)
-            return cls(database, directory, ledger, opened.pop_all())
+            limiter = Limiter(ledger.tokens_between, max_waiting=options.max_waiting)
+            return cls(database, directory, ledger, limiter, opened.pop_all())
 
     async def close(self) -> None:
         """Write what the ledger still has, and let go of the database. The server calls this when no request is running
@@ -72,8 +78,11 @@ class Tenancy:
 
 
 def default_journal(database: Database) -> Path:
-    """Beside a SQLite file, else in the user's folder for state. One server has it at a time."""
+    """Beside a SQLite file, else in the user's folder for state, one a database: what one has not taken is no business
+    of another. One server has it at a time."""
     if database.file is not None:
         return database.file.with_name(database.file.name + ".ledger")
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "outrider" / "ledger"
+    url = database.url  # without who connects, and how
+    parts = (url.host, url.port, url.database, *(url.query.get(name) for name in ("host", "port", "dbname")))
+    return Path(state) / "outrider" / "ledger" / hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

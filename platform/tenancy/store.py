@@ -249,8 +249,12 @@ class Store:
             connection.execute(update(adapters).where(mine).values(pinned=pinned))
 
     def remove_adapter(self, tenant: str, name: str) -> bool:
-        """Forget an adapter; whether it was remembered."""
+        """Forget an adapter; whether it was remembered. Of one that is not nobody hears: tenants may ask for any name,
+        and every change makes all servers read the directory."""
         mine = (adapters.c.tenant == tenant) & (adapters.c.name == name)
+        with self._database.read() as connection:
+            if connection.execute(select(adapters.c.id).where(mine)).first() is None:
+                return False
         with self._changing() as connection:
             return bool(connection.execute(delete(adapters).where(mine)).rowcount)
 

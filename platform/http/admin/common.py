@@ -8,7 +8,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from ...core.errors import NotFoundError
 from ...tenancy.database import DatabaseUnavailableError
 from ...tenancy.service import Tenancy
 from ..audit import audit
@@ -24,20 +23,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "A field is wrong; `param` names it"},
     401: {"model": ErrorBody, "description": "No key, or one that is not valid"},
     403: {"model": ErrorBody, "description": "The key has not the scope `admin`"},
-    404: {"model": ErrorBody, "description": "There is nothing of that name, or no database"},
+    404: {"model": ErrorBody, "description": "There is nothing of that name"},
     "4XX": {"model": ErrorBody, "description": "The request is refused for another reason"},
     503: {"model": ErrorBody, "description": "The database does not answer"},
 }
 
 
-def require_database(request: Request) -> None:
-    """NotFoundError on a server that has none."""
-    if serving_of(request).tenancy is None:
-        raise NotFoundError("This server runs without tenants: start it with --database")
-
-
 def tenancy_of(request: Request) -> Tenancy:
-    """The server's tenants; routes of this package have been checked to have them."""
+    """The server's tenants: one without them has not the routes of this package."""
     tenancy = serving_of(request).tenancy
     assert tenancy is not None
     return tenancy

@@ -55,7 +55,8 @@ class AcceptanceTotals:
             has_draft = self._has_draft.get(name, states.get(name, False))
             self.by_adapter[name][not has_draft].add(new)
         self._seen = now
-        self._has_draft |= states
+        # Nothing of adapters that are gone and have no counts, of which there may be any number.
+        self._has_draft = {n: s for n, s in (self._has_draft | states).items() if n in states or n in self.by_adapter}
 
     def total(self) -> SpeculationCounts:
         """All adapters and the base model."""

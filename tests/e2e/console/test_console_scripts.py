@@ -82,6 +82,35 @@ def test_an_open_server_asks_for_no_key(page):
     assert page.locator("img[src=x]").count() == 0
 
 
+ENDLESS_ANSWERS = """() => {
+    const real = window.fetch;
+    window.bodies = [];
+    window.fetch = async (url, options) => {
+        if (!String(url).includes("chat")) return real(url, options);
+        window.bodies.push(JSON.parse(options.body));
+        const first = `data: ${JSON.stringify({ choices: [{ delta: { content: "so" } }] })}\\n\\n`;
+        return new Response(new ReadableStream({ start(c) { c.enqueue(new TextEncoder().encode(first));
+            options.signal.addEventListener("abort", () => c.error(options.signal.reason)); } }));
+    };
+}"""
+
+
+def test_what_ends_with_a_conversation_does_not_come_into_the_next(page):
+    """An answer that is under way when a new one is begun, or its reader signs out."""
+    card = {"id": "m", "parent": None, "root": "/model"}
+    page.answers |= {"/admin/v1/stats": STATS, "/v1/models": {"object": "list", "data": [card]}}
+    page.goto(f"{ADDRESS}/console")
+    page.evaluate(ENDLESS_ANSWERS)
+    for text in ("One", "Two"):
+        page.get_by_placeholder("Message").fill(text)
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn-text")).to_have_text("so")
+        page.get_by_role("button", name="New conversation").click()
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    messages = page.evaluate("window.bodies.map((body) => body.messages.map((message) => message.content))")
+    assert messages == [["One"], ["Two"]]
+
+
 def test_every_state_of_the_server_is_explained(page):
     page.answers |= {"/v1/models": {"object": "list", "data": []}}
     for state in ("starting", "restarting", "draining", "stopped"):

@@ -11,7 +11,7 @@ import pytest
 from async_helpers import FOREVER, LONG, aborted, collect, first_output, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.ipc import Add, Call
+from outrider.platform.client.ipc import Add, Call, decode, encode
 from outrider.platform.core.errors import (
     AdapterError,
     EngineDeadError,
@@ -162,6 +162,22 @@ def test_texts_of_other_types_are_refused(model_path: str, name: str, value: Any
         assert caught.value.param == name
         assert (await collect(llm.generate([5])))[-1].finished
         assert llm.engine_pid == pid
+
+    run(make(model_path), scenario)
+
+
+def test_tenant_and_weight_reach_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        engine = llm._supervisor.ready_engine()
+        sent: list[Any] = []
+        send = engine.send
+        monkeypatch.setattr(engine, "send", lambda message: (sent.append(decode(encode(message))), send(message)))
+        await collect(llm.generate([5], SamplingParams(n=2), tenant="a", weight=2.5))
+        with pytest.raises(InvalidRequestError) as caught:
+            await collect(llm.generate([5], tenant="a", weight=0.0))
+        assert caught.value.param == "weight"
+        [added] = [message for message in sent if isinstance(message, Add)]
+        assert [(request.tenant, request.weight) for request in added.requests] == [("a", 2.5)] * 2
 
     run(make(model_path), scenario)
 

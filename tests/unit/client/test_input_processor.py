@@ -9,6 +9,7 @@ from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError, PromptTooLongError
 from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.messages import MAX_TENANT_WEIGHT
 from outrider.platform.core.sampling_params import MAX_SEED, SamplingParams
 
 
@@ -52,6 +53,11 @@ def test_n_sequences_have_their_own_seeds_and_one_group(processor: InputProcesso
     assert requests[0].prompt_token_ids is requests[1].prompt_token_ids
     assert params.n == 3
     assert {r.params.seed for r in processor.process("r", "hello", SamplingParams(n=2))} == {None}
+
+
+def test_the_tenants_weight_goes_with_every_sequence(processor: InputProcessor) -> None:
+    assert [r.weight for r in processor.process("r", "a", SamplingParams(n=2), weight=0.25)] == [0.25, 0.25]
+    assert processor.process("r", "a")[0].weight == 1.0
 
 
 def test_max_tokens_none_is_what_is_left(processor: InputProcessor) -> None:
@@ -147,6 +153,13 @@ def test_as_long_as_allowed(processor: InputProcessor) -> None:
         (("r", "a"), {"priority": 2**64}, "priority"),
         (("r", "a"), {"cache_salt": "\ud800"}, "cache_salt"),
         (("r", "a"), {"tenant": "\ud800"}, "tenant"),
+        (("r", "a"), {"weight": "1"}, "weight"),
+        (("r", "a"), {"weight": True}, "weight"),
+        (("r", "a"), {"weight": 0.0}, "weight"),
+        (("r", "a"), {"weight": -1.0}, "weight"),
+        (("r", "a"), {"weight": float("nan")}, "weight"),
+        (("r", "a"), {"weight": float("inf")}, "weight"),
+        (("r", "a"), {"weight": 2 * MAX_TENANT_WEIGHT}, "weight"),
         (("\ud800", "a"), {}, "request_id"),
         (("r", "a"), {"lora": "sql"}, "lora_request"),
     ],

@@ -36,7 +36,7 @@ LOGPROBS = TokenLogprobs([1, 2], [-0.5, float("-inf")], 3)
 ADAPTER = AdapterInfo("a", "/a", "d", 8, 8, "host", True, 2, "loaded")
 REQUEST = EngineRequest(
     "r", [1, 2], FULL_PARAMS, [0], LoRARequest("a", 7, "/a"), priority=-1, tenant="t", cache_salt="s", group="g",
-    arrival_time=1.5,
+    arrival_time=1.5, weight=2.5, num_shared_tokens=1,
 )  # fmt: skip
 MIX = LoRAMix((LoRAPart(LoRARequest("a", 7, "/a"), 0.7), LoRAPart(LoRARequest("b", path="/b", draft_path="/d"), -0.3)))
 COUNTS = SpeculationCounts(1, 2, 1, [1, 0], [3, 0, 1])
@@ -71,6 +71,11 @@ def test_every_parameter_is_tried_with_another_value_than_its_default() -> None:
         if getattr(FULL_PARAMS, f.name) == getattr(SamplingParams(), f.name)
     ]
     assert same == ["top_k", "detokenize"]
+
+
+def test_every_field_of_a_request_is_tried_with_another_value_than_its_default() -> None:
+    plain = EngineRequest("q", [], SamplingParams())
+    assert not [f.name for f in dataclasses.fields(EngineRequest) if getattr(REQUEST, f.name) == getattr(plain, f.name)]
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,21 @@ def test_lists_are_paired(llm: LLM) -> None:
     assert [output.lora_request for output in outputs] == [lora, lora]
 
 
-@pytest.mark.parametrize("name", ["sampling_params", "lora_request", "priority"])
+def test_tenants_and_their_weights(llm: LLM) -> None:
+    llm.generate([[10], [11]], SHORT, use_tqdm=False, tenant=["a", "b"], weight=[2, 0.5])
+    llm.generate([[10], [11]], SHORT, use_tqdm=False, tenant="c", weight=3.0)
+    llm.generate([[10]], SHORT, use_tqdm=False)
+    added = [(request.tenant, request.weight) for request in engine_of(llm).added]
+    assert added == [("a", 2), ("b", 0.5), ("c", 3.0), ("c", 3.0), ("", 1.0)]
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate([[10], [11]], SHORT, use_tqdm=False, weight=[1.0, -1.0])
+    assert caught.value.param == "weight"
+    assert len(engine_of(llm).added) == len(added), "nothing was started"
+
+
+@pytest.mark.parametrize("name", ["sampling_params", "lora_request", "priority", "tenant", "weight"])
 def test_lists_of_the_wrong_length(llm: LLM, name: str) -> None:
-    one = {"sampling_params": SHORT, "lora_request": None, "priority": 0}[name]
+    one = {"sampling_params": SHORT, "lora_request": None, "priority": 0, "tenant": "a", "weight": 1.0}[name]
     with pytest.raises(InvalidRequestError, match=f"{name} has 1 entries for 2 prompts") as caught:
         llm.generate(["a", "b"], use_tqdm=False, **{name: [one]})
     assert caught.value.param == name

@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.platform.engine.prompt_pace import FEWEST, START, PromptPace
+from outrider import SamplingParams
+from outrider.platform.core.batch import RowPlan
+from outrider.platform.core.request import Request
+from outrider.platform.engine.prompt_pace import FEWEST, START, UNMEASURED, PromptPace
+from outrider.platform.engine.step_budget import StepBudget
 
 Machine = Callable[[int], float]
 """Tokens of a step -> seconds."""
@@ -65,6 +69,22 @@ def test_a_number_of_decodes_that_was_never_measured_takes_the_nearest() -> None
     limit = pace.limit(1, 8, 1)
     assert limit is not None
     assert limit < START
+
+
+def test_where_prompts_never_end_decodes_are_measured_all_the_same() -> None:
+    pace, machine = PromptPace(), MACHINES["a GPU"]
+    ratios, num_without = [], 0
+    for _ in range(UNMEASURED + 80):
+        step = StepBudget(10_000, 0)
+        for _ in range(20):
+            request = Request("r", [1], 1, SamplingParams(), 0)
+            step.add(RowPlan(request, 0, 1, 0, samples=True, max_new_drafts=0))
+        pace.apply(step, 1)
+        ratios.append(machine(20 + step.num_left) / machine(20))
+        pace.learn(20, step.num_left, machine(20 + step.num_left))
+        num_without += step.num_left == 0
+    assert num_without == 1
+    assert 1.5 < ratios[-1] < 2.5
 
 
 @settings(max_examples=100, deadline=None)

@@ -120,9 +120,16 @@ def test_an_admin_key_of_the_database(server, acme):
 
 
 def test_without_a_database_there_is_nothing(http):
-    response = http.get("/admin/v1/tenants")
-    assert response.status_code == 404
-    assert "--database" in response.json()["error"]["message"]
+    for method, path in ROUTES:
+        response = http.request(method, f"/admin/v1{path}")
+        assert response.status_code == 404
+        assert "--database" in response.json()["error"]["message"]
+
+
+def test_without_a_database_strangers_are_not_even_told_that(make_http):
+    http = make_http(api_keys=("user",), admin_api_keys=("admin",))
+    for key, status in (("", 401), ("user", 403), ("admin", 404)):
+        assert http.get("/admin/v1/tenants", headers={"Authorization": f"Bearer {key}"}).status_code == status
 
 
 def test_rights_come_before_the_body(server):

@@ -218,3 +218,12 @@ def test_acceptance_goes_on_when_the_engine_starts_again():
     totals.update(snapshot(1, "loaded", "2"))
     totals.update(snapshot(3, "loaded", "2"))
     assert accepted(totals) == (26, 0)
+
+
+def test_adapters_that_come_and_go_are_forgotten():
+    """A tenant may load and unload any number, each by another name."""
+    totals = AcceptanceTotals()
+    for number in range(20):
+        infos = [AdapterInfo(name, "/p", "d", 8, 8, "host") for name in (f"a{number}", "kept")]
+        totals.update(EngineStats(adapters=infos))
+    assert totals._has_draft.keys() == {"a19", "kept"}

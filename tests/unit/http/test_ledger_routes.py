@@ -380,6 +380,8 @@ def test_limits_over_http(serve, llm):
         answer = await server.http.post(CHAT, json=BODIES[CHAT])
         assert llm.calls[-1]["params"].max_tokens == 7, "the missing max_tokens is lowered"
         assert answer.headers["x-ratelimit-remaining-requests"] == "1"
+        too_many = await server.http.post(CHAT, json=BODIES[CHAT] | {"max_completion_tokens": 8})
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "max_completion_tokens")
         streamed = await server.http.post(COMPLETIONS, json={"prompt": "ab", "stream": True})
         assert streamed.headers["x-ratelimit-remaining-requests"] == "0"
         refused = await server.http.post(COMPLETIONS, json={"prompt": "ab", "stream": True})
@@ -391,8 +393,6 @@ def test_limits_over_http(serve, llm):
             "RateLimitError", "rate_limit_exceeded", "requests_per_minute",
         )  # fmt: skip
         assert (await server.http.post("/tokenize", json={"prompt": "ab"})).status_code == 429
-        too_many = await server.http.post(CHAT, json=BODIES[CHAT] | {"max_completion_tokens": 8})
-        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "max_completion_tokens")
         assert len(server.rows()) == 2
 
     serve(scenario, Limits(requests_per_minute=2, max_output_tokens=7))

@@ -24,6 +24,7 @@ PEOPLE = {
         tenant="globex", scopes=INFERENCE, max_adapters=2, tenant_limits=Limits(allowed_adapters=("sql",))
     ),
     "admin": Principal(tenant="ops"),
+    "helper": Principal(tenant="ops", key_limits=Limits(allowed_adapters=("acme/own", "sql"))),
     "operator": Principal(),
 }
 
@@ -200,6 +201,15 @@ def test_cards_of_shared_adapters_say_nothing_of_others_requests(people):
     assert people.operator.get("/v1/models/sql").json()["num_running"] == 3
     people.acme.load("own")
     assert people.acme.get("/v1/models/own").json()["num_running"] == 0
+
+
+def test_cards_for_an_admins_key_with_limits(people):
+    """Which call another tenant's adapter by its full name."""
+    people.acme.load("own")
+    people.globex.load("own")
+    assert people.helper.get("/v1/models/acme/own").json()["id"] == "acme/own"
+    assert people.helper.get("/v1/models/globex/own").status_code == 404
+    assert people.helper.names() == ["base", "sql", "acme/own"]
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

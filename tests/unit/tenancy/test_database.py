@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.tenancy.database import Database, DatabaseUnavailableError, parse_url, shown_url
 from outrider.platform.tenancy.schema import api_keys, revisions, tenants
+from outrider.platform.tenancy.service import default_journal
 
 ACME = {"name": "acme", "weight": 1.0, "limits": {}, "max_adapters": 0, "disabled": False, "created_at": 1.0}
 
@@ -176,3 +177,20 @@ def test_a_server_that_was_restarted_is_found_again(make_postgresql):
     with database.read() as connection:
         assert connection.scalar(text("SELECT 2")) == 2
     database.close()
+
+
+def test_every_database_has_a_journal_of_its_own(tmp_path, monkeypatch):
+    """What a server could not write to one is not replayed into another."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def journal(address):
+        database = Database(parse_url(address))
+        database.close()
+        return default_journal(database)
+
+    assert journal(f"sqlite:///{tmp_path}/x.db") == tmp_path / "x.db.ledger"
+    first = journal("postgresql://a:secret@host/one")
+    assert first.parent == tmp_path / "outrider" / "ledger"
+    assert first == journal("postgresql://b:other@host/one?sslmode=require")
+    others = ("host/two", "elsewhere/one", "host:5433/one", "/one?host=/run/a", "/one?host=/run/b")
+    assert len({first, *(journal(f"postgresql://{rest}") for rest in others)}) == 6

@@ -61,6 +61,31 @@ def test_a_principal_has_all_that_routes_need(sqlite_store, directory):
     assert not principal.is_admin
 
 
+def test_keys_that_are_valid_no_more(sqlite_store, sqlite):
+    """For requests that have waited since they came."""
+    clock = Clock()
+    directory = Directory(sqlite, clock=clock)
+    revoked, secret = sqlite_store.create_key("acme")
+    _, expiring = sqlite_store.create_key("acme", expires_at=4e9)
+    principals = [refresh(directory).authenticate(key) for key in (secret, expiring)]
+    assert all(map(directory.is_valid, principals))
+    sqlite_store.revoke_key(revoked.id)
+    refresh(directory)
+    assert [*map(directory.is_valid, principals)] == [False, True]
+    clock.now = 4e9
+    assert [*map(directory.is_valid, principals)] == [False, False]
+    assert directory.is_valid(Principal()), "an operator's, which is in no database"
+    asyncio.run(directory.close())
+
+
+def test_principals_of_later_readings_can_be_told(sqlite_store, directory):
+    _, secret = sqlite_store.create_key("acme")
+    before = refresh(directory).authenticate(secret)
+    assert refresh(directory).authenticate(secret) is before
+    sqlite_store.update_tenant("acme", {"weight": 3.0})
+    assert refresh(directory).authenticate(secret).reading > before.reading > 0
+
+
 def test_who_may_not_enter(sqlite_store, directory):
     _, secret = sqlite_store.create_key("acme")
     assert directory.authenticate(secret) is None  # nothing has been read yet

@@ -129,6 +129,9 @@ def test_a_database_that_hangs(sqlite, tmp_path, monkeypatch):
             monkeypatch.setattr(asyncio, "wait", lambda *a, **o: (waits.append(o), wait(*a, **o))[1])
             await record(ledger, "r2")
             assert waits == [], "every answer would wait that long"
+            monkeypatch.setattr(ledger_module, "COUNT_SECONDS", 0.05)
+            with pytest.raises(DatabaseUnavailableError, match="does not answer"):
+                await ledger.tokens_between("acme", "", 0, 1e12)
             hangs.set()
             await until(lambda: ledger.status.num_pending == 0)
 

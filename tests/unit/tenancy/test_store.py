@@ -241,6 +241,7 @@ def test_every_change_counts_and_nothing_else_does(store, acme, database):
     store.list_tenants(), store.list_keys(), store.list_prefixes(), store.list_adapters(), store.get_key(key.id)
     with pytest.raises(NotFoundError):
         store.delete_tenant("nobody")
+    assert not store.remove_adapter("acme", "sql"), "a tenant may ask for any name, as often as it likes"
     assert revision(database) == before
 
 

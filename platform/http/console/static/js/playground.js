@@ -57,7 +57,8 @@ class Playground {
     const text = prompt.value.trim();
     if (this.#aborter || text === "") return;
     byId("playground-error").textContent = "";
-    const messages = [...this.#messages, { role: "user", content: text }];
+    const conversation = this.#messages; // another one when `reset` came meanwhile
+    const messages = [...conversation, { role: "user", content: text }];
     const model = byId("model-picker").value;
     const turn = new Turn(model);
     const log = byId("turns");
@@ -67,8 +68,9 @@ class Playground {
     this.#setBusy(true);
     try {
       await this.#stream(request(model, messages), turn);
-      this.#messages = [...messages, { role: "assistant", content: turn.text }];
+      if (this.#messages === conversation) this.#messages = [...messages, { role: "assistant", content: turn.text }];
     } catch (error) {
+      if (this.#messages !== conversation) return;
       if (turn.text === "") {
         turn.root.previousElementSibling.remove();
         turn.root.remove();

@@ -1,0 +1,47 @@
+"""Refusals of requests that have come as far as the limits."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.platform.http.app import create_app
+from outrider.platform.http.config import ServerConfig
+from outrider.platform.tenancy.limiter import Limiter
+from outrider.platform.tenancy.principal import Limits, Principal
+
+ACME = Principal(tenant="acme", key_id="key-1", tenant_limits=Limits(requests_per_minute=1))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "ab"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}]}),
+        ("/tokenize", {"prompt": "ab"}),
+    ],
+)
+def test_over_the_limit_the_prompt_is_not_tokenized(http, llm, monkeypatch, path, body):
+    limiter = Limiter(lambda *which: None)
+    people = SimpleNamespace(authenticate=lambda key: ACME)
+    http.app = create_app(llm, ServerConfig(), authenticator=people, tenancy=SimpleNamespace(limiter=limiter))
+    encoded, encode = [], llm.tokenizer.encode
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *args, **options: encoded.append(args) or encode(*args))
+    limiter.charge_call(ACME)
+    for _ in range(2):
+        answer = http.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (429, "requests_per_minute")
+    assert not encoded
+
+
+def test_a_key_that_was_revoked_while_its_request_waited(http, llm):
+    limiter = Limiter(lambda *which: None)
+    tenancy = SimpleNamespace(
+        limiter=limiter,
+        ledger=SimpleNamespace(check=lambda: None),
+        directory=SimpleNamespace(authenticate=lambda key: ACME, is_valid=lambda principal: False),
+    )
+    http.app = create_app(llm, ServerConfig(), tenancy=tenancy)
+    answer = http.post("/v1/completions", {"prompt": "ab"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "AuthenticationError")
+    assert not llm.calls
+    assert limiter.headers(ACME)["x-ratelimit-remaining-requests"] == "1", "nothing was used"
