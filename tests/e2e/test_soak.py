@@ -21,8 +21,8 @@ NUM_REQUESTS = int(os.environ.get("OUTRIDER_SOAK_REQUESTS", "600"))
 CONCURRENCY = 32
 MIB = 1 << 20
 MAX_GROWTH = {"api": 16 * MIB, "engine": 160 * MIB}
-"""Resident memory, from the middle to the end. The engine's grows, more slowly as it goes on, and nobody knows yet by what:
-its Python objects do not become more. So this bound would not see a moderate leak."""
+"""Resident memory, from the middle to the end. The engine's grows, more slowly as it goes on, and it is not known by
+what: its Python objects do not become more. So this bound would not see a moderate leak."""
 
 MODELS = ["outrider-demo", *sorted(demo_adapters())]
 STREAM = {"stream": True, "echo": False}
