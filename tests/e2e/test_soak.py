@@ -17,7 +17,7 @@ import pytest
 
 from outrider.models.demo import demo_adapters
 
-NUM_REQUESTS = int(os.environ.get("OUTRIDER_SOAK_REQUESTS", "600"))
+NUM_REQUESTS = int(os.environ.get("OUTRIDER_SOAK_REQUESTS", "300"))
 CONCURRENCY = 32
 MIB = 1 << 20
 MAX_GROWTH = {"api": 16 * MIB, "engine": 160 * MIB}
