@@ -36,9 +36,9 @@ $(BIN)/python:
 serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
 	$(BIN)/outrider serve $(ARGS)
 
-# A process for each core; a file's tests stay together and share their fixtures. tests/conftest.py has the order of files.
+# A process for each core; a file's tests stay together and share their fixtures.
 test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: .venv/.dev.stamp ## Check format, rules, types, layers and sizes
 	$(BIN)/ruff format --check .

@@ -51,16 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first: else the last one keeps one process busy while the others have nothing left."""
-    order = {"e2e": 0, "integration": 1, "kernels": 2}
-    tests = REPO_ROOT / "tests"
-    items.sort(
-        key=lambda item: order.get(item.path.relative_to(tests).parts[0], 3) if item.path.is_relative_to(tests) else 3
-    )
-
-
 @pytest.fixture(autouse=True)
 def _seed_everything() -> None:
     """Same random numbers in every test, whatever ran before; torch and numpy only where a test has loaded them."""
