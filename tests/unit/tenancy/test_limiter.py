@@ -306,6 +306,8 @@ def test_a_budget_stays_as_it_was_while_the_ledger_is_away():
         await setting.admit()
         await settle()
         await setting.admit()
+        assert len(setting.usage.asked) > 1, "it was asked again, in vain"
+        await refused(setting.admit(max_tokens=2000), "token_budget")
 
     run(scenario())
 
