@@ -301,12 +301,10 @@ def test_a_budget_stays_as_it_was_while_the_ledger_is_away():
     async def scenario():
         setting = Setting(Limits(token_budget=1000))
         await setting.admit()
-        setting.clock.seconds = 61.0
-        setting.usage.error = ShuttingDownError("away")
+        setting.clock.seconds, setting.usage.error = 61.0, ShuttingDownError("away")
         await setting.admit()
         await settle()
         await setting.admit()
-        assert len(setting.usage.asked) > 1, "it was asked again, in vain"
         await refused(setting.admit(max_tokens=2000), "token_budget")
 
     run(scenario())
