@@ -8,7 +8,8 @@ are random: right for speed, meaningless for text and acceptance. The demo's are
 
 Each section has a time box, and one that fails does not stop the others: its traceback is in OUT_DIR/gpu_check.json,
 which is written after each, and the exit code is 1. A short table comes last. `--device cpu --quick` runs what a CPU
-can run.
+can run. `--sections tune`, which is not part of a run unless it is named, searches kernel configs for as long as
+there is time and leaves them in OUT_DIR; the same command goes on.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from gpu.models import LLAMA_8B, QWEN_06B, TINY, TINY_QWEN, ModelShape
 from gpu.report import Context, Report, Section
 from gpu.speculation import measure_speculation
 from gpu.timing import measure_ceilings
+from gpu.tuning import measure_tuning
 from machine import describe_machine
 
 WEIGHTS = "random, but for the demo model's"
+OPTIONAL = {"tune"}
+"""Sections that run only where they are named."""
 
 
 def sections(root: Path, quick: bool) -> list[Section]:
@@ -51,6 +55,7 @@ def sections(root: Path, quick: bool) -> list[Section]:
         Section("speculate", lambda context: measure_speculation(context, root), 80),
         Section("demo", lambda context: check_demo(context, root), 50),
         Section("tests", lambda context: run_tests(context, root), 400),
+        Section("tune", partial(_with_shape, measure_tuning, root, large), 480),
     ]
 
 
@@ -75,14 +80,15 @@ def main() -> None:
     facts = {"weights": WEIGHTS, "machine": describe_machine()}
     report = Report(args.output_dir, facts, device=args.device, quick=args.quick)
     with tempfile.TemporaryDirectory() as folder:
-        chosen = sections(Path(folder), args.quick)
+        every = sections(Path(folder), args.quick)
+        chosen = [section for section in every if section.name not in OPTIONAL]
         if args.sections is not None:
             names = args.sections.split(",")
-            unknown = set(names) - {section.name for section in chosen}
+            unknown = set(names) - {section.name for section in every}
             if unknown:
-                known = ", ".join(section.name for section in chosen)
+                known = ", ".join(section.name for section in every)
                 parser.error(f"unknown sections {', '.join(sorted(unknown))}; there are {known}")
-            chosen = [section for section in chosen if section.name in names or section.name == "ceilings"]
+            chosen = [section for section in every if section.name in names or section.name == "ceilings"]
         report.run(chosen, args.seconds)
     print("\n".join(["", f"weights: {WEIGHTS}", *report.table()]))
     if report.failed:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
+from ..platform.core.errors import UnsupportedModelError
+from .json_files import read_json as read_json
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -94,24 +93,6 @@ class FamilyTraits:
     window_switch: bool = False
     """Whether a window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
     has_window: bool = True
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model directory.
-
-    Raises:
-        NotFoundError: there is no such file.
-        InvalidRequestError: it is no JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise NotFoundError(f"{path.parent} has no readable {path.name}", param="model") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{path} is not valid JSON: {error}", param="model") from error
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{path} is not a JSON object", param="model")
-    return value
 
 
 def named_architectures(raw: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,11 @@ needs more shared memory than a block can have, or that does not compile is an e
 
 As at run time, pointers and strides are taken to be divisible by 16: wide loads depend on it.
 
-Usage: python tools/compile_kernels.py [--arch 80 90 100] [--only TEXT ...] [--jobs N] [--json FILE]
+With --candidates every config that `outrider tune` may try is compiled in place of the defaults. Of these only one that
+does not compile is an error: what spills is slow, and what needs too much shared memory is passed over.
+
+Usage: python tools/compile_kernels.py [--arch 80 90 100] [--only TEXT ...] [--brief] [--candidates] [--jobs N]
+       [--json FILE]
 """
 
 from __future__ import annotations
@@ -69,6 +73,23 @@ def find_cases(only: Sequence[str] = ()) -> dict[str, CompileCase]:
     return {name: case for name, case in cases.items() if not only or any(text in name for text in only)}
 
 
+def one_a_kernel(cases: dict[str, CompileCase], arch: int) -> dict[str, CompileCase]:
+    """The first case of every kernel that is for `arch`."""
+    first: dict[int, CompileCase] = {}
+    for case in cases.values():
+        if _is_meant(case, arch):
+            first.setdefault(id(case.kernel), case)
+    return {case.name: case for case in first.values()}
+
+
+def find_candidates(only: Sequence[str], arch: int) -> dict[str, CompileCase]:
+    """What a search on `arch` may launch, by name: those whose names contain one of `only`, if given."""
+    from outrider.kernels.tuning.space import compile_candidates
+
+    cases = {case.name: case for _, case in compile_candidates(find_cases(), arch)}
+    return {name: case for name, case in cases.items() if not only or any(text in name for text in only)}
+
+
 def compile_case(case: CompileCase, arch: int) -> Usage:
     """Compile `case` for compute capability `arch` / 10 and judge what it takes."""
     start = time.monotonic()
@@ -126,9 +147,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _compile_named(job: tuple[str, int]) -> Usage:
-    name, arch = job
-    return compile_case(find_cases()[name], arch)
+def _compile_named(job: tuple[str, int, bool]) -> Usage:
+    name, arch, is_candidate = job
+    cases = find_candidates((), arch) if is_candidate else find_cases()
+    return compile_case(cases[name], arch)
 
 
 def _is_meant(case: CompileCase, arch: int) -> bool:
@@ -137,11 +159,11 @@ def _is_meant(case: CompileCase, arch: int) -> bool:
     return arch in case.archs and has_types
 
 
-def compile_all(cases: dict[str, CompileCase], archs: Sequence[int], jobs: int) -> list[Usage]:
-    """Every case on every architecture that it is for, in `jobs` processes."""
-    work = [(name, arch) for name in cases for arch in archs if _is_meant(cases[name], arch)]
+def compile_all(cases: dict[str, CompileCase], arch: int, jobs: int, *, candidates: bool) -> list[Usage]:
+    """Every case that is for `arch`, in `jobs` processes."""
+    work = [(name, arch, candidates) for name, case in cases.items() if _is_meant(case, arch)]
     if jobs == 1:
-        return [compile_case(cases[name], arch) for name, arch in work]
+        return [compile_case(cases[name], arch) for name, _, _ in work]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(_compile_named, work))
 
@@ -163,19 +185,25 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Compile every Triton kernel without a GPU")
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(MAX_SHARED), choices=sorted(MAX_SHARED))
     parser.add_argument("--only", nargs="+", default=(), metavar="TEXT", help="cases whose name contains one of these")
+    parser.add_argument("--brief", action="store_true", help="one case a kernel")
+    parser.add_argument("--candidates", action="store_true", help="the configs that `outrider tune` may try")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1: nothing would be compiled")
-    cases = find_cases(options.only)
-    if not cases:
-        parser.error(f"no case is called like {' or '.join(options.only)}")
-    usages = compile_all(cases, options.arch, options.jobs)
+    usages: list[Usage] = []
+    for arch in options.arch:
+        cases = find_candidates(options.only, arch) if options.candidates else find_cases(options.only)
+        if not cases:
+            parser.error(f"no case is called like {' or '.join(options.only)}")
+        if options.brief:
+            cases = one_a_kernel(cases, arch)
+        usages += compile_all(cases, arch, options.jobs, candidates=options.candidates)
     print(table(usages))
     if options.json is not None:
         options.json.write_text(json.dumps([usage._asdict() for usage in usages], indent=1) + "\n", encoding="utf-8")
-    refused = [usage for usage in usages if usage.error]
+    refused = [usage for usage in usages if usage.error and not (options.candidates and usage.registers)]
     print(f"{len(usages) - len(refused)} compiled, {len(refused)} refused")
     return 1 if refused else 0
 

@@ -9,6 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..tuning import bucket, tuned
+from ..tuning.configs import LoRAExpandConfig, LoRAShrinkConfig
 from .groups import BLOCK_ROWS, RowGroups
 from .triton import (
     BLOCKS,
@@ -26,15 +28,16 @@ _MIN_CHUNK = 256
 """Inputs of a shrink's part."""
 _WANTED_UNITS = 512
 """Of a shrink, to keep a large device's memory busy."""
-_PROGRAMS_PER_CORE = 8
+_PROGRAMS = 8
+"""A multiprocessor, at most."""
 
 
 @functools.cache
-def _num_programs(device: torch.device) -> int:
+def _num_programs(device: torch.device, per_processor: int) -> int:
     """The most that a launch has; few for the interpreter, so that programs walk over several units there too."""
     if device.type != "cuda":
         return 3
-    return _PROGRAMS_PER_CORE * torch.cuda.get_device_properties(device).multi_processor_count
+    return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _output_blocks(slice_sizes: Sequence[int], block: int, device: torch.device) -> Tensor:
@@ -47,9 +50,20 @@ def _output_blocks(slice_sizes: Sequence[int], block: int, device: torch.device)
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 
-def num_splits(num_tokens: int, num_slices: int, in_features: int) -> int:
+def default_shrink_config(tile: int) -> LoRAShrinkConfig:
+    """For tiles of so many tokens."""
+    blocks = BLOCKS[tile]
+    return LoRAShrinkConfig(blocks.inputs, blocks.dot_inputs, NUM_WARPS, SHRINK_STAGES, _WANTED_UNITS, _PROGRAMS)
+
+
+def default_expand_config(tile: int) -> LoRAExpandConfig:
+    """For tiles of so many tokens."""
+    return LoRAExpandConfig(BLOCKS[tile].outputs, NUM_WARPS, EXPAND_STAGES, _PROGRAMS)
+
+
+def num_splits(num_tokens: int, num_slices: int, in_features: int, wanted_units: int = _WANTED_UNITS) -> int:
     """Parts of a shrink's sums: enough to keep the memory busy, and none too short; from the step's size alone."""
-    wanted = triton.next_power_of_2(-(-_WANTED_UNITS // max(1, num_tokens * num_slices)))
+    wanted = triton.next_power_of_2(-(-wanted_units // max(1, num_tokens * num_slices)))
     return max(1, min(wanted, MAX_SPLITS, in_features // _MIN_CHUNK))
 
 
@@ -77,8 +91,16 @@ class TritonRows:
         self._a, self._b, self._live = a, b, live
         self._in_features, self._out_features, self._num_slices = in_features, b.shape[1], num_slices
         self._alignment = 16 if all(size % 16 == 0 for size in slice_sizes) else 1
+        size = a.element_size()
+        self._shrink_configs = {
+            tile: tuned(a.device, default_shrink_config(tile), tile, bucket(in_features), size) for tile in BLOCKS
+        }
+        self._expand_configs = {
+            tile: tuned(a.device, default_expand_config(tile), tile, bucket(self._out_features), size)
+            for tile in BLOCKS
+        }
         self._output_blocks = {
-            tile: _output_blocks(slice_sizes, blocks.outputs, a.device) for tile, blocks in BLOCKS.items()
+            tile: _output_blocks(slice_sizes, config.block, a.device) for tile, config in self._expand_configs.items()
         }
 
     def add(self, y: Tensor, x: Tensor, groups: RowGroups) -> None:
@@ -102,23 +124,25 @@ class TritonRows:
             return
         if x.stride(1) != 1:
             x = x.contiguous()
-        blocks = BLOCKS[groups.tile]
-        splits = num_splits(groups.num_tokens, self._num_slices, self._in_features) if groups.tile == 16 else 1
-        unit = max(blocks.inputs, blocks.dot_inputs)
+        config = self._shrink_configs[groups.tile]
+        splits = 1
+        if groups.tile == 16:
+            splits = num_splits(groups.num_tokens, self._num_slices, self._in_features, config.units)
+        unit = max(config.block, config.dot_block)
         chunk = triton.cdiv(triton.cdiv(self._in_features, splits), unit) * unit
         h = torch.empty(self._num_slices * splits, groups.h_size, dtype=torch.float32, device=x.device)
         units = groups.max_items * self._num_slices * splits
-        shrink_kernel[(min(units, _num_programs(x.device)),)](
+        shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](
             *(x, self._a, self._live, groups.data, h),
             *(x.stride(0), self._a.stride(0), self._live.stride(0), groups.h_size, splits, chunk),
             FEATURES=self._in_features,
             SLICES=self._num_slices,
             TILE=groups.tile,
             ROWS=BLOCK_ROWS,
-            BLOCK=blocks.inputs,
-            DOT_BLOCK=blocks.dot_inputs,
-            num_warps=NUM_WARPS,
-            num_stages=SHRINK_STAGES,
+            BLOCK=config.block,
+            DOT_BLOCK=config.dot_block,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
         )
         self._expand(y, groups, h, None, splits)
 
@@ -143,17 +167,18 @@ class TritonRows:
     def _expand(self, y: Tensor, groups: RowGroups, h: Tensor, ids: Tensor | None, splits: int) -> None:
         output_blocks = self._output_blocks[groups.tile]
         num_blocks = len(output_blocks)
-        expand_kernel[(min(groups.max_tiles * num_blocks, _num_programs(y.device)),)](
+        config = self._expand_configs[groups.tile]
+        expand_kernel[(min(groups.max_tiles * num_blocks, _num_programs(y.device, config.programs)),)](
             *(y, self._b, self._live, groups.data, h, groups.data if ids is None else ids, output_blocks),
             *(y.stride(0), self._b.stride(0), self._live.stride(0), groups.h_size, splits, num_blocks),
             ALIGNMENT=self._alignment,
             TILE=groups.tile,
             ROWS=BLOCK_ROWS,
-            BLOCK=BLOCKS[groups.tile].outputs,
+            BLOCK=config.block,
             SPLITS=MAX_SPLITS if groups.tile == 16 and ids is None else 1,
             EMBEDDING=ids is not None,
-            num_warps=NUM_WARPS,
-            num_stages=EXPAND_STAGES,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
         )
 
 

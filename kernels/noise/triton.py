@@ -22,13 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase
+from ..tuning import bucket, tuned
+from ..tuning.configs import NoiseArgmaxConfig
 
 BLOCK = 1024
 """Tokens of a tile."""
 _WARPS = 4
 _MAX_SPLITS = 32
-_PROGRAMS = 512
+PROGRAMS = 512
 """Enough for all multiprocessors, a few each."""
+DEFAULT = NoiseArgmaxConfig(BLOCK, _WARPS, PROGRAMS)
 _LARGEST_NOISE = tl.constexpr(22.9)
 """Upper bound of G: v is at least 2^-33, and 33 ln 2 = 22.874."""
 _FAST_ERROR = tl.constexpr(1e-3)
@@ -190,13 +193,13 @@ def _reduce_kernel(values, tokens, out, num_splits, SPLITS: tl.constexpr):
 # --- operations ----------------------------------------------------------------------------------------------
 
 
-def chunk_size(num_rows: int, num_tokens: int) -> int:
-    """Tokens a program, a multiple of the tile, so that few rows use the whole device and many rows skip most tiles.
+def chunk_size(num_rows: int, num_tokens: int, block: int, programs: int) -> int:
+    """Tokens a program, a multiple of the tile `block`, so that few rows use the whole device and many skip most tiles.
 
     An argmax is the same however it is split, so this may depend on the batch.
     """
-    num_splits = min(_MAX_SPLITS, max(1, _PROGRAMS // max(1, num_rows)))
-    return triton.cdiv(triton.cdiv(num_tokens, BLOCK), num_splits) * BLOCK
+    num_splits = min(_MAX_SPLITS, max(1, programs // max(1, num_rows)))
+    return triton.cdiv(triton.cdiv(num_tokens, block), num_splits) * block
 
 
 def _bits(keys: Tensor, num_tokens: int, gumbel: bool) -> Tensor:
@@ -223,7 +226,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
     num_rows, num_tokens = scores.shape
     if scores.stride(1) != 1:
         scores = scores.contiguous()
-    chunk = chunk_size(num_rows, num_tokens)
+    config = tuned(scores.device, DEFAULT, bucket(num_tokens))
+    chunk = chunk_size(num_rows, num_tokens, config.block, config.programs)
     num_splits = triton.cdiv(num_tokens, chunk)
     values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=scores.device)
     tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=scores.device)
@@ -237,8 +241,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
             num_tokens,
             scores.stride(0),
             chunk,
-            BLOCK=BLOCK,
-            num_warps=_WARPS,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
         )
         splits = triton.next_power_of_2(num_splits)
         _reduce_kernel[(num_rows,)](values, tokens, out, num_splits, SPLITS=splits, num_warps=1)

@@ -15,14 +15,7 @@ from ..staging import staged, to_device
 from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
 from .torch import LayerKV
-from .triton import (
-    BLOCK_HEADS,
-    attention_constants,
-    attention_kernel,
-    reduce_kernel,
-    write_constants,
-    write_kernel,
-)
+from .triton import attention_constants, attention_kernel, reduce_kernel, write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
 # Larger ones hide nothing, and 32 bits are enough for it.
@@ -133,14 +126,25 @@ class DeviceStep:
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         """
+        return self._attend(self.write_qkv(qkv, rotation, norm, kv, options.scales), kv, options)
+
+    def write_qkv(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: NormWeight | None,
+        kv: LayerKV,
+        scales: KVScales,
+    ) -> Tensor:
+        """The first half of `attend_qkv`: returns the queries [T, H, D], a part of `qkv`."""
         num_heads, num_kv_heads, dim = self._planner.shape
         if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * dim:
             raise ValueError(f"qkv must be [T, {(num_heads + 2 * num_kv_heads) * dim}]; got {tuple(qkv.shape)}")
         heads = qkv.view(qkv.shape[0], -1, dim)
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
         self._check(q, k, v, kv)
-        self._write(q, k, v, kv, rotation, norm, options.scales)
-        return self._attend(q, kv, options)
+        self._write(q, k, v, kv, rotation, norm, scales)
+        return q
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         num_tokens, (num_heads, num_kv_heads, dim) = self._layout.num_tokens, self._planner.shape
@@ -170,17 +174,18 @@ class DeviceStep:
         scales: KVScales,
     ) -> None:
         num_heads, num_kv_heads, _ = self._planner.shape
-        parts = 2 * triton.cdiv(num_kv_heads, BLOCK_HEADS)
+        config = self._planner.write_config
+        parts = 2 * triton.cdiv(num_kv_heads, config.block_heads)
         if rotation is not None:
-            parts += triton.cdiv(num_heads, BLOCK_HEADS)
+            parts += triton.cdiv(num_heads, config.block_heads)
         cos, sin = rotation if rotation is not None else (q, q)
         scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
         write_kernel[(len(q), parts)](
             *(q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
             *(cos, sin, cos.stride(0), scale, root * root),
             *(kv.k, kv.v, kv.k.stride(0), kv.v.stride(0), self._slots, 1 / scales.key, 1 / scales.value),
-            **write_constants(self._planner.shape, rotate=rotation is not None, norm=norm is not None),
-            num_warps=2,
+            **write_constants(self._planner.shape, config, rotate=rotation is not None, norm=norm is not None),
+            num_warps=config.num_warps,
         )
 
     def _attend(self, q: Tensor, kv: LayerKV, options: AttentionOptions) -> Tensor:

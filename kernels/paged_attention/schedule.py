@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..tuning.configs import AttentionConfig, KVWriteConfig
+from ..tuning.store import NO_CONFIGS, Configs
 from .native import RowArrays, Shape
 
 TILE_FIELDS = 8
@@ -24,6 +26,8 @@ MIN_SPLIT_KEYS = 256
 """Below that a split costs more than it gains."""
 # Programs that a multiprocessor should find to choose from: of short rows, and of others.
 _SHORT_PROGRAMS, _LONG_PROGRAMS = 4, 2
+DEFAULT_WRITE = KVWriteConfig(block_heads=8, num_warps=2)
+"""Of every shape."""
 
 
 class Gpu(NamedTuple):
@@ -33,6 +37,14 @@ class Gpu(NamedTuple):
     """Multiprocessors."""
     arch: int
     """Its compute capability times ten."""
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """A CUDA device, or what stands for one in the interpreter, which has nothing to keep busy."""
+    if device.type != "cuda":
+        return Gpu(1, 90)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.multi_processor_count, 10 * properties.major + properties.minor)
 
 
 class Blocks(NamedTuple):
@@ -115,6 +127,17 @@ class Planner:
     gpu: Gpu
     num_splits: int | None = None
     """Of all tiles; None: as many as keep the device busy."""
+    configs: Configs = NO_CONFIGS
+    """What was tuned for the device."""
+
+    @property
+    def write_config(self) -> KVWriteConfig:
+        """Of the kernel that writes keys and values."""
+        return self.configs.get(DEFAULT_WRITE, padded_dim(self.shape.head_dim), self.itemsize)
+
+    def tuned_shape(self, block_m: int, *, is_long: bool) -> tuple[int, ...]:
+        """What AttentionConfig is found by."""
+        return block_m, padded_dim(self.shape.head_dim), self.itemsize, int(is_long)
 
     @property
     def _fold(self) -> int:
@@ -124,19 +147,18 @@ class Planner:
     def max_short_queries(self) -> int:
         """Queries up to which a row is one tile; at least 1."""
         # With the query heads of a KV head so many are still bound by memory; in float32 more would spill.
-        return max(1, min(64, self._long_blocks().block_m) // self._fold)
+        return max(1, min(64, self._long_block_m()) // self._fold)
 
     def layout(self, rows: RowArrays) -> Layout:
         """For exactly these rows."""
         short = rows.query_lens <= self.max_short_queries
         few, many = rows.query_lens[short], rows.query_lens[~short]
-        long_blocks = self._long_blocks()
-        queries = long_blocks.block_m // self._fold
+        queries = self._long_block_m() // self._fold
         return Layout(
             len(rows.slots),
             len(rows.blocks),
             self._short_group(len(few), int(few.max())) if len(few) else None,
-            self._group(int((-(-many // queries)).sum()), queries, long_blocks, _LONG_PROGRAMS) if len(many) else None,
+            self._long_group(int((-(-many // queries)).sum()), queries) if len(many) else None,
         )
 
     def reserve(self, capacity: Capacity) -> Layout:
@@ -151,26 +173,28 @@ class Planner:
         return Layout(capacity.num_tokens, capacity.num_blocks, group, None)
 
     def _short_group(self, num_rows: int, num_queries: int) -> TileGroup:
-        blocks = self._short_blocks(num_queries)
-        return self._group(num_rows, num_queries, blocks, _SHORT_PROGRAMS, _MIN_SPLITS)
+        block_m = max(16, 1 << (num_queries * self._fold - 1).bit_length())
+        return self._group(num_rows, num_queries, block_m, is_long=False)
 
-    def _group(self, num_tiles: int, num_queries: int, blocks: Blocks, programs: int, least: int = 1) -> TileGroup:
-        splits, wanted = least, programs * self.gpu.num_processors
+    def _long_group(self, num_tiles: int, num_queries: int) -> TileGroup:
+        return self._group(num_tiles, num_queries, self._long_block_m(), is_long=True)
+
+    def _group(self, num_tiles: int, num_queries: int, block_m: int, *, is_long: bool) -> TileGroup:
+        dim = padded_dim(self.shape.head_dim)
+        default = default_config(block_m, dim, self.itemsize, self.gpu.arch, is_long)
+        config = self.configs.get(default, *self.tuned_shape(block_m, is_long=is_long))
+        blocks = Blocks(block_m, config.block_n, config.num_warps, config.num_stages)
+        splits, wanted = 1 if is_long else _MIN_SPLITS, config.programs * self.gpu.num_processors
         # What the reduction holds at once is limited.
-        most = min(_MAX_SPLITS, 8192 // padded_dim(self.shape.head_dim))
+        most = min(_MAX_SPLITS, 8192 // dim)
         while splits < most and splits * num_tiles * self.shape.num_kv_heads < wanted:
             splits *= 2
         return TileGroup(num_tiles, num_queries, self.num_splits or splits, blocks)
 
-    def _short_blocks(self, num_queries: int) -> Blocks:
-        block_m = max(16, 1 << (num_queries * self._fold - 1).bit_length())
-        return default_blocks(block_m, self.shape.head_dim, self.itemsize, self.gpu.arch)
-
-    def _long_blocks(self) -> Blocks:
+    def _long_block_m(self) -> int:
         is_wide = padded_dim(self.shape.head_dim) > 128
         least = (16 if is_wide else 32) if self.itemsize == 4 else (64 if is_wide else 128)
-        block_m = max(least, 1 << (self._fold - 1).bit_length())
-        return default_blocks(block_m, self.shape.head_dim, self.itemsize, self.gpu.arch)
+        return max(least, 1 << (self._fold - 1).bit_length())
 
     def pack(self, rows: RowArrays, layout: Layout) -> np.ndarray[Any, Any]:
         """[n] int32: the tiles, from `first_slot` on the slots (-1: none), from `first_block` on the rows' blocks.
@@ -210,6 +234,13 @@ def is_supported(shape: Shape, dtype: torch.dtype) -> bool:
 def padded_dim(head_dim: int) -> int:
     """The power of two, at least 16, that a head is padded to."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_long: bool) -> AttentionConfig:
+    """`default_blocks`, and how far tiles are split."""
+    blocks = default_blocks(block_m, head_dim, itemsize, arch)
+    programs = _LONG_PROGRAMS if is_long else _SHORT_PROGRAMS
+    return AttentionConfig(blocks.block_n, blocks.num_warps, blocks.num_stages, programs)
 
 
 def default_blocks(block_m: int, head_dim: int, itemsize: int, arch: int) -> Blocks:

@@ -15,11 +15,9 @@ import triton.language as tl
 
 from ..compile_case import CompileCase
 from ..rope.triton import rotate_pairs
+from ..tuning.configs import KVWriteConfig
 from .native import Shape
-from .schedule import MIN_SPLIT_KEYS, TILE_FIELDS, Blocks, default_blocks, padded_dim
-
-BLOCK_HEADS = 8
-"""Heads a program of `write_kernel`."""
+from .schedule import DEFAULT_WRITE, MIN_SPLIT_KEYS, TILE_FIELDS, Blocks, default_blocks, padded_dim
 
 # As KEY_LIMIT in torch.py, and the largest number of float8 e4m3.
 _KEY_LIMIT = tl.constexpr(1e30)
@@ -303,14 +301,14 @@ def attention_constants(shape: Shape, block_size: int, blocks: Blocks, dtype: st
     }
 
 
-def write_constants(shape: Shape, *, rotate: bool, norm: bool) -> dict[str, Any]:
+def write_constants(shape: Shape, config: KVWriteConfig, *, rotate: bool, norm: bool) -> dict[str, Any]:
     """The constants of `write_kernel`."""
     half = shape.head_dim // 2
     return {
         "HEADS": shape.num_heads,
         "KV_HEADS": shape.num_kv_heads,
         "HALF": half,
-        "BLOCK_HEADS": BLOCK_HEADS,
+        "BLOCK_HEADS": config.block_heads,
         "BLOCK_HALF": triton.next_power_of_2(half),
         "ROTATE": rotate,
         "NORM": norm,
@@ -344,13 +342,13 @@ def _attention_case(
 
 
 def _write_case(name: str, dtype: str, shape: Shape, cache: str, *, rotate: bool, norm: bool) -> CompileCase:
-    constants = write_constants(shape, rotate=rotate, norm=norm)
+    constants = write_constants(shape, DEFAULT_WRITE, rotate=rotate, norm=norm)
     kinds = {"keys": f"*{cache}", "values": f"*{cache}", "slots": "*i32", "scale": "*fp32" if norm else f"*{dtype}"}
     kinds |= dict.fromkeys(("q", "k", "v", "cos", "sin"), f"*{dtype}") | dict.fromkeys(constants, "constexpr")
     kinds |= dict.fromkeys(("root_squared", "inverse_key_scale", "inverse_value_scale"), "fp32")
     signature = {argument: kinds.get(argument, "i64") for argument in write_kernel.arg_names}
     full = f"paged_attention write {name}{dtype} d{shape.head_dim}"
-    return CompileCase(full, write_kernel, signature, constants, num_warps=2)
+    return CompileCase(full, write_kernel, signature, constants, DEFAULT_WRITE.num_warps)
 
 
 def _reduce_case(dtype: str, head_dim: int, num_splits: int) -> CompileCase:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase
+from ..tuning import bucket, tuned
+from ..tuning.configs import RMSNormConfig
 from .torch import NormWeight
 
 _MAX_WIDTH = 65536
@@ -52,19 +52,11 @@ def _rms_norm_kernel(
     tl.store(y + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :], normed.to(y.dtype.element_ty), mask=inside)
 
 
-class _Shape(NamedTuple):
-    """How programs are cut out of the rows."""
-
-    block: int
-    rows: int
-    num_warps: int
-
-
-def _shape(width: int) -> _Shape:
-    block = triton.next_power_of_2(width)
+def default_config(width: int) -> RMSNormConfig:
+    """How programs are cut out of rows that `width` pads to."""
     # Eight elements a thread, which are one 16-byte load of a 2-byte dtype; of long rows more.
-    num_warps = 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32
-    return _Shape(block, max(1, 1024 // block), num_warps)
+    num_warps = 4 if width <= 1024 else 8 if width <= 8192 else 16 if width <= 16384 else 32
+    return RMSNormConfig(max(1, 1024 // width), num_warps)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: NormWeight) -> Tensor:
@@ -76,8 +68,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: NormWeight) -> Tensor:
     num_rows = wide.shape[0] * wide.shape[1]
     if num_rows == 0:
         return y
-    shape = _shape(width)
-    _rms_norm_kernel[(triton.cdiv(num_rows, shape.rows),)](
+    block = bucket(width)
+    config = tuned(x.device, default_config(block), block, x.element_size())
+    _rms_norm_kernel[(triton.cdiv(num_rows, config.rows),)](
         wide,
         wide if residual is None else residual,
         weight.scale,
@@ -90,10 +83,10 @@ def _launch(x: Tensor, residual: Tensor | None, weight: NormWeight) -> Tensor:
         wide.stride(1),
         0 if residual is None else residual.stride(0),
         WIDTH=width,
-        BLOCK=shape.block,
-        ROWS=shape.rows,
+        BLOCK=block,
+        ROWS=config.rows,
         HAS_RESIDUAL=residual is not None,
-        num_warps=shape.num_warps,
+        num_warps=config.num_warps,
     )
     return y
 
@@ -141,9 +134,9 @@ def compile_cases() -> list[CompileCase]:
     ]
     for dtype, width in shapes:
         for has_residual in (False, True):
-            shape = _shape(width)
+            config = default_config(bucket(width))
             tensors = {"x": f"*{dtype}", "residual": f"*{dtype}", "scale": "*fp32", "y": f"*{dtype}"}
-            constants = {"WIDTH": width, "BLOCK": shape.block, "ROWS": shape.rows, "HAS_RESIDUAL": has_residual}
+            constants = {"WIDTH": width, "BLOCK": bucket(width), "ROWS": config.rows, "HAS_RESIDUAL": has_residual}
             name = f"rms_norm {dtype} w{width}{' residual' if has_residual else ''}"
-            cases.append(CompileCase(name, _rms_norm_kernel, tensors | _SIGNATURE, constants, shape.num_warps))
+            cases.append(CompileCase(name, _rms_norm_kernel, tensors | _SIGNATURE, constants, config.num_warps))
     return cases

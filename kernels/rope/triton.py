@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase
+from ..tuning import bucket, tuned
+from ..tuning.configs import RopeConfig
 
-# Heads a program.
-_BLOCK_HEADS = 8
+DEFAULT = RopeConfig(block_heads=8, num_warps=2)
 
 
 @triton.jit
@@ -64,12 +65,13 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return y
-    rope_kernel[(num_tokens, triton.cdiv(num_heads, _BLOCK_HEADS))](
+    config = tuned(x.device, DEFAULT, bucket(head_dim), x.element_size())
+    rope_kernel[(num_tokens, triton.cdiv(num_heads, config.block_heads))](
         *(x, cos, sin, y, x.stride(0), x.stride(1), cos.stride(0), num_heads),
         HALF=head_dim // 2,
-        BLOCK_HEADS=_BLOCK_HEADS,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=2,
+        BLOCK_HEADS=config.block_heads,
+        BLOCK_HALF=bucket(head_dim // 2),
+        num_warps=config.num_warps,
     )
     return y
 
@@ -81,7 +83,8 @@ def compile_cases() -> list[CompileCase]:
         pointers = dict.fromkeys(("x", "cos", "sin", "y"), f"*{dtype}")
         numbers = dict.fromkeys(("x_token_stride", "x_head_stride", "angle_stride", "num_heads"), "i32")
         half = head_dim // 2
-        constants = {"HALF": half, "BLOCK_HEADS": _BLOCK_HEADS, "BLOCK_HALF": triton.next_power_of_2(half)}
+        constants = {"HALF": half, "BLOCK_HEADS": DEFAULT.block_heads, "BLOCK_HALF": bucket(half)}
         signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
-        cases.append(CompileCase(f"rope {dtype} d{head_dim}", rope_kernel, signature, constants, num_warps=2))
+        name = f"rope {dtype} d{head_dim}"
+        cases.append(CompileCase(name, rope_kernel, signature, constants, DEFAULT.num_warps))
     return cases

@@ -12,6 +12,8 @@ is computed in an order that depends on the vocabulary alone, never on the batch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import triton
@@ -20,6 +22,8 @@ from torch import Tensor
 
 from ..compile_case import CompileCase
 from ..staging import upload
+from ..tuning import bucket, tuned
+from ..tuning.configs import FilterConfig
 from .torch import Limits
 
 _BLOCK = 4096
@@ -272,11 +276,24 @@ def filter_logits(logits: Tensor, heat: np.ndarray, limits: Limits) -> Tensor:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     out = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=logits.device)
-    block = min(_BLOCK, triton.next_power_of_2(num_tokens))
-    candidates = torch.empty(num_rows * block * _DEPTH, dtype=torch.float32, device=logits.device)
     with np.errstate(divide="ignore"):
         log_min_p = np.log(limits.min_p)
     parameters = upload(logits.device, heat, limits.top_k, limits.top_p, log_min_p)
+    launch_filter(logits, out, parameters)
+    return out
+
+
+def default_config() -> FilterConfig:
+    """For any vocabulary."""
+    return FilterConfig(_BLOCK, _WARPS, _DEPTH)
+
+
+def launch_filter(logits: Tensor, out: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Fill `out` [R, V] from rows of contiguous logits, with the rows' (heat, top-k, top-p, log of min-p), each [R]."""
+    num_rows, num_tokens = logits.shape
+    config = tuned(logits.device, default_config(), bucket(num_tokens))
+    block = min(config.block, bucket(num_tokens))
+    candidates = torch.empty(num_rows * block * config.depth, dtype=torch.float32, device=logits.device)
     _filter_kernel[(num_rows,)](
         logits,
         out,
@@ -286,10 +303,9 @@ def filter_logits(logits: Tensor, heat: np.ndarray, limits: Limits) -> Tensor:
         logits.stride(0),
         NUCLEUS=_NUCLEUS,
         BLOCK=block,
-        DEPTH=_DEPTH,
-        num_warps=_WARPS if block == _BLOCK else 4,
+        DEPTH=config.depth,
+        num_warps=config.num_warps if block == config.block else 4,
     )
-    return out
 
 
 def compile_cases() -> list[CompileCase]:

@@ -11,12 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase
+from ..tuning import bucket, tuned
+from ..tuning.configs import LogprobsConfig, StatsConfig
 from .triton import lane_bound, order, row_counts
 
 _BLOCK = 1024
 _WARPS = 4
 _SPLITS = 16
-"""Programs a row, at most; fixed, because the order of a sum must not depend on the batch."""
+"""Programs a row, at most, whatever the batch: the order of a sum must not depend on it."""
 _WIDE_BLOCK, _WIDE_WARPS, _DEPTH = 4096, 16, 8
 MAX_LOGPROBS = 128
 """Each of the k most likely tokens is a pass over the candidates."""
@@ -69,19 +71,34 @@ def _stats_reduce_kernel(tops, totals, out_tops, out_totals, num_splits, SPLITS:
     tl.store(out_totals + row, total)
 
 
+def default_stats_config() -> StatsConfig:
+    """For any vocabulary."""
+    return StatsConfig(_BLOCK, _WARPS, _SPLITS)
+
+
+def default_logprobs_config() -> LogprobsConfig:
+    """For any vocabulary."""
+    return LogprobsConfig(_WIDE_BLOCK, _WIDE_WARPS, _DEPTH)
+
+
 def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See the package; two launches, the second over one pair of numbers a chunk."""
     num_rows, num_tokens = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    chunk = triton.cdiv(triton.cdiv(num_tokens, _BLOCK), _SPLITS) * _BLOCK
+    config = tuned(logits.device, default_stats_config(), bucket(num_tokens))
+    chunk = triton.cdiv(triton.cdiv(num_tokens, config.block), config.splits) * config.block
     num_splits = triton.cdiv(num_tokens, chunk)
     parts = torch.empty(2, num_rows, num_splits, dtype=torch.float32, device=logits.device)
     out = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
         sizes = (num_tokens, logits.stride(0), chunk)
-        _stats_kernel[(num_rows, num_splits)](logits, parts[0], parts[1], *sizes, BLOCK=_BLOCK, num_warps=_WARPS)
-        _stats_reduce_kernel[(num_rows,)](parts[0], parts[1], out[0], out[1], num_splits, SPLITS=_SPLITS, num_warps=1)
+        _stats_kernel[(num_rows, num_splits)](
+            logits, parts[0], parts[1], *sizes, BLOCK=config.block, num_warps=config.num_warps
+        )
+        _stats_reduce_kernel[(num_rows,)](
+            parts[0], parts[1], out[0], out[1], num_splits, SPLITS=config.splits, num_warps=1
+        )
     return out[0], out[1]
 
 
@@ -171,8 +188,9 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     logprobs = torch.empty(num_rows, k, dtype=torch.float32, device=logits.device)
     own = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    block = min(_WIDE_BLOCK, triton.next_power_of_2(num_tokens))
-    scratch = torch.empty(num_rows * block * _DEPTH, dtype=torch.int32, device=logits.device)
+    config = tuned(logits.device, default_logprobs_config(), bucket(num_tokens))
+    block = min(config.block, bucket(num_tokens))
+    scratch = torch.empty(num_rows * block * config.depth, dtype=torch.int32, device=logits.device)
     if num_rows:
         _logprobs_kernel[(num_rows,)](
             logits,
@@ -186,8 +204,8 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
             logits.stride(0),
             k,
             BLOCK=block,
-            DEPTH=_DEPTH,
-            num_warps=_WIDE_WARPS if block == _WIDE_BLOCK else 4,
+            DEPTH=config.depth,
+            num_warps=config.num_warps if block == config.block else 4,
         )
     return ids, logprobs, own, rank
 

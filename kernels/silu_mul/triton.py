@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase
+from ..tuning import bucket, tuned
+from ..tuning.configs import SiluMulConfig
 
-_BLOCK = 1024
-_WARPS = 4
+DEFAULT = SiluMulConfig(block=1024, num_warps=4)
 
 
 @triton.jit
@@ -37,8 +38,9 @@ def silu_mul(x: Tensor) -> Tensor:
     num_rows, half = x.shape[0], x.shape[1] // 2
     y = torch.empty(num_rows, half, dtype=x.dtype, device=x.device)
     if y.numel():
-        grid = (num_rows * triton.cdiv(half, _BLOCK),)
-        _silu_mul_kernel[grid](x, y, x.stride(0), HALF=half, BLOCK=_BLOCK, num_warps=_WARPS)
+        config = tuned(x.device, DEFAULT, bucket(half), x.element_size())
+        grid = (num_rows * triton.cdiv(half, config.block),)
+        _silu_mul_kernel[grid](x, y, x.stride(0), HALF=half, BLOCK=config.block, num_warps=config.num_warps)
     return y
 
 
@@ -49,8 +51,8 @@ def compile_cases() -> list[CompileCase]:
             f"silu_mul {dtype} w{half}",
             _silu_mul_kernel,
             {"x": f"*{dtype}", "y": f"*{dtype}", "x_stride": "i32", "HALF": "constexpr", "BLOCK": "constexpr"},
-            {"HALF": half, "BLOCK": _BLOCK},
-            num_warps=_WARPS,
+            {"HALF": half, "BLOCK": DEFAULT.block},
+            num_warps=DEFAULT.num_warps,
         )
         for dtype, half in (("bf16", 14336), ("bf16", 4864), ("fp16", 3072), ("fp32", 1111))
     ]

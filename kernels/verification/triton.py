@@ -18,11 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase
-from ..noise.triton import BLOCK, better, chunk_size, key_uniform, row_key, tile_argmax, update_noisy
+from ..noise.triton import BLOCK, PROGRAMS, better, chunk_size, key_uniform, row_key, tile_argmax, update_noisy
 from ..sampling import row_stats
+from ..tuning import bucket, tuned
+from ..tuning.configs import VerificationConfig
 from . import Requests
 
-_WARPS = 4
+DEFAULT = VerificationConfig(BLOCK, num_warps=4, programs=PROGRAMS)
 _MAX_SPLITS = 32
 _ROWS = 32
 """Rows of a request that one compiled kernel has room for; more drafts than 31 get one with more."""
@@ -228,7 +230,8 @@ def verify(
         logits = logits.contiguous()
     if stats is None:
         stats = row_stats(logits) if requests.sampled else (logits, logits)  # greedy requests do not read them
-    chunk = chunk_size(num_rows, num_tokens)
+    config = tuned(logits.device, DEFAULT, bucket(num_tokens))
+    chunk = chunk_size(num_rows, num_tokens, config.block, config.programs)
     num_splits = triton.cdiv(num_tokens, chunk)
     values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
@@ -249,10 +252,10 @@ def verify(
             logits.stride(0),
             chunk,
             num_splits,
-            BLOCK=BLOCK,
+            BLOCK=config.block,
             ROWS=max(_ROWS, triton.next_power_of_2(1 + requests.max_drafts)),
             SPLITS=_MAX_SPLITS,
-            num_warps=_WARPS,
+            num_warps=config.num_warps,
         )
     return out_tokens, accepted
 
@@ -279,7 +282,7 @@ def compile_cases() -> list[CompileCase]:
             _verify_kernel,
             signature,
             {"BLOCK": BLOCK, "ROWS": rows, "SPLITS": _MAX_SPLITS},
-            num_warps=_WARPS,
+            num_warps=DEFAULT.num_warps,
         )
         for rows in (_ROWS, 2 * _ROWS)
     ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import LayerKV, RowArrays, Shape
 from ...kernels.paged_attention.device_step import AttentionOptions, DeviceStep
-from ...kernels.paged_attention.schedule import Capacity, Gpu, Planner, is_supported
+from ...kernels.paged_attention.schedule import Capacity, Planner, gpu_of, is_supported
 from ...kernels.rope import Rotation
+from ...kernels.tuning import configs_of
 from ..batch import SequenceRows
 from . import AttentionSpec
 from .tables import RowTables
@@ -35,11 +35,8 @@ class TritonAttention:
     def __init__(self, spec: AttentionSpec, num_splits: int | None = None) -> None:
         """`num_splits`: programs that share a tile's keys, a power of two; None: chosen for the device."""
         self._spec = spec
-        gpu = Gpu(1, 90)  # the interpreter has nothing to keep busy
-        if spec.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(spec.device)
-            gpu = Gpu(properties.multi_processor_count, 10 * properties.major + properties.minor)
-        self._planner = Planner(_shape(spec), spec.dtype.itemsize, gpu, num_splits)
+        gpu = gpu_of(spec.device)
+        self._planner = Planner(_shape(spec), spec.dtype.itemsize, gpu, num_splits, configs_of(spec.device))
         self._options = {window: AttentionOptions(window) for window in spec.windows}
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> DeviceStep:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ... import __version__
 from ..core.errors import OutriderError
-from . import chat, serve, train_draft
+from . import chat, serve, train_draft, tune
 from .admin import command as admin
 from .bench import command as bench
 
@@ -27,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     admin.add_parser(commands)
     bench.add_parser(commands)
     train_draft.add_parser(commands)
+    tune.add_parser(commands)
     version = commands.add_parser("version", help="show the version")
     version.set_defaults(run=_show_version)
     return parser

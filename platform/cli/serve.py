@@ -13,6 +13,7 @@ from ..http.config import ServerConfig
 from .adapter_options import LoraModule, adapter_sources, add_adapter_options, enable_lora, lora_modules
 from .api_key import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys, key
 from .engine_options import add_engine_options, flag, given_options
+from .kernel_configs import add_kernel_configs_option, use_kernel_configs
 from .limit_options import add_limit_options, limits, seconds_above
 from .observability_options import add_observability_options, observability
 from .tenancy_options import add_tenancy_options, given_database, journal_options
@@ -48,6 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     groups["speculative decoding"].add_argument(
         "--no-speculation", action="store_true", help='the same as --speculative-config \'{"method": "off"}\''
     )
+    add_kernel_configs_option(groups["model"])
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -112,6 +114,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit status."""
     try:
         args, config = resolve(namespace)
+        use_kernel_configs(namespace)
     except InvalidRequestError as error:
         namespace.parser.error(f"argument {flag(error.param or 'model')}: {error.message}")
     from ..http.server import serve

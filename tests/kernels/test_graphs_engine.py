@@ -128,7 +128,9 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
     planner = triton_attention.Planner
-    monkeypatch.setattr(triton_attention, "Planner", lambda shape, size, gpu, splits: planner(shape, size, gpu, 1))
+    monkeypatch.setattr(
+        triton_attention, "Planner", lambda shape, size, gpu, _, configs: planner(shape, size, gpu, 1, configs)
+    )
     without_native_kernels(monkeypatch)
     return made
 

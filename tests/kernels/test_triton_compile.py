@@ -1,5 +1,7 @@
 """Every kernel compiles without a GPU, spills no registers and fits into shared memory."""
 
+import ast
+import importlib
 import json
 import os
 import subprocess
@@ -30,9 +32,50 @@ def test_every_kernel_compiles_for_hopper(repo_root: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["80", "100"])
-def test_attention_compiles_for_other_architectures(repo_root: Path, arch: str) -> None:
-    result = compile_kernels(repo_root, "--arch", arch, "--only", "attention bf16 d128 m16", "reduce")
+def test_a_case_of_every_kernel_compiles_for_other_architectures(repo_root: Path, tmp_path: Path, arch: str) -> None:
+    """The whole is `tools/compile_kernels.py`."""
+    result = compile_kernels(repo_root, "--arch", arch, "--brief", "--json", str(tmp_path / "usage.json"))
     assert result.returncode == 0, result.stdout + result.stderr
+    usages = json.loads((tmp_path / "usage.json").read_text())
+    assert len(usages) == len(launched_kernels(repo_root))
+    assert all(usage["registers"] > 0 for usage in usages)
+
+
+@pytest.mark.slow
+def test_configs_that_are_tried_compile(repo_root: Path) -> None:
+    """Some of each kernel; the whole is `tools/compile_kernels.py --candidates`."""
+    some = [
+        "block_n=64 warps=8 stages=2",
+        "block_heads=16 warps=1",
+        "rows=8 warps=16",
+        "block=512 dot_block=64 warps=8",
+    ]
+    some += ["block=64 warps=2", "block=512 warps=4", "block=8192 depth=4"]
+    result = compile_kernels(repo_root, "--arch", "90", "--candidates", "--only", *some)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 refused" in result.stdout
+
+
+def launched_kernels(repo_root: Path) -> set[str]:
+    """Such as "noise/triton.py _argmax_kernel"; functions that only kernels call are not called so."""
+    found = set()
+    for path in (repo_root / "kernels").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("kernel"):
+                assert any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list), node.name
+                found.add(f"{path.parent.name}/{path.name} {node.name}")
+    return found
+
+
+def test_every_kernel_has_cases_for_every_architecture(repo_root: Path) -> None:
+    archs: dict[str, set[int]] = {}
+    for path in (repo_root / "kernels").glob("*/triton.py"):
+        module = importlib.import_module(f"outrider.kernels.{path.parent.name}.triton")
+        for case in module.compile_cases():
+            function = case.kernel.fn
+            file = function.__module__.rpartition(".")[2]
+            archs.setdefault(f"{path.parent.name}/{file}.py {function.__name__}", set()).update(case.archs)
+    assert archs == {kernel: {80, 90, 100} for kernel in launched_kernels(repo_root)}
 
 
 def test_what_spills_or_does_not_compile_is_refused(repo_root: Path) -> None:

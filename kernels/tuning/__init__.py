@@ -1,0 +1,26 @@
+"""Which block sizes, warps, stages and splits the Triton kernels are launched with, by device and shape.
+
+A kernel asks `tuned(device, default, *shape)` and gets what `outrider tune` found for that shape on that device, or the
+default that stands beside the kernel. Configs are found by the shape of the model, never by the rows of a step: a
+row's rounding must not depend on the rows beside it. Importing this package imports neither torch nor Triton.
+"""
+
+from .configs import KINDS, KernelConfig, bucket
+from .files import ConfigEntry, ConfigFile, DeviceName, KernelConfigError
+from .store import VARIABLE, Configs, check_source, configs_of, tuned, using
+
+__all__ = [
+    "KINDS",
+    "VARIABLE",
+    "ConfigEntry",
+    "ConfigFile",
+    "Configs",
+    "DeviceName",
+    "KernelConfig",
+    "KernelConfigError",
+    "bucket",
+    "check_source",
+    "configs_of",
+    "tuned",
+    "using",
+]

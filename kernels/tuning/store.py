@@ -1,0 +1,128 @@
+"""Which file of configs serves a device: the one named, or a shipped one for it or its compute capability, or none."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from .configs import KernelConfig
+from .files import ConfigFile, DeviceName, KernelConfigError, Key, read_configs
+
+if TYPE_CHECKING:
+    import torch
+
+VARIABLE = "OUTRIDER_KERNEL_CONFIGS"
+"""Names a file of configs, or a folder of them, in place of the shipped ones."""
+SHIPPED = Path(__file__).resolve().parent.parent / "configs"
+
+C = TypeVar("C", bound=KernelConfig)
+
+
+class Configs:
+    """What was tuned for one device."""
+
+    def __init__(self, configs: Mapping[Key, KernelConfig], source: Path | None = None) -> None:
+        self._configs = dict(configs)
+        self.source = source
+        """The file they are from."""
+
+    def get(self, default: C, *shape: int) -> C:
+        """The config of the default's kernel for a shape; the default where there is none."""
+        return cast(C, self._configs.get((default.kernel, shape), default))
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+
+NO_CONFIGS = Configs({})
+_chosen: Configs | None = None
+
+
+@contextmanager
+def using(configs: Configs) -> Iterator[None]:
+    """Kernels of every device are launched with these, by this process's threads, and nothing is looked up."""
+    global _chosen
+    before, _chosen = _chosen, configs
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def configs_of(device: torch.device) -> Configs:
+    """What serves a device; read once a device.
+
+    Raises:
+        KernelConfigError: the file that serves it is broken, or the one named is for another compute capability.
+    """
+    return _chosen if _chosen is not None else _configs_of(device)
+
+
+def tuned(device: torch.device, default: C, *shape: int) -> C:
+    """What `default`'s kernel is launched with on `device` for a shape, as `default.shape` names its numbers."""
+    return configs_of(device).get(default, *shape)
+
+
+@functools.cache
+def _configs_of(device: torch.device) -> Configs:
+    if device.type != "cuda":
+        return NO_CONFIGS
+    return find_configs(device_name(device), os.environ.get(VARIABLE) or None)
+
+
+def device_name(device: torch.device) -> DeviceName:
+    """Of a CUDA device."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceName(properties.name, (properties.major, properties.minor))
+
+
+def find_configs(device: DeviceName, named: str | None, shipped: Path = SHIPPED) -> Configs:
+    """The configs that serve a device: those in `named`, a file or a folder, or else in the shipped folder.
+
+    Raises:
+        KernelConfigError: see `configs_of`.
+    """
+    if named is not None and not Path(named).is_dir():
+        path = Path(named)
+        file = read_configs(path)
+        if file.device.capability != device.capability:
+            theirs, ours = (".".join(map(str, name.capability)) for name in (file.device, device))
+            message = f"{path}: device.capability: is {theirs}, this device ({device.name}) has {ours}"
+            raise KernelConfigError(message)
+        return _configs(file, path)
+    return _find_in(Path(named) if named is not None else shipped, device)
+
+
+def _find_in(folder: Path, device: DeviceName) -> Configs:
+    exact = folder / device.file_name
+    files = [exact] if exact.is_file() else []
+    # In a fixed order, so that a machine always takes the same.
+    for path in [*files, *sorted(set(folder.glob("*.json")) - set(files))]:
+        file = read_configs(path)
+        if file.device.capability == device.capability:
+            return _configs(file, path)
+    return NO_CONFIGS
+
+
+def _configs(file: ConfigFile, path: Path) -> Configs:
+    return Configs({key: entry.config for key, entry in file.entries.items()}, path)
+
+
+def check_source(named: str) -> None:
+    """Read every file of `named`, a file or a folder.
+
+    Raises:
+        KernelConfigError: one is broken, or there is none.
+    """
+    path = Path(named)
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise KernelConfigError(f"{path}: there is no file of kernel configs in this folder")
+    for file in files:
+        read_configs(file)
