@@ -87,17 +87,24 @@ class Rates:
         """Verified rows, faded."""
         return self._tried[0]
 
-    def count_proposal(self, num_asked: int, num_proposed: int) -> None:
-        """`num_proposed` drafts came of `num_asked`."""
-        if num_proposed >= num_asked and self._always:
+    def count_proposals(self, counts: Sequence[tuple[int, int]]) -> None:
+        """(Number asked for, number proposed) of some requests, at least one."""
+        if self._always and all(num_proposed >= num_asked for num_asked, num_proposed in counts):
             return
         self._always = False
-        asked, proposed, fade = self._asked, self._proposed, self._fade
-        for j in range(num_asked):
-            asked[j] = asked[j] * fade + 1.0
-            proposed[j] *= fade
-        for j in range(min(num_asked, num_proposed)):
-            proposed[j] += 1.0
+        asked, proposed, fade = self._asked, self._proposed, self._fade ** len(counts)
+        num_positions = len(asked)
+        last_asked, last_proposed = [0] * (num_positions + 1), [0] * (num_positions + 1)
+        for num_asked, num_proposed in counts:
+            last_asked[num_asked] += 1
+            last_proposed[min(num_asked, num_proposed)] += 1
+        more_asked = more_proposed = 0
+        for j in range(num_positions - 1, -1, -1):
+            more_asked += last_asked[j + 1]
+            more_proposed += last_proposed[j + 1]
+            if more_asked:
+                asked[j] = asked[j] * fade + more_asked
+                proposed[j] = proposed[j] * fade + more_proposed
         self._available = None
 
     def count(self, num_drafts: int, num_accepted: int) -> None:

@@ -31,6 +31,10 @@ _USUAL_LAG = 2
 """Tokens that a drafter computes anyway before its first draft: the newest one, and one whose draft was the last."""
 _UNDISTURBED = 0.8
 """Share of its time that a thread must have been running, for that time to count: another process had the rest."""
+_LOOKUP_MIN = 2
+"""Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""
+_FEW_QUIET, _QUIET_SAMPLE = 8, 4
+"""While nothing is drafted, the first steps are measured, and then one in so many."""
 _LONGEST_GAP = 1.0
 """Seconds between two steps after which the engine was idle, not slow."""
 
@@ -41,7 +45,9 @@ def make_adaptive(proposer: Drafter, config: SpeculativeConfig, device: str = "c
         (DrafterTraits(config.method, has_passes=config.method in MODEL_METHODS), proposer)
     ]
     if drafters[0][0].has_passes:
-        lookup = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+        lookup = NgramProposer(
+            max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max)), config.prompt_lookup_max
+        )
         drafters.append((DrafterTraits("ngram", has_passes=False), lookup))
     cpu_clock = time.thread_time if device == "cpu" else None
     return AdaptiveProposer(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock)
@@ -64,11 +70,14 @@ class AdaptiveProposer:
         self._max_drafts = max_drafts
         self._clock = clock
         self._cpu_clock = cpu_clock or clock
-        self._controller = Controller([traits for traits, _ in drafters], max_drafts)
+        self._controller = Controller([traits for traits, _ in drafters], max_drafts, has_layers=self._has_layers)
         self._known: dict[Request, RowState] = {}  # of live requests only
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
         self._quiet: list[Proposal] | None = None  # the last answer, when the same batch may get it again
+        self._num_quiet = 0  # steps that got it
+        self._drafted = False  # the last step
+        self._in_drafters = 0.0  # seconds of this step
         self._held: tuple[int, int] | None = None
         self._ended: tuple[float, float] | None = None  # when the last step's drafting did, by both clocks
         self._undisturbed = True  # the step, up to its drafting
@@ -109,14 +118,23 @@ class AdaptiveProposer:
             self._update_states(batch)
         if self._quiet is not None and not changed and not self._controller.is_time:
             proposals = self._quiet  # nothing is drafted: what a step costs beside its forward pass counts here
-            if self._undisturbed:
-                self._controller.costs.add_step(len(rows), len(rows), target.seconds)
+            self._num_quiet += 1
+            stands_for = 1 if self._num_quiet <= _FEW_QUIET else _QUIET_SAMPLE
+            if self._num_quiet % stands_for == 0:
+                self._controller.computed(0, len(rows) * stands_for)
+                if self._undisturbed:
+                    self._controller.costs.add_step(len(rows), len(rows), target.seconds)
             self._drafters[0].watch(rows, target)
         else:
+            self._num_quiet = 0
+            self._in_drafters = 0.0
             proposals = self._propose(rows, target, changed)
         ended = self._clock()
         if self._ended is not None and gap < _LONGEST_GAP:
-            self._controller.costs.add_gap(gap)
+            self._controller.costs.add_gap(gap, drafting=self._drafted)
+        self._drafted = self._quiet is None
+        if self._drafted:
+            self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
         if self._held is None:
             self._controller.stepped(target.seconds + ended - began)
         self._ended = (ended, self._cpu_clock())
@@ -176,17 +194,23 @@ class AdaptiveProposer:
     def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState], seconds: float) -> int:
         """Learn from the step; returns how many tokens were computed of rows that are not through their prompt."""
         controller = self._controller
-        num_tokens = prompt_tokens = 0
+        num_tokens = prompt_tokens = num_prompts = num_outputs = 0
         mixed = False
         for row, state in zip(rows, states, strict=True):
             computed = row.num_valid + row.num_drafts - row.num_accepted - row.start
             num_tokens += computed
             if not row.sampled:
                 prompt_tokens += computed
-            mixed = mixed or computed != 1 + row.num_drafts
+            if computed != 1 + row.num_drafts:
+                mixed = True
+                num_prompts += computed
+            if row.sampled:
+                num_outputs += 1 + row.num_accepted
             if row.num_drafts and self._held is None:
                 controller.verified(state, row.num_drafts, row.num_accepted)
             state.proposed_by = -1
+        if self._held is None:
+            controller.computed(num_prompts, num_outputs)
         if self._undisturbed:
             controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, seconds)
         return prompt_tokens
@@ -217,26 +241,31 @@ class AdaptiveProposer:
         target: TargetOutput,
         results: list[Proposal],
     ) -> list[Proposal]:
-        """Fill in `results`, one for each row."""
+        """Fill in `results`, one for each row. The first drafter sees all rows, the others those that they serve."""
         for index, drafter in enumerate(self._drafters):
-            mine = [count if s.drafter == index else 0 for count, s in zip(counts, states, strict=True)]
-            if not any(mine):
+            asked = {
+                at: count
+                for at, (count, state) in enumerate(zip(counts, states, strict=True))
+                if count and state.drafter == index
+            }
+            if not asked:
                 drafter.watch(rows, target)
                 continue
-            own_rows = [
-                row if row.max_drafts == count else row._replace(max_drafts=count)
-                for row, count in zip(rows, mine, strict=True)
-            ]
+            seen = range(len(rows)) if index == 0 else asked
+            own_rows = [_asking(rows[at], asked.get(at, 0)) for at in seen]
             began, running = self._clock(), self._cpu_clock()
             found = drafter.propose(own_rows, target)
             seconds = self._clock() - began
+            self._in_drafters += seconds
             if self._cpu_clock() - running >= _UNDISTURBED * seconds:
                 self._measure(index, own_rows, seconds)
+            for at, proposal in zip(seen, found, strict=True):
+                # What is computed is the first drafter's to say.
+                results[at] = proposal if index == 0 else Proposal(proposal.drafts, results[at].num_draft_computed)
             if self._held is None:
-                for state, count, proposal in zip(states, mine, found, strict=True):
-                    if count:
-                        self._controller.proposed(state, index, count, len(proposal.drafts.token_ids))
-            results = found if index == 0 else _merged(results, found, mine)
+                self._controller.proposed(
+                    index, [(states[at], count, len(results[at].drafts.token_ids)) for at, count in asked.items()]
+                )
         return results
 
     def _measure(self, drafter: int, rows: Sequence[DraftRow], seconds: float) -> None:
@@ -254,10 +283,6 @@ class AdaptiveProposer:
         self._controller.costs.add_draft(drafter, DraftSize(served, passes, lag, mixed and drafter == 0), seconds)
 
 
-def _merged(first: list[Proposal], other: list[Proposal], served: Sequence[int]) -> list[Proposal]:
-    """`first`, with the drafts of `other` for the rows that it served. What is computed is `first`'s to say: it drafted
-    nothing for them."""
-    return [
-        Proposal(b.drafts, a.num_draft_computed) if count else a
-        for a, b, count in zip(first, other, served, strict=True)
-    ]
+def _asking(row: DraftRow, count: int) -> DraftRow:
+    """`row`, asking for `count` drafts."""
+    return row if row.max_drafts == count else row._replace(max_drafts=count)

@@ -76,7 +76,7 @@ def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: CatchUpLimi
         # k = 0 costs nothing: prompts, too, are computed when drafts are wanted.
         return [Proposal(NO_DRAFTS, max(row.num_draft_valid, limits.first_position)) for row in rows]
     sequences = [_drafting(row, limits) for row in rows]
-    # Rows that ask for nothing are fed along with others, never for their own sake.
+    # Parts of prompts are fed along with others, never for their own sake.
     if any(s.num_wanted for s in sequences):
         behind = _catch_up(drafter, sequences, limits.max_num_batched_tokens)
         if behind is not None:
@@ -87,7 +87,7 @@ def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: CatchUpLimi
 def _drafting(row: DraftRow, limits: CatchUpLimits) -> Drafting:
     start = max(row.num_draft_valid, limits.first_position)
     rule = choose_rule(row.request, limits.invariant)
-    if row.request.params.max_drafts == 0:
+    if row.request.params.max_drafts == 0 or (row.sampled and row.max_drafts == 0):  # maybe it never asks again
         return Drafting(row, rule, start=start, end=start)
     room = min(len(row.block_table) * limits.block_size, limits.num_positions)
     num_tokens = len(row.tokens)

@@ -4,7 +4,8 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
 
 1. Each adapter (a *lane*) takes the drafter that promises most for its mean request at the batch's prices; another than
    the present one must promise `SWITCH` more. So an adapter falls from the neural drafter to prompt lookup, and back.
-2. `goodput.best_plan` shares out drafts over the rows.
+2. `goodput.best_plan` shares out drafts over the rows. A drafter with layers also costs its pass over every prompt, so
+   much for each token of an answer as prompts are long beside answers lately.
 3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
    than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost since
    exceeds `LEAST_REGRET` steps: soon where much is lost, late where little is; twice as late each time that the last
@@ -19,7 +20,7 @@ were measured, requests as `RowState`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ PERIOD = 8
 drafted, and so nothing is learned."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
-PROBE_DRAFTS, PROBE_ROWS = 2, 8
+PROBE_DRAFTS, PROBE_ROWS = 2, 6
 """Drafts and rows of a trial of a drafter, at most; one draft where each costs a pass."""
 SURPRISING = 0.2
 """Accepted drafts of a trial, beyond those expected, as a share: then it is repeated at once."""
@@ -46,6 +47,8 @@ SLOW_INTERVAL = 128
 """Steps between trials of what is known well: what steps take with and without drafts was measured at the start."""
 AMORTISED_OVER = 64
 """Steps over which a drafter's catching up is spread."""
+_WORKLOAD_MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
+"""Tokens of answers over which the share of prompts is averaged, and those that it takes to say anything."""
 MAX_LANES = 4096
 """Adapters remembered, by last use."""
 
@@ -61,8 +64,9 @@ class DrafterTraits(NamedTuple):
 class Controller:
     """Estimates, and the decisions that follow from them."""
 
-    def __init__(self, drafters: Sequence[DrafterTraits], max_drafts: int) -> None:
-        """`drafters`: first the one that was asked for. `max_drafts`: for any row."""
+    def __init__(self, drafters: Sequence[DrafterTraits], max_drafts: int, *, has_layers: bool = False) -> None:
+        """`drafters`: first the one that was asked for. `max_drafts`: for any row. `has_layers`: the first one computes
+        every prompt before it can draft."""
         self._traits = tuple(drafters)
         self._has_passes = [traits.has_passes for traits in drafters]
         self._max_drafts = max_drafts
@@ -77,6 +81,8 @@ class Controller:
         self._modes: dict[int, Mode] = {}  # by class of rows; 0: steps with prompts
         self._mode = Mode(True, 0)
         self.num_switches = 0
+        self._has_layers = has_layers
+        self._seen_prompts = self._seen_outputs = 0.0  # tokens lately
         self._step = 0
         self._next_decision = 0
         self._trial_ends = 0
@@ -128,11 +134,25 @@ class Controller:
         rates.count(num_drafts, num_accepted)
         self._means[drafter].count(num_drafts, num_accepted)
 
-    def proposed(self, row: RowState, drafter: int, num_asked: int, num_proposed: int) -> None:
-        """`drafter` was asked for drafts for `row`."""
-        row.proposed_by = drafter if num_proposed else -1
-        row.lane.rates[drafter].count_proposal(num_asked, num_proposed)
-        self._means[drafter].count_proposal(num_asked, num_proposed)
+    def proposed(self, drafter: int, answers: Iterable[tuple[RowState, int, int]]) -> None:
+        """`drafter` was asked for drafts: (row, number asked for, number proposed) of each."""
+        by_lane: dict[Lane, list[tuple[int, int]]] = {}
+        for row, num_asked, num_proposed in answers:
+            row.proposed_by = drafter if num_proposed else -1
+            by_lane.setdefault(row.lane, []).append((num_asked, num_proposed))
+        for lane, counts in by_lane.items():
+            lane.rates[drafter].count_proposals(counts)
+            self._means[drafter].count_proposals(counts)
+
+    def computed(self, prompt_tokens: int, output_tokens: int) -> None:
+        """A step computed that many tokens of prompts, and brought that many of answers."""
+        keep = max(0.0, 1.0 - output_tokens / _WORKLOAD_MEMORY)
+        self._seen_prompts = self._seen_prompts * keep + prompt_tokens
+        self._seen_outputs = self._seen_outputs * keep + output_tokens
+
+    @property
+    def _prompts_per_token(self) -> float:
+        return self._seen_prompts / self._seen_outputs if self._seen_outputs >= _FEW_OUTPUTS else 0.0
 
     def stepped(self, seconds: float) -> None:
         """A step has passed; with all that belongs to it, it took `seconds`."""
@@ -218,12 +238,18 @@ class Controller:
             served = sum(row.drafter == drafter for row in offering)
             one = costs.draft_curve(drafter, 1)
             drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
-        extra = 0.0
-        if not self.drafting:
+        extra = costs.drafting_seconds
+        if not self.drafting and not self._token_extra:
             lag = sum(row.lag for row in offering if self._has_passes[row.drafter])
-            extra = costs.catch_up(0, lag) / AMORTISED_OVER
+            extra += costs.catch_up(0, lag) / AMORTISED_OVER
         target = costs.target_curve(MIXED if prompt_tokens else num_rows)
-        return Prices(num_rows, num_rows + prompt_tokens, costs.host_seconds, target, drafts, self._has_passes, extra)
+        base = num_rows + prompt_tokens
+        return Prices(num_rows, base, costs.host_seconds, target, drafts, self._has_passes, extra, self._token_extra)
+
+    @property
+    def _token_extra(self) -> float:
+        """Seconds that the neural drafter's catching up with prompts takes for each token of their answers."""
+        return self._prompts_per_token * self.costs.catch_up(0, 1) if self._has_layers else 0.0
 
     def _choose_drafters(self, offering: Sequence[RowState], prompt_tokens: int, num_rows: int) -> None:
         """Every lane's drafter, as if the whole batch were like it."""
@@ -233,7 +259,13 @@ class Controller:
             drafts = [costs.draft_curve(drafter, num_rows) for drafter in range(len(self._traits))]
             for lane in {row.lane for row in offering}:
                 values = [
-                    _mean_goodput(lane.rates[drafter], num_rows, prompt_tokens, target, draft, costs.host_seconds)
+                    _mean_goodput(
+                        lane.rates[drafter],
+                        (num_rows, prompt_tokens),
+                        target,
+                        draft,
+                        (costs.host_seconds + costs.drafting_seconds, 0.0 if drafter else self._token_extra),
+                    )
                     for drafter, draft in enumerate(drafts)
                 ]
                 best = max(range(len(values)), key=values.__getitem__)
@@ -344,12 +376,20 @@ class Controller:
         }
 
 
-def _mean_goodput(rates: Rates, num_rows: int, prompt_tokens: int, target: Curve, draft: Curve, host: float) -> float:
-    """The best goodput of `num_rows` mean requests of one lane, over the number of drafts."""
+def _mean_goodput(
+    rates: Rates, batch: tuple[int, int], target: Curve, draft: Curve, extra: tuple[float, float]
+) -> float:
+    """The best goodput of mean requests of one lane, over the number of drafts.
+
+    Args:
+        batch: number of rows, and prompt tokens beside them.
+        extra: seconds for each step, and for each token.
+    """
+    num_rows, prompt_tokens = batch
     tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, 0.0
     for k, (p, available) in enumerate(zip(rates.probabilities, rates.available, strict=True), 1):
         product *= p
         tokens += num_rows * available * product
         size += num_rows * available
-        best = max(best, tokens / (host + target(size) + draft(k)))
+        best = max(best, tokens / (extra[0] + tokens * extra[1] + target(size) + draft(k)))
     return best

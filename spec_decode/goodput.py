@@ -4,6 +4,7 @@
     goodput = E[tokens emitted] / E[seconds]
     E[tokens emitted] = R + sum over drafts (i, j) of a_ij c_ij
     E[seconds] = host + target(B + sum over drafts of a_ij) + sum over drafters d of draft_d(rows served, K_d)
+                 + what the first drafter takes for the prompts that come with so many tokens, if it serves any row
 
 with c_ij the probability that drafts 0 .. j of row i are all accepted, a_ij that there is a draft j, R the rows that
 sample, B the tokens computed without drafts, and K_d the most drafts that drafter d makes for a row.
@@ -52,6 +53,9 @@ class Prices(NamedTuple):
     """Drafters without passes take as long for many drafts as for one: their K is not limited."""
     extra: float = 0.0
     """Seconds a step that speculation costs on top: what it takes a drafter to catch up, spread over some steps."""
+    token_extra: float = 0.0
+    """Seconds more for each token that comes: what it takes the first drafter to compute the prompts, spread over what
+    they are answered."""
 
     @property
     def idle_seconds(self) -> float:
@@ -103,11 +107,12 @@ def _best_for_one(offer: Offer, prices: Prices, off: float, passes: int) -> Plan
     tokens, size, best_score = float(prices.base_rows), float(prices.base_tokens), -1.0
     draft = prices.drafts[offer.drafter][0]
     fixed = prices.host + prices.extra
+    token_extra = prices.token_extra if offer.drafter == 0 else 0.0
     best = Plan([0], 0.0, 1.0, off, 0)
     for k, (accepted, available) in enumerate(zip(offer.cumulative, offer.available, strict=True), 1):
         tokens += available * accepted
         size += available
-        seconds = fixed + prices.target(size) + draft(k)
+        seconds = fixed + tokens * token_extra + prices.target(size) + draft(k)
         score = tokens / seconds * (STAY if k == passes else 1.0)
         if score > best_score:
             best_score, best = score, Plan([k], tokens / seconds, seconds, off, k)
@@ -150,6 +155,8 @@ def _sweep(drafts: _Drafts, prices: Prices, limits: list[int]) -> tuple[np.ndarr
         if rows == 0:
             continue
         served = np.cumsum(first & (drafts.drafters == drafter), axis=1)
+        if drafter == 0 and prices.token_extra:
+            seconds += np.where(served > 0, prices.token_extra * tokens, 0.0)
         depths = limits if prices.has_passes[drafter] else [deepest] * len(limits)
         low = np.array([few(depth) for depth in depths])[:, None]
         high = np.array([many(depth) for depth in depths])[:, None]

@@ -25,10 +25,13 @@ from ..models.batch import KVLayerSpec, LayerKV
 from ..platform.core.request import Status
 from .proposer import AdapterPreparer, DraftRow, no_adapters
 
-MAX_PENDING = 2048
+MAX_PENDING = 8192
 """Tokens whose hidden states may wait..."""
 MAX_PENDING_BYTES = 32 << 20
 """...and the memory that they may hold, beyond those of one step."""
+_KEPT = 0.9
+"""Share of that which goes on waiting when there is too much: the oldest are written, those of requests that have gone
+meanwhile are not."""
 
 _FEW = 16
 
@@ -79,6 +82,7 @@ class HiddenStore:
         self._block_size = 0
         self._pending: list[_Step] = []
         self._num_pending = 0
+        self._most_pending = 0  # known with the first states
 
     @property
     def spec(self) -> KVLayerSpec:
@@ -100,8 +104,10 @@ class HiddenStore:
         self._num_pending += len(states[0])
         if self._adapts and any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
             self.flush()  # its blocks may outlive the request, and the request is what keeps its adapter
-        elif self._num_pending > MAX_PENDING or self._num_pending * self._bytes_per_token(states) > MAX_PENDING_BYTES:
-            self.flush()
+            return
+        if self._num_pending > self._most_pending:
+            self._most_pending = min(MAX_PENDING, MAX_PENDING_BYTES // self._bytes_per_token(states))
+            self._flush_to(int(_KEPT * self._most_pending))
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> np.ndarray:
         """[end - start] int64: where positions [start, end) of a sequence lie."""
@@ -110,10 +116,18 @@ class HiddenStore:
         block, offset = np.divmod(np.arange(start, end), self._block_size)
         return blocks[block - first] * self._block_size + offset
 
-    @torch.inference_mode()
     def flush(self) -> None:
         """Write all that waits."""
-        steps, self._pending, self._num_pending = self._pending, [], 0
+        self._flush_to(0)
+
+    @torch.inference_mode()
+    def _flush_to(self, num_left: int) -> None:
+        """Write the oldest of what waits, until no more than `num_left` tokens do."""
+        count = 0
+        while self._num_pending > num_left:
+            self._num_pending -= len(self._pending[count].states[0])
+            count += 1
+        steps, self._pending = self._pending[:count], self._pending[count:]
         entries = [entry for entry in map(self._entry, steps) if entry is not None]
         handles = [handle for entry in entries for handle in entry.handles]
         adapters = None

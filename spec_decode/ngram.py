@@ -16,6 +16,9 @@ from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, Target
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
 
+_FEW_PLACES = 24
+"""Earlier places of the last tokens that are looked at one by one."""
+
 
 def lookup(tokens: np.ndarray, min_n: int, max_n: int) -> int:
     """Where the longest repeated suffix of `tokens` continues.
@@ -46,22 +49,51 @@ def lookup(tokens: np.ndarray, min_n: int, max_n: int) -> int:
 
 
 class _History:
-    """A request's tokens as an array that grows: turning a long list into one anew takes longer than a lookup."""
+    """A request's tokens with their places: of each run of `min_n` tokens, where it was last, and before that.
 
-    def __init__(self, request: Request) -> None:
+    An array operation takes longer than looking at a few places; where there are many, `lookup` is asked.
+    """
+
+    def __init__(self, request: Request, min_n: int, max_n: int) -> None:
         self.request = request
-        self._buffer = np.empty(256, dtype=np.int32)
-        self._length = 0
+        self._min_n, self._max_n = min_n, max_n
+        self._last: dict[int | tuple[int, ...], int] = {}
+        self._before: list[int] = []  # by the place of a run's last token: the place before it; -1: none
+        self._array = np.empty(0, dtype=np.int32)  # made when it is needed
 
-    def update(self, tokens: list[int]) -> np.ndarray:
-        """The array of `tokens`, which extend those of the call before."""
-        new = tokens[self._length :]
-        length = len(tokens)
-        if length > len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.empty(length, dtype=np.int32)])
-        self._buffer[length - len(new) : length] = new
-        self._length = length
-        return self._buffer[:length]
+    def update(self, tokens: list[int]) -> None:
+        """Take in what `tokens` have beyond those of the call before, which they extend."""
+        last, before, n = self._last, self._before, self._min_n
+        for end in range(len(before), len(tokens)):
+            key = tokens[end] if n == 1 else tuple(tokens[max(0, end - n + 1) : end + 1])
+            before.append(last.get(key, -1))
+            last[key] = end
+
+    def continuation(self, tokens: list[int]) -> int:
+        """`lookup` in `tokens`, those that were taken in last."""
+        shortest, longest = self._min_n, min(self._max_n, len(tokens) - 1)
+        if longest < shortest:
+            return -1
+        found, found_length = -1, shortest - 1
+        place = self._before[-1]
+        for _ in range(_FEW_PLACES):
+            if place < 0:
+                return found
+            length = shortest
+            most = min(longest, place + 1)
+            while length < most and tokens[place - length] == tokens[-1 - length]:
+                length += 1
+            if length > found_length:
+                found, found_length = place + 1, length
+                if length == longest:
+                    return found
+            place = self._before[place]
+        return found if place < 0 else lookup(self._as_array(tokens), shortest, longest)
+
+    def _as_array(self, tokens: list[int]) -> np.ndarray:
+        new = tokens[len(self._array) :]  # a long list takes longer to turn into an array than to search
+        self._array = np.concatenate([self._array, np.array(new, dtype=np.int32)])
+        return self._array
 
 
 class NgramProposer:
@@ -95,14 +127,15 @@ class NgramProposer:
     def _draft(self, row: DraftRow) -> Drafts:
         if row.max_drafts < 1 or not row.sampled:
             return NO_DRAFTS
+        tokens = row.tokens
         history = self._histories.get(row.request.request_id)
         if history is None or history.request is not row.request:
-            history = self._histories[row.request.request_id] = _History(row.request)
-        tokens = history.update(row.tokens)
-        start = lookup(tokens, self._min_n, self._max_n)
+            history = self._histories[row.request.request_id] = _History(row.request, self._min_n, self._max_n)
+        history.update(tokens)
+        start = history.continuation(tokens)
         if start < 0:
             return NO_DRAFTS
-        period = tokens[start : start + row.max_drafts].tolist()
+        period = tokens[start : start + row.max_drafts]
         repeats = -(-row.max_drafts // len(period))
         return Drafts((period * repeats)[: row.max_drafts])
 

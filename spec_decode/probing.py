@@ -14,7 +14,7 @@ HEAD_START = 4.0
 """Steps' worth of trials before any time has passed."""
 MOST_BORROWED = 8.0
 """Steps' worth of trials that may be borrowed, to repeat one that showed something new."""
-MOST_SAVED = 48.0
+MOST_SAVED = 16.0
 """Steps' worth of trials that may be saved up: after a long time without any, they do not come all at once."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 1024
 """Steps between two trials of the same thing."""

@@ -24,6 +24,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from statistics import median
 from typing import NamedTuple
 
@@ -44,12 +45,13 @@ MIXED = 0
 _FIRST, _EXACT = 8, 64
 _TRUSTED_AFTER = 12
 """Times of a cell after which it weighs as much as the plane."""
-_MOST_STALE = 64
-"""Times after which points are made anew; sooner while there are few."""
+_MOST_STALE = 128
+"""Times after which points, and the plane, are made anew; sooner while there are few."""
 _GAIN, _DRIFT_GAIN, _DOWNWARDS = 0.01, 0.03, 3.0
 _MAX_DRIFT_STEP = 0.3
 
 
+@lru_cache(1024)
 def row_class(rows: int) -> int:
     """1, 2, 3, 4, 6, 8, 12, 16, 24 ...: the largest that `rows` reaches; 0 is `MIXED`."""
     if rows < 2:
@@ -58,6 +60,7 @@ def row_class(rows: int) -> int:
     return power + power // 2 if rows >= power + power // 2 else power
 
 
+@lru_cache(1024)
 def _size_class(size: int) -> int:
     return size if size <= _EXACT else int(16 * math.log2(size / _EXACT)) + _EXACT + 1
 
@@ -88,6 +91,11 @@ class Curve:
         """The same for many sizes."""
         inside = np.interp(sizes, self.sizes, self.seconds)
         return inside + self.slope * np.maximum(sizes - self.sizes[-1], 0.0)
+
+
+def _low(times: Collection[float]) -> float:
+    """The 30% quantile; 0 of none."""
+    return sorted(times)[int(0.3 * len(times))] if times else 0.0
 
 
 def _lower_third(times: Collection[float]) -> float:
@@ -179,6 +187,7 @@ class TimeTable:
         self._by_row = by_row
         self._series: dict[int, _Series] = {}
         self._plane: Plane | None = None
+        self._plane_made = -1  # when it was; -1: it is to be made
         self._num_added = 0
         self._points: dict[int, tuple[int, list[float], list[float]]] = {}  # by class: when they were made, over speed
         self._warm: set[tuple[int, int]] = set()  # (rows, size) classes that have been computed before
@@ -202,6 +211,7 @@ class TimeTable:
         self._num_added += 1
         if cell.count == 1:
             self._points.clear()
+            self._plane_made = -1
 
     def knows(self, rows: int, size: int) -> bool:
         """Whether about this was seen more than once, or enough else to tell."""
@@ -219,18 +229,22 @@ class TimeTable:
         """(sizes, seconds), both rising, for `rows`; empty before anything was measured."""
         wanted = row_class(rows)
         made, sizes, values = self._points.get(wanted, (-1, [], []))
-        if made < 0 or self._num_added - made > min(_MOST_STALE, made // 8):
+        if self._is_stale(made):
             sizes, values = self._make_points(wanted)
             self._points[wanted] = (self._num_added, sizes, values)
         scale = self._speed.factor
         return sizes, [value * scale for value in values]
+
+    def _is_stale(self, made: int) -> bool:
+        return made < 0 or self._num_added - made > min(_MOST_STALE, made // 8)
 
     def _make_points(self, wanted: int) -> tuple[list[float], list[float]]:
         own = self._series.get(wanted)
         if wanted == MIXED:
             return own.points() if own else ([], [])
         cells = [(key, cell) for key, series in self._series.items() if key != MIXED for cell in series.cells.values()]
-        if cells:
+        if cells and self._is_stale(self._plane_made):
+            self._plane_made = self._num_added
             self._plane = fit_plane(
                 [key for key, _ in cells], [cell.size for _, cell in cells], [cell.value for _, cell in cells]
             )
@@ -313,18 +327,29 @@ class StepCosts:
         self._catch_up: list[deque[float]] = [deque(maxlen=8) for _ in has_passes]  # seconds a token that it lags
         self._caught_up = [False for _ in has_passes]  # whether it ever did: as with sizes, the first time is left out
         self._gaps: deque[float] = deque(maxlen=16)
+        self._drafting_gaps: deque[float] = deque(maxlen=16)  # after steps that drafted
+        self._bookkeeping: deque[float] = deque(maxlen=16)
         self._step = 0.0  # seconds of a step of the target, smoothed, whatever it computed
 
     @property
     def host_seconds(self) -> float:
         """From the end of one step's drafting to the start of the next step: the 30% quantile of the last 16, since
         an engine that waits for work is not busy."""
-        gaps = sorted(self._gaps)
-        return gaps[int(0.3 * len(gaps))] if gaps else 0.0
+        return _low(self._gaps or self._drafting_gaps)
 
-    def add_gap(self, seconds: float) -> None:
-        """Time between two steps."""
-        self._gaps.append(max(seconds, 0.0))
+    @property
+    def drafting_seconds(self) -> float:
+        """What a step that drafts takes more of all that is neither the target's nor a drafter's: a large part of the
+        step of a small model."""
+        return max(0.0, _low(self._drafting_gaps) - self.host_seconds) + _low(self._bookkeeping)
+
+    def add_gap(self, seconds: float, *, drafting: bool = False) -> None:
+        """Time between two steps; `drafting`: the first of them drafted."""
+        (self._drafting_gaps if drafting else self._gaps).append(max(seconds, 0.0))
+
+    def add_bookkeeping(self, seconds: float) -> None:
+        """Time of deciding and counting in a step that drafted."""
+        self._bookkeeping.append(max(seconds, 0.0))
 
     def add_step(self, rows: int, tokens: int, seconds: float) -> None:
         """A step computed `tokens` tokens of `rows` decoding rows, or of a `MIXED` batch."""
@@ -362,5 +387,5 @@ class StepCosts:
     def catch_up(self, drafter: int, num_tokens: int) -> float:
         """Seconds to compute `num_tokens` that a drafter lags."""
         times = self._catch_up[drafter]
-        each = min(times) if times else self.draft_curve(drafter, 1)(1) / 32
+        each = median(times) if times else self.draft_curve(drafter, 1)(1) / 32
         return each * num_tokens

@@ -195,7 +195,9 @@ class Scheduler:
         known = len(request.tokens) - request.num_computed
         choices: tuple[tuple[Drafts, bool], ...] = ((NO_DRAFTS, False),)
         if draft_share:
-            drafts = request.drafts.truncated(max(0, min(budget - known, draft_share, self._draft_room(request, 0))))
+            drafts = request.drafts
+            if drafts.token_ids:
+                drafts = drafts.truncated(max(0, min(budget - known, draft_share, self._draft_room(request, 0))))
             choices = ((drafts, True), (drafts, False), *choices)
         for use, lookahead in choices:
             num_tokens = min(known + len(use.token_ids), budget)

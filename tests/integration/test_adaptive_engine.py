@@ -1,10 +1,14 @@
 """The controller in the engine: the same text as without speculation, whatever it decides."""
 
+import functools
 import random
 
 import pytest
 
 from outrider import SamplingParams
+from outrider.platform.engine import setup
+from outrider.platform.engine.warm_up import warm_up
+from outrider.spec_decode import adaptive as adaptive_module
 from outrider.spec_decode.controller import Controller
 
 NAMES = [None, "a", "b", None, "a", "c"]
@@ -41,16 +45,33 @@ def jobs(models, prompts):
     return jobs
 
 
+@pytest.fixture(scope="module")
+def plain_text(models, plain_engine, run, prompts):
+    """plain_text(name in PARAMS) -> the text without speculation; made once."""
+
+    @functools.cache
+    def plain_text(name):
+        work = [(p, PARAMS[name], models.lora(n)) for p, n in zip(prompts, NAMES, strict=True)]
+        return text(run(plain_engine, work))
+
+    return plain_text
+
+
+@pytest.fixture
+def short_warm_up(monkeypatch):
+    """What steps take matters little to these tests."""
+    monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
-def test_text_is_byte_equal_with_and_without(models, make_engine, plain_engine, run, jobs, method, options):
+def test_text_is_byte_equal_with_and_without(models, make_engine, plain_text, run, jobs, method, options):
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **options)
     num_drafted = 0
     for name in PARAMS:
-        want = text(run(plain_engine, jobs(name)))
         for _ in range(2):  # the second time from the prefix cache
             outcomes = run(engine, jobs(name))
-            assert text(outcomes) == want, name
+            assert text(outcomes) == plain_text(name), name
             num_drafted += sum(o.speculation.num_drafts for o in outcomes if o.speculation)
     assert num_drafted > 0
 
@@ -84,18 +105,20 @@ def random_decisions(monkeypatch):
             row.num_drafts = min(generator.choice((0, 0, 1, 3, 5)), row.limit)
 
     monkeypatch.setattr(Controller, "decide", decide)
+    monkeypatch.setattr(adaptive_module, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
 
 
 @pytest.mark.parametrize("options", ["plain", "chunked", "preempted"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
-def test_drafters_that_take_turns(models, make_engine, plain_engine, run, jobs, random_decisions, method, options):
+@pytest.mark.usefixtures("random_decisions", "short_warm_up")
+def test_drafters_that_take_turns(models, make_engine, plain_text, run, jobs, method, options):
     """The text is the same, both drafters are asked, and one that lagged drafts as one does that never did."""
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **OPTIONS[options])
     drafters = engine._runner._proposer._drafters
     neural, lookup = drafters[:] = [Recording(drafter) for drafter in drafters]
     for name in ("seeded", "greedy", "greedy"):  # the last one from the prefix cache
         mark = len(neural.log)
-        assert text(run(engine, jobs(name))) == text(run(plain_engine, jobs(name))), name
+        assert text(run(engine, jobs(name))) == plain_text(name), name
     assert len(neural.log) > mark > 10
     assert len(lookup.log) > 10
     fixed = make_engine(speculative_config=models.speculative(method, 5), enable_prefix_caching=False, **LORA)

@@ -46,7 +46,7 @@ def test_a_new_adapter_starts_from_the_mean_of_all():
     mean = Rates(2, HOPEFUL)
     for _ in range(200):
         mean.count(2, 0)
-        mean.count_proposal(2, 0)
+        mean.count_proposals([(2, 0)])
     fresh = Rates(2, mean)
     assert fresh.probabilities[0] == pytest.approx(mean.probabilities[0])
     assert fresh.available[0] < 0.1
@@ -95,7 +95,7 @@ def test_whatever_is_counted_probabilities_stay_probabilities(events, num_drafts
     rates, request = Rates(8, HOPEFUL), RequestRates()
     for asked, proposed, accepted in events:
         proposed = min(asked, proposed)
-        rates.count_proposal(asked, proposed)
+        rates.count_proposals([(asked, proposed)])
         if proposed:
             request.count(rates.probabilities, proposed, min(accepted, proposed))
             rates.count(proposed, min(accepted, proposed))

@@ -69,6 +69,7 @@ OUTPUT = TargetOutput(seconds=0.01)
 def test_a_neural_drafter_gets_a_fallback_and_a_lookup_does_not():
     neural = make_adaptive(Recording(0), parse_speculative({"method": "eagle3", "model": "m"}))
     assert isinstance(neural._drafters[1], NgramProposer)
+    assert neural._drafters[1]._min_n == 2, "one token that repeats says little where a network was not right"
     assert neural.needs.aux_layers == (0,)
     alone = make_adaptive(NgramProposer(1, 5), parse_speculative({"method": "ngram"}))
     assert len(alone._drafters) == 1
@@ -108,7 +109,7 @@ def test_the_fallbacks_drafts_come_with_the_neural_drafters_kv(parts):
     assert [p.drafts.token_ids for p in got] == [[0, 0, 0], [1, 1]]
     assert [p.num_draft_computed for p in got] == [5, 2]
     assert [count for _, count in first.calls[-1]] == [3, 0]
-    assert [count for _, count in second.calls[-1]] == [0, 2]
+    assert second.calls[-1] == [(other, 2)]  # it sees only whom it serves
 
 
 def test_what_is_verified_is_booked_on_who_drafted_it(parts):
@@ -126,6 +127,34 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
     assert state.proposed_by == -1
     proposer.propose([row(one)], OUTPUT)
     assert [rates.evidence for rates in state.lane.rates] == [0.0, 1.0]
+
+
+def test_while_nothing_is_drafted_one_step_in_four_stands_for_all(parts):
+    proposer, (first, _) = parts
+    one, controller = request(), proposer.controller
+    controller.due = lambda num_rows, mixed, changed: False
+    proposer.propose([row(one)], OUTPUT)
+    controller._next_decision = 10**9
+    measured, outputs = [], []
+    controller.costs.add_step = lambda rows, tokens, seconds: measured.append((rows, tokens, seconds))
+    controller.computed = lambda prompts, answers: outputs.append(answers)
+    watched = first.watched
+    for _ in range(108):
+        proposer.propose([row(one)], OUTPUT)
+    assert first.watched == watched + 108
+    assert measured == [(1, 1, OUTPUT.seconds)] * (8 + 25)
+    assert sum(outputs) == 108
+
+
+def test_prompts_and_answers_are_counted_where_they_are_computed(parts):
+    proposer, _ = parts
+    seen = []
+    proposer.controller.computed = lambda prompts, answers: seen.append((prompts, answers))
+    whole, part = request(), request()
+    first = DraftRow(whole, [1] * 21, 20, 0, 4, [], True, 0)
+    proposer.propose([first, DraftRow(part, [1] * 40, 30, 0, 0, [], False, 5, 20)], OUTPUT)
+    proposer.propose([row(whole, num_drafts=3, num_accepted=2)._replace(start=1, num_valid=4)], OUTPUT)
+    assert seen == [(20 + 25, 1), (0, 3)]
 
 
 def test_nothing_is_kept_of_finished_requests(parts):

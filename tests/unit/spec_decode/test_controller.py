@@ -139,6 +139,6 @@ def test_limits_hold_whatever_was_measured(data):
         controller.decide(rows, data.draw(st.sampled_from([0, 0, 30])))
         for row, limit in zip(rows, limits, strict=True):
             assert 0 <= row.num_drafts <= limit
-            controller.proposed(row, row.drafter, row.num_drafts, row.num_drafts)
+            controller.proposed(row.drafter, [(row, row.num_drafts, row.num_drafts)])
             controller.verified(row, row.num_drafts, data.draw(st.integers(0, row.num_drafts)))
         controller.stepped(0.01)

@@ -226,12 +226,22 @@ def test_a_request_with_speculation_off_is_not_computed(draft: Draft) -> None:
     assert proposals[1].drafts.token_ids == draft.greedy(on.request.tokens, 2)
 
 
-def test_tokens_are_kept_in_step_beside_rows_that_draft(draft: Draft) -> None:
+def test_parts_of_prompts_are_kept_in_step_beside_rows_that_draft(draft: Draft) -> None:
+    engine = Engine(draft)
+    part, busy = engine.sequence(9, seed=1), engine.sequence(5, seed=2)
+    proposals = engine.propose((part, part.row(0)._replace(sampled=False)), (busy, busy.row(1)))
+    assert proposals[0].num_draft_computed == 8, "the last token waits for its block"
+    assert engine.written(part)[:10] == [True] * 8 + [False] * 2
+
+
+def test_rows_that_ask_for_nothing_are_not_computed_beside_others(draft: Draft) -> None:
+    """A trial of a few rows costs what these cost."""
     engine = Engine(draft)
     idle, busy = engine.sequence(9, seed=1), engine.sequence(5, seed=2)
     proposals = engine.propose((idle, idle.row(0)), (busy, busy.row(1)))
-    assert proposals[0].num_draft_computed == 8, "the new token waits for its block"
-    assert engine.written(idle)[:10] == [True] * 8 + [False] * 2
+    assert proposals[0].num_draft_computed == 0
+    assert not any(engine.written(idle))
+    assert engine.step(idle, 3).drafts.token_ids == draft.greedy(idle.request.tokens, 3), "it catches up when it asks"
 
 
 def test_drafts_end_with_the_blocks(draft: Draft) -> None:

@@ -67,6 +67,18 @@ def test_a_loop_goes_on() -> None:
     assert drafts(proposer, make_request("s"), [4, 4], max_drafts=3) == [4, 4, 4]
 
 
+@pytest.mark.parametrize("vocab", [2, 3, 40])
+@pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 5), (2, 3), (4, 4), (1, 12)])
+def test_places_that_are_remembered_give_what_a_search_gives(vocab: int, min_n: int, max_n: int) -> None:
+    """With few places and with so many that the array is searched."""
+    proposer, request, tokens = NgramProposer(min_n, max_n), make_request(), []
+    for length in range(1, 160):
+        tokens = [*tokens, random.randrange(vocab)]
+        if length % 3:
+            start = reference(tokens, min_n, max_n)
+            assert drafts(proposer, request, tokens, max_drafts=1) == ([] if start < 0 else [tokens[start]])
+
+
 def test_a_growing_sequence_is_looked_up_whole() -> None:
     proposer, request = NgramProposer(1, 4), make_request()
     tokens = [random.randrange(5) for _ in range(200)]

@@ -115,6 +115,16 @@ def test_the_hosts_time_ignores_idle_gaps():
     assert costs.host_seconds == 0.002
 
 
+def test_what_drafting_takes_beside_the_drafter_is_priced():
+    costs = StepCosts([True])
+    for index in range(40):
+        costs.add_gap(0.002)
+        costs.add_gap(0.5 if index % 3 == 0 else 0.003, drafting=True)
+        costs.add_bookkeeping(0.5 if index % 3 == 0 else 0.0005)
+    assert costs.host_seconds == 0.002
+    assert costs.drafting_seconds == pytest.approx(0.0015)
+
+
 def test_catching_up_is_priced_by_the_token_and_kept_out_of_the_table():
     costs = StepCosts([True])
     costs.add_step(1, 1, 0.01)
