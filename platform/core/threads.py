@@ -5,16 +5,32 @@ from __future__ import annotations
 import os
 import time
 
+LARGE_WEIGHTS = 256 << 20
+"""Bytes of weights from which a model's steps are so long that every core should compute them."""
+
+_left_free = False
+
 
 def leave_a_core_free() -> None:
     """Let this process's OpenMP use one core less than there are, unless the user has set OMP_NUM_THREADS. Call it
     before torch is imported.
 
     The API process and its clients need a core too. Where they share the engine's, each parallel region waits for a
-    thread that is not running while the others spin: on two cores, one streamed request fell from 315 tokens/s with
-    one thread to 7 with two (docs/architecture.md, Processes).
+    thread that is not running while the others spin: a small model's regions take microseconds, and such a wait takes
+    milliseconds (docs/architecture.md, Processes).
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+    global _left_free
+    if "OMP_NUM_THREADS" not in os.environ:
+        _left_free = True
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
+
+
+def threads_for(weight_bytes: int) -> int | None:
+    """How many threads should compute from now on; None where it stays as it is.
+
+    A large model's regions are long against such waits, so it also takes the core that `leave_a_core_free` has left.
+    """
+    return len(os.sched_getaffinity(0)) if _left_free and weight_bytes >= LARGE_WEIGHTS else None
 
 
 def give_way() -> None:

@@ -1,0 +1,115 @@
+"""What serving over HTTP keeps of offline throughput: the same requests, streamed by a server and through `LLM`.
+
+    python benchmarks/serving.py --model PATH [--output-json F] [--concurrency 32] [--num-prompts 96] [--rounds 3]
+
+Both run on this machine, in turn, round after round, and so does the client, whose own share of a core is told. Offline
+all cores compute; a server's engine, its API process and the client share them. Speculation is off, prompts are random.
+Every part is a process of its own, started from the command line as a user would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine
+
+OUTRIDER = [sys.executable, "-P", "-m", "outrider.platform.cli.main"]
+START_SECONDS = 120.0
+
+
+def figures(command: list[str], result: Path) -> dict[str, Any]:
+    """What a benchmark of the command line measured."""
+    ran = subprocess.run([*OUTRIDER, *command, "--disable-tqdm", "--output-json", str(result)], capture_output=True)
+    if ran.returncode:
+        raise SystemExit(ran.stderr.decode())
+    measured: dict[str, Any] = json.loads(result.read_text())
+    return measured
+
+
+def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Raises SystemExit when the server ends or takes too long."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            urllib.request.urlopen(url + "/health")
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise SystemExit("the server did not start")
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One round: offline, then over HTTP."""
+    result = folder / "result.json"
+    engine = ["--dtype", options.dtype, "--no-speculation", "--max-model-len", "2048"]
+    engine += ["--max-num-seqs", str(options.concurrency)]
+    load = ["--num-prompts", str(options.num_prompts), "--input-len", str(options.input_len), "--ignore-eos"]
+    load += ["--output-len", str(options.output_len)]
+    offline = figures(["bench", "throughput", "--model", options.model, *engine, *load], result)
+    port = free_port()
+    server = subprocess.Popen(
+        [*OUTRIDER, "serve", options.model, *engine, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}", server)
+        load += ["--max-concurrency", str(options.concurrency), "--num-warmups", str(options.concurrency)]
+        served = figures(["bench", "serve", "--port", str(port), "--tokenizer", options.model, *load], result)
+    finally:
+        server.terminate()
+        server.wait()
+    return {
+        "offline_output_throughput": offline["figures"]["output_throughput"],
+        "served_output_throughput": served["figures"]["output_throughput"],
+        "ratio": served["figures"]["output_throughput"] / offline["figures"]["output_throughput"],
+        "client": served["client"],
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--num-prompts", type=int, default=96)
+    parser.add_argument("--input-len", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output-json", type=Path)
+    options = parser.parse_args()
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(options.rounds):
+            rounds.append(measure(options, Path(folder)))
+            print("offline {offline_output_throughput:.0f}, served {served_output_throughput:.0f} output tokens/s: "
+                  "{ratio:.2f}".format(**rounds[-1]), flush=True)  # fmt: skip
+    ratio = statistics.median(measured["ratio"] for measured in rounds)
+    print(f"median ratio {ratio:.2f}")
+    if options.output_json is not None:
+        arguments = {name: str(value) for name, value in vars(options).items()}
+        result = {"machine": describe_machine(), "arguments": arguments, "rounds": rounds, "median_ratio": ratio}
+        options.output_json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
