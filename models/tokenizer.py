@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..platform.core.errors import InvalidRequestError, NotFoundError
-from .config import read_json
+from .json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,15 +22,30 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     directory = Path(path)
     if not directory.is_dir():
         raise NotFoundError(f"tokenizer {str(path)!r}: there is no such directory", param="tokenizer")
-    from transformers import AutoTokenizer
-
     try:
+        if _is_plain(directory):
+            # `AutoTokenizer` would choose the same class, but imports torch and seconds of other things first.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # whatever a broken or missing file makes transformers raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidRequestError(
             f"no tokenizer could be loaded from {directory}: {reason}", param="tokenizer"
         ) from error
+
+
+def _is_plain(directory: Path) -> bool:
+    """Whether it is all in tokenizer.json. Of Llama alone, since for other families transformers may know better."""
+    files = [directory / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files):
+        return False
+    settings = read_json(files[2])
+    plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return plain and "auto_map" not in settings and read_json(files[0]).get("model_type") == "llama"
 
 
 def eos_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:

@@ -1,5 +1,6 @@
 """Shared test setup: no network, fixed seeds, one torch thread; set before any test module imports a library."""
 
+import gc
 import os
 import random
 import shutil
@@ -49,6 +50,15 @@ class RootIsNoTestPackage:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: no collection of garbage need look at all these objects again.
+
+    Many tests collect garbage to see that nothing is left of what they made.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

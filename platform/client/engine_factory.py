@@ -95,9 +95,12 @@ def load_engine(path: str) -> Callable[..., Engine]:
     return cast(Callable[..., Engine], getattr(import_module(module), name))
 
 
-def import_text_side() -> None:
-    """Import what `load_text_side` needs, which takes a second."""
-    from transformers import AutoTokenizer  # noqa: F401
+def import_text_side(args: EngineArgs) -> None:
+    """Import what `load_text_side` needs, which takes seconds; the demo's tokenizer needs little of it."""
+    if is_demo(args) and args.tokenizer is None:
+        from transformers import PreTrainedTokenizerFast  # noqa: F401
+    else:
+        from transformers import AutoTokenizer  # noqa: F401
 
     from ...models import tokenizer  # noqa: F401
 

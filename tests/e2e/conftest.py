@@ -97,10 +97,14 @@ class ServerProcess:
             time.sleep(0.02)
         raise AssertionError(f"it did not happen in {seconds} s; the server said:\n{self.output}")
 
-    def stop(self) -> int:
-        """SIGTERM, and the exit status."""
+    def begin_stop(self) -> None:
+        """SIGTERM."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.begin_stop()
         try:
             return self.process.wait(60)
         finally:
@@ -124,6 +128,8 @@ def start_server() -> Iterator:
         return servers[-1]
 
     yield start
+    for server in servers:  # all at once
+        server.begin_stop()
     for server in servers:
         server.stop()
 

@@ -20,12 +20,13 @@ GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize")
 
 
 @pytest.fixture(scope="module")
-def server(start_server, tmp_path_factory):
+def server(start_server, fixed_drafts, tmp_path_factory):
     """With tenants, so that all routes are there; sequences are short, so that what is right is soon answered."""
     database = tmp_path_factory.mktemp("fuzz") / "outrider.db"
     return start_server(
         *("--database", f"sqlite:///{database}", "--admin-api-key", KEY, "--max-model-len", "64"),
         *("--max-num-queued-reqs", "64", "--log-level", "error"),
+        *fixed_drafts,
     )
 
 

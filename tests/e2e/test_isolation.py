@@ -19,7 +19,7 @@ PRIVATE = "The number of the account is 4071 8825 1190, and nobody may know. " *
 
 
 @pytest.fixture(scope="module")
-def shop(start_server, tmp_path_factory):
+def shop(start_server, fixed_drafts, tmp_path_factory):
     """A server with the tenants acme and globex; acme has an adapter in the database since before the start."""
     folder = tmp_path_factory.mktemp("isolation")
     (name, source), *_ = demo_adapters().items()
@@ -37,7 +37,7 @@ def shop(start_server, tmp_path_factory):
     database.close()
     server = start_server(
         "--database", url, "--admin-api-key", OPERATOR, "--lora-root", str(folder / "adapters"),
-        "--max-model-len", "512", "--block-size", str(BLOCK),
+        "--max-model-len", "512", "--block-size", str(BLOCK), *fixed_drafts,
     )  # fmt: skip
     clients = {
         who: server.http(headers={"Authorization": f"Bearer {key}"})

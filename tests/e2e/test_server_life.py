@@ -150,7 +150,7 @@ def test_port_in_use_is_found_at_once(start_server):
     [
         (["/nowhere/at-all"], 1, "/nowhere/at-all"),
         (["--max-model-len", "9999999"], 1, "max_model_len"),
-        (["--lora-modules", "x=/nowhere/at-all"], 1, "/nowhere/at-all"),
+        (["--lora-modules", "x=/nowhere/at-all", "--no-speculation"], 1, "/nowhere/at-all"),
         (["--lora-resolver", "no_such_module:factory"], 1, "--lora-resolver"),
         (["--max-num-seqs", "none"], 2, "--max-num-seqs"),
     ],

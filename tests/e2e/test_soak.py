@@ -143,8 +143,8 @@ def soak(start_server):
         # Few blocks: all have been touched when the first half is through, and sequences make way for each other.
         *("--num-gpu-blocks-override", "500"),
         program="soak_server", PYTHONPATH=str(Path(__file__).parent),
-        # oneDNN, and torch's layer above it, keep the code of up to 1,024 shapes of products each, 0.3 MB a piece, which
-        # takes thousands of requests to fill.
+        # oneDNN, and torch's layer above it, keep the code of up to 1,024 shapes of products each, 0.3 MB a piece: it
+        # takes thousands of requests to fill them.
         ONEDNN_PRIMITIVE_CACHE_CAPACITY="48", LRU_CACHE_CAPACITY="16",
     )  # fmt: skip
     return Soak(server, str(demo_adapters()["sql"]))

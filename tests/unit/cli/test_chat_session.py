@@ -313,7 +313,7 @@ class _Handler(BaseHTTPRequestHandler):
 def process():
     """Starts the command in a process of its own, against a server that answers every chat."""
     server = HTTPServer(("127.0.0.1", 0), _Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     command = [
         sys.executable,

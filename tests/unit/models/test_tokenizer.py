@@ -1,12 +1,15 @@
 """The tokenizer comes from the model's directory; end tokens from all files that name one."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from outrider.models.demo import demo_model_path
 from outrider.models.tokenizer import eos_token_ids, load_tokenizer
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 
@@ -21,6 +24,33 @@ def directory(tmp_path: Path) -> Path:
 
 def test_load_tokenizer(directory: Path) -> None:
     assert load_tokenizer(directory)("b a x")["input_ids"] == [2, 1, 3]
+
+
+def test_the_demos_is_the_one_that_transformers_would_choose_and_needs_no_torch() -> None:
+    code = (
+        "import sys; from outrider.models.demo import demo_model_path; from outrider.models.tokenizer import *; "
+        "tokenizer = load_tokenizer(demo_model_path()); eos_token_ids(demo_model_path(), tokenizer); "
+        "print(type(tokenizer).__name__, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = AutoTokenizer.from_pretrained(demo_model_path(), local_files_only=True)
+    assert done.stdout.split() == [type(expected).__name__, "False"]
+    ours = load_tokenizer(demo_model_path())
+    assert (ours.get_vocab(), ours.special_tokens_map) == (expected.get_vocab(), expected.special_tokens_map)
+    assert ours.chat_template == expected.chat_template
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [("config.json", {"model_type": "phi3"}), ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})],
+)
+def test_what_transformers_knows_better_is_left_to_it(tmp_path: Path, monkeypatch, file, change) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | change))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda directory, **options: "chosen by transformers")
+    assert load_tokenizer(demo_model_path()) != "chosen by transformers"
+    assert load_tokenizer(tmp_path) == "chosen by transformers"
 
 
 def test_missing_tokenizers_are_typed_errors(tmp_path: Path) -> None:
