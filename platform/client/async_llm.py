@@ -107,7 +107,7 @@ class AsyncLLM:
 
     async def _start(self) -> EngineInfo:
         # The tokenizer's library takes a second to import: meanwhile the engine starts.
-        importing = asyncio.create_task(asyncio.to_thread(import_text_side))
+        importing = asyncio.create_task(asyncio.to_thread(import_text_side, self._args))
         try:
             info = await self._supervisor.start()
         finally:
@@ -334,10 +334,11 @@ class AsyncLLM:
         for state in failed:
             self._wake(state.request_id)
 
-    def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
-        """From now on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
-        Requests with a `cache_salt` take no part. EngineDeadError before the first start."""
-        self.input_processor.shared_prefixes = SharedPrefixes(prefixes, self.info.block_size)
+    async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
+        """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
+        Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
+        built = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
+        self.input_processor.shared_prefixes = built
 
     # --- adapters and statistics ----------------------------------------------------------------------------------
 

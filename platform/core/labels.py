@@ -4,6 +4,8 @@ from __future__ import annotations
 
 OTHER = "other"
 """Stands for all names beyond the bound."""
+DEFAULT_TENANT = "default"
+"""Stands for no tenant."""
 MAX_TENANTS = 100
 """Tenants with a label value of their own."""
 MAX_ADAPTERS = 200

@@ -214,3 +214,5 @@ class EngineInfo:
     speculation: str
     """For people: "off", or the method and the number of drafts."""
     load_seconds: float
+    max_num_seqs: int = 0
+    max_num_queued_reqs: int | None = None

@@ -25,6 +25,7 @@ from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
+from ..core.threads import threads_for
 from .block_pool import BlockPool
 from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
 from .graphs import capture_ahead, make_graphs
@@ -72,6 +73,7 @@ def build(
         seed=config.seed,
         batch_invariant=config.batch_invariant,
     )
+    _choose_threads(model, dtype)
     graphs = make_graphs(config)
     drafter = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
     proposer = drafter if observe is None else observe(drafter)
@@ -99,6 +101,14 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     drafters = draft_kv_bytes_per_token(speculative, facts.dtype if args.dtype == "auto" else args.dtype)
     facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
     return resolve(args, facts, find_hardware(args.device))
+
+
+def _choose_threads(model: Decoder, dtype: torch.dtype) -> None:
+    """Before anything is timed or packed for a number of threads."""
+    if model.device.type == "cpu":
+        count = threads_for(model.num_parameters * dtype.itemsize)
+        if count is not None:
+            torch.set_num_threads(count)
 
 
 def _warm_up(config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, drafter: Proposer) -> None:
@@ -200,4 +210,6 @@ def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: 
         max_lora_rank=config.lora.max_lora_rank if config.lora is not None else 0,
         speculation=speculation,
         load_seconds=load_seconds,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
     )

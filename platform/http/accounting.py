@@ -37,10 +37,12 @@ def check_call(request: Request) -> None:
 
     Raises:
         RateLimitError: there are no more requests this minute.
+        OverloadedError: too many wait already.
     """
-    tenancy = serving_of(request).tenancy
-    if tenancy is not None:
-        tenancy.limiter.check_call(principal_of(request))
+    serving = serving_of(request)
+    if serving.tenancy is not None:
+        serving.tenancy.limiter.check_call(principal_of(request))
+    serving.queue.check(1)
 
 
 def charge_call(request: Request) -> None:
@@ -82,6 +84,7 @@ async def accounted(
 
 async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
     """Let the job in, or raise why not; whoever is refused, or gone meanwhile, leaves nothing behind."""
+    serving.check_ready()  # it may be draining since the prompt was tokenized, and nobody is to wait for a place then
     tenancy.ledger.check()
     limiter = tenancy.limiter
     ticket = await limiter.admit(job.principal, job.demand(), serving.llm.info.max_model_len)
@@ -91,6 +94,7 @@ async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
         job.granted = ticket.max_tokens
         check_params(serving, job)
         serving.check_ready()
+        job.on_admitted()
         return Account(serving, tenancy, job, ticket)
     except BaseException:
         limiter.release(ticket, 0, ran=False)

@@ -4,6 +4,7 @@ database follow each other."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 _Key = tuple[str, str]
 
+RETRY_SECONDS = 5.0
+"""After which what failed for a reason that may pass, such as an engine that starts again, is tried once more."""
+
 
 class AdapterKeeper:
     """One object a server with a database. Belongs to the event loop."""
@@ -29,6 +33,7 @@ class AdapterKeeper:
         self._failed: dict[_Key, StoredAdapter] = {}  # what it could not take
         self._lock = asyncio.Lock()  # what is read of the database is applied before anything else changes
         self._changes = asyncio.Event()
+        self._is_behind = False  # something failed that may go well without any change
         self._follower: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -88,13 +93,20 @@ class AdapterKeeper:
         self._changes.set()
 
     async def _follow(self) -> None:
+        is_away = False
         while True:
-            await self._changes.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changes.wait(), RETRY_SECONDS if self._is_behind else None)
             self._changes.clear()
+            self._is_behind = False
             try:
                 await self._sync()
-            except OutriderError as error:  # the directory tells when the database is back, by its next change
-                logger.warning("the adapters of the database cannot be read: %s", error.message)
+                is_away = False
+            except OutriderError as error:
+                self._is_behind = True
+                if not is_away:  # once
+                    logger.warning("the adapters of the database cannot be read: %s", error.message)
+                is_away = True
             except Exception:
                 logger.exception("the adapters of the database cannot be followed")
 
@@ -124,7 +136,8 @@ class AdapterKeeper:
                 yield row
 
     async def _load(self, row: StoredAdapter) -> None:
-        """A plain one is read when it is first asked for; one that cannot be had is tried again at the next change."""
+        """A plain one is read when it is first asked for; one that cannot be had is tried again at the next change, and
+        sooner where that is not the adapter's fault."""
         key = (row.tenant, row.name)
         request = LoRARequest(row.name, path=row.path, draft_path=row.draft_path)
         old = self._applied.get(key)
@@ -143,6 +156,7 @@ class AdapterKeeper:
             if self._failed.get(key) != row:
                 logger.error("the adapter %r of the database cannot be loaded: %s", _shown(row), error.message)
             self._failed[key] = row
+            self._is_behind |= error.status >= 500
         else:
             self._applied[key] = row
             self._failed.pop(key, None)
@@ -155,6 +169,7 @@ class AdapterKeeper:
             pass
         except OutriderError as error:
             logger.error("the adapter %r cannot be unloaded: %s", f"{tenant}/{name}" if tenant else name, error.message)
+            self._is_behind = True
             return
         del self._applied[key]
 

@@ -20,7 +20,7 @@ from .config import ServerConfig
 from .console import routes as console
 from .errors import ClientDisconnectedError, error_response, install_error_handlers, internal_error_response
 from .observation import Observer
-from .serving import PRINCIPAL, Serving, valid_request_id
+from .serving import HELD_BODY, PRINCIPAL, Serving, valid_request_id
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
@@ -59,6 +59,10 @@ def _admin_routes(tenancy: Tenancy | None) -> APIRouter:
     return router
 
 
+class AnswerCutError(Exception):
+    """An answer failed when its beginning had been sent; the log says why."""
+
+
 class Gate:
     """Finds out whom a request comes from, gives every answer its `X-Request-Id`, and turns what nobody caught into a
     plain 500.
@@ -94,7 +98,8 @@ class Gate:
         if isinstance(principal, OutriderError) and scope["path"].startswith(_GUARDED):
             await error_response(principal)(scope, receive, send_with_id)
             return
-        scope.setdefault("state", {})[PRINCIPAL] = None if isinstance(principal, OutriderError) else principal
+        state = scope.setdefault("state", {})
+        state[PRINCIPAL] = None if isinstance(principal, OutriderError) else principal
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnectedError:
@@ -102,8 +107,13 @@ class Gate:
         except Exception:
             logger.exception("request %s failed", request_id)
             if started:
-                raise  # the connection is closed: an answer that has begun cannot become another one
+                # An answer that has begun cannot become another one: the connection is closed. Without the cause, which
+                # may quote the prompt: the HTTP server logs it when the request's context is gone.
+                raise AnswerCutError from None
             await internal_error_response()(scope, receive, send_with_id)
+        finally:
+            if HELD_BODY in state:
+                state[HELD_BODY].close()
 
     def _principal(self, headers: Headers) -> Principal | OutriderError:
         """Whom the headers speak for, or why they are refused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -11,7 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from ..core.errors import InvalidRequestError
 from .errors import BodyTooLargeError, ClientDisconnectedError
-from .serving import serving_of
+from .hardening import HeldBody
+from .serving import HELD_BODY, serving_of
 from .text import shorten
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -34,20 +35,31 @@ def documented(model: type[BaseModel]) -> dict[str, Any]:
 
 
 async def read_body(request: Request, model: type[ModelT], max_bytes: int) -> ModelT:
-    """The request's body as `model`.
+    """The request's body as `model`; `read_waiting_body` for one that may have to wait."""
+    with contextlib.closing(serving_of(request).bodies.body()) as held:
+        return await _read_body(request, model, max_bytes, held)
 
+
+async def read_waiting_body(request: Request, model: type[ModelT], max_bytes: int) -> tuple[ModelT, HeldBody]:
+    """The same. Its memory counts until whoever admits the request closes it, or the request ends."""
+    held = serving_of(request).bodies.body()
+    request.scope["state"][HELD_BODY] = held
+    return await _read_body(request, model, max_bytes, held), held
+
+
+async def _read_body(request: Request, model: type[ModelT], max_bytes: int, held: HeldBody) -> ModelT:
+    """
     Raises:
         BodyTooLargeError: longer than `max_bytes`.
-        OverloadedError: too many long bodies arrive at once.
+        OverloadedError: too many long bodies arrive, or wait, at once.
         InvalidRequestError: not JSON, not an object, an unknown field, or a wrong type; `param` names the field.
     """
     _check_content_type(request)
-    with serving_of(request).bodies.body() as take:
-        raw = await _read(request, max_bytes, take)
-        try:
-            content = pydantic_core.from_json(raw, allow_inf_nan=False)
-        except ValueError as error:
-            raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
+    raw = await _read(request, max_bytes, held)
+    try:
+        content = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidRequestError("The body must be a JSON object")
     try:
@@ -63,17 +75,17 @@ def _check_content_type(request: Request) -> None:
         raise InvalidRequestError(f"Content-Type must be application/json, got {shorten(kind) or 'none'}")
 
 
-async def _read(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytearray:
+async def _read(request: Request, max_bytes: int, held: HeldBody) -> bytearray:
     too_large = BodyTooLargeError(f"The body is longer than {max_bytes} bytes")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
+    if length.isascii() and length.isdigit() and int(length) > max_bytes:
         raise too_large
     body = bytearray()
     try:
         async for chunk in request.stream():
             if len(body) + len(chunk) > max_bytes:
                 raise too_large
-            take(len(chunk))
+            held.take(len(chunk))
             body += chunk
     except ClientDisconnect:
         raise ClientDisconnectedError from None

@@ -14,7 +14,7 @@ from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
 from .accounting import check_call, limit_headers
 from .adapters import choose_adapter, discover_adapters
-from .body import documented, read_body
+from .body import documented, read_waiting_body
 from .generation import Collected, PromptFacts, collect, draft_status, generate
 from .job import Event, Job, now
 from .logprobs import CompletionLogprobs, Token, prompt_logprobs
@@ -33,7 +33,7 @@ async def create_completion(request: Request) -> Response:
     """Continue prompts."""
     arrival = now()
     serving, principal = serving_of(request), principal_of(request)
-    body = await read_body(request, CompletionRequest, serving.config.max_body_bytes)
+    body, held = await read_waiting_body(request, CompletionRequest, serving.config.max_body_bytes)
     body.check()
     models = serving.models.seen_by(principal)
     await discover_adapters(models, body)
@@ -53,6 +53,7 @@ async def create_completion(request: Request) -> Response:
         endpoint="/v1/completions",
         model=model,
         arrival=arrival,
+        on_admitted=held.close,
     )
     fixed = {
         "id": job.request_id,

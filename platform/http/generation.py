@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,12 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     in the ledger.
 
     Raises:
-        OutriderError: a prompt or parameter is refused (maybe at once, else at the first step), or the engine fails.
+        OutriderError: a prompt or parameter is refused (maybe at once, else at the first step), too many wait, or the
+            engine fails.
     """
     if serving.tenancy is not None:
         return accounted(serving, serving.tenancy, job, lambda: _outputs(serving, job))
+    job.on_admitted()
     if len(job.prompts) > 1:
         check_params(serving, job)  # none may start before it is known that all can
     return _outputs(serving, job)
@@ -35,7 +37,7 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     if len(job.prompts) == 1:
         return _generate_one(serving, job, 0)
-    return _merge([_generate_one(serving, job, i) for i in range(len(job.prompts))])
+    return _merge(serving, job)
 
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
@@ -52,20 +54,24 @@ async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerato
         delta=True,
     )
     finished = False
-    try:
-        async with aclosing(_as_generator(outputs)) as stream:
-            async for output in stream:
-                recorder.on_output(output)
-                finished = output.finished
-                yield Event(index, output)
-    except OutriderError as error:
-        if error.status >= 500:
-            recorder.on_end("error")
-        raise
-    except (asyncio.CancelledError, GeneratorExit):
-        if not finished:
-            recorder.on_end("abort")
-        raise
+    in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
+    if len(job.prompts) == 1:
+        in_engine = serving.queue.enter_engine(job.params.n)
+    with in_engine:
+        try:
+            async with aclosing(_as_generator(outputs)) as stream:
+                async for output in stream:
+                    recorder.on_output(output)
+                    finished = output.finished
+                    yield Event(index, output)
+        except OutriderError as error:
+            if error.status >= 500:
+                recorder.on_end("error")
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            if not finished:
+                recorder.on_end("abort")
+            raise
 
 
 def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
@@ -73,8 +79,8 @@ def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[Reque
     return outputs
 
 
-async def _merge(streams: list[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
-    """The events of all streams, each as soon as it comes. The first error ends all."""
+async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
+    """The events of all prompts, each as soon as it comes. The first error ends all."""
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[Event]) -> None:
@@ -87,21 +93,24 @@ async def _merge(streams: list[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
         else:
             queue.put_nowait(None)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    with serving.queue.enter_engine(job.params.n * len(job.prompts)) as leave:
+        streams = [_generate_one(serving, job, i) for i in range(len(job.prompts))]
+        tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                    leave(job.params.n)
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Totals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -29,32 +29,40 @@ _OTHER_FILES = 256
 
 
 class BodyMemory:
-    """Bounds what all bodies that are being read take together: many clients that each send a long one slowly would
-    otherwise fill the memory."""
+    """Bounds what the bodies of all requests take together that arrive, or wait to be admitted: many clients that each
+    send a long one slowly, or send many to wait, would otherwise fill the memory."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._free = max_bytes
+        self.free = max_bytes
+        """Bytes that may still be taken."""
 
-    @contextlib.contextmanager
-    def body(self) -> Iterator[Callable[[int], None]]:
-        """What is called with the number of each further piece's bytes; all are given back at the end.
+    def body(self) -> HeldBody:
+        """One request's share, nothing at first."""
+        return HeldBody(self)
+
+
+class HeldBody:
+    """What one body takes of the memory, until it is let go."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self._taken = 0
+
+    def take(self, num_bytes: int) -> None:
+        """A further piece has come.
 
         Raises:
-            OverloadedError: too many long bodies are arriving; from the call, not from entering.
+            OverloadedError: too many long bodies are here.
         """
-        taken = 0
+        if num_bytes > self._memory.free:
+            raise OverloadedError("Too many long requests arrive or wait at once; try again in a moment")
+        self._memory.free -= num_bytes
+        self._taken += num_bytes
 
-        def take(num_bytes: int) -> None:
-            nonlocal taken
-            if num_bytes > self._free:
-                raise OverloadedError("Too many long requests are arriving at once; try again in a moment")
-            self._free -= num_bytes
-            taken += num_bytes
-
-        try:
-            yield take
-        finally:
-            self._free += taken
+    def close(self) -> None:
+        """Give all of it back; a second call does nothing."""
+        self._memory.free += self._taken
+        self._taken = 0
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

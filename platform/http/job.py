@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,6 +51,8 @@ class Job:
     model: str = ""
     """As asked for."""
     arrival: Arrival = field(default_factory=now)
+    on_admitted: Callable[[], None] = lambda: None
+    """Called when it waits no longer for places."""
     granted: list[int] | None = None
     """For each prompt, the `max_tokens` that the limits leave where `params` has none."""
 

@@ -64,7 +64,7 @@ async def load_adapter(request: Request) -> Response:
     else:
         with serving.models.room_for(body.lora_name, tenant, principal.max_adapters):
             await _load(serving, body, tenant, max_adapters=principal.max_adapters)
-    _audit(request, "loaded", tenant, body.lora_name)
+    await _audit(request, "loaded", tenant, body.lora_name)
     return _success(body.lora_name, "added")
 
 
@@ -114,7 +114,7 @@ async def unload_adapter(request: Request) -> Response:
     except NotFoundError:
         if not remembered:  # else it could not be loaded when the server started, and now it is gone for good
             raise
-    _audit(request, "unloaded", tenant, body.lora_name)
+    await _audit(request, "unloaded", tenant, body.lora_name)
     return _success(body.lora_name, "removed")
 
 
@@ -139,7 +139,7 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
     await serving.models.set_pinned(body.lora_name, pinned, tenant=tenant)
     if serving.keeper is not None:
         await serving.keeper.pin(tenant, body.lora_name, pinned)
-    _audit(request, "pinned" if pinned else "unpinned", tenant, body.lora_name)
+    await _audit(request, "pinned" if pinned else "unpinned", tenant, body.lora_name)
     return body.lora_name
 
 
@@ -171,10 +171,8 @@ def _owner(serving: Serving, principal: Principal, tenant: str | None) -> str:
     return tenant or ""
 
 
-def _audit(request: Request, what: str, tenant: str, name: str) -> None:
-    """Where there are tenants, as for all that is done for them."""
-    if serving_of(request).tenancy is not None:
-        audit(request, f"{what} adapter {shorten(f'{tenant}/{name}' if tenant else name)!r}")
+async def _audit(request: Request, what: str, tenant: str, name: str) -> None:
+    await audit(request, f"{what} adapter {shorten(f'{tenant}/{name}' if tenant else name)!r}")
 
 
 def _check_allowed(serving: Serving, principal: Principal, name: str) -> None:

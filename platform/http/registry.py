@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_AGE = 1.0
+"""Seconds for which the engine's word on where its adapters are is good: it is asked no more often, whoever looks."""
 REFRESH_TIMEOUT = 2.0
-"""Seconds that the engine gets to say what its adapters are; after that its last word is shown again."""
+"""Seconds that the engine gets to say it; after that its last word is shown again."""
 
 _UNREAD = AdapterInfo("", "", "", 0, 0, "disk")
 
@@ -50,7 +53,11 @@ class ModelRegistry:
         self._roots: dict[str, str] = {}  # where adapters came from, when it was no local folder
         self._found: dict[str, LoRARequest] = {}  # by `discover`
         self._in_directories: dict[str, str] = {}  # name -> folder, as of the last `refresh`
-        self._infos: dict[str, AdapterInfo] = {}  # as the engine said last
+        self._infos: dict[str, AdapterInfo] = {}  # as the engine said last, and what has been done here since
+        self._asked_at: float | None = None  # when it said that; None: it has to be asked
+        self._engine_run = 0  # of the engine that said it
+        self._num_changes = 0  # of adapters, made here
+        self._asking: asyncio.Task[None] | None = None
         self._draft: dict[str, str] = {}  # `AdapterInfo.draft` when the files had been read
         self._loading: Counter[str] = Counter()  # names that are being loaded now
 
@@ -160,12 +167,14 @@ class ModelRegistry:
         self._note(owned, root)
         self._infos[owned.name] = info
         self._draft[owned.name] = info.draft
+        self._note_change()
 
     async def register(self, request: LoRARequest, *, tenant: str = "") -> None:
         """Make an adapter known by its plain name; its files are read when requests come."""
         owned = _owned(request, tenant)
         await self._llm.register_adapters([owned])
         self._note(owned, None)
+        self._note_change()
 
     def _note(self, owned: LoRARequest, root: str | None) -> None:
         self._created[owned.name] = int(time.time())
@@ -187,6 +196,7 @@ class ModelRegistry:
         self._llm.sources.restrict(owned)
         for memory in (self._created, self._roots, self._found, self._infos, self._draft):
             memory.pop(owned, None)
+        self._note_change()
 
     async def set_pinned(self, name: str, pinned: bool, *, tenant: str = "") -> None:
         """Keep an adapter on the device, or not; one that was only found is loaded to be pinned."""
@@ -199,6 +209,10 @@ class ModelRegistry:
             if not pinned or owned not in self._found:
                 raise unknown_adapter(name) from None
             await self.load(self._found[owned], pinned=True)
+        else:
+            if owned in self._infos:
+                self._infos[owned] = dataclasses.replace(self._infos[owned], pinned=pinned)
+            self._note_change()
 
     def _own_spelling(self, name: str, tenant: str) -> str:
         """The engine's name; nobody reaches another's adapter by spelling that."""
@@ -209,23 +223,47 @@ class ModelRegistry:
     # --- cards ---
 
     async def refresh(self) -> None:
-        """Ask the engine where adapters are and what became of their draft weights: after a restart, or out of memory,
-        it has read the files again. Look what there is in directories, too."""
+        """Bring what cards say up to date. Names are known here, and what is in directories is looked up. Where
+        adapters are, and what became of their draft weights when their files were read again, the engine is asked at
+        most once in `MAX_AGE`, sooner after a change or a restart; all who want to know at the same time share its
+        answer.
+        """
         self._in_directories = await self._llm.sources.in_directories()
         if self._llm.state != "ready":
             return
         for name in self._found.keys() - self._in_directories.keys():
             with contextlib.suppress(OutriderError):
                 await self.discover([name])
-        known = self._llm.adapters.keys() | self._found.keys() | self._in_directories.keys()
-        if not known:
+        if not self._known_names() or self._is_fresh():
             return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        await asyncio.shield(self._asking)  # who leaves does not end it for the others
+
+    def _known_names(self) -> set[str]:
+        return self._llm.adapters.keys() | self._found.keys() | self._in_directories.keys()
+
+    def _is_fresh(self) -> bool:
+        is_young = self._asked_at is not None and time.monotonic() - self._asked_at < MAX_AGE
+        return is_young and self._engine_run == self._llm.num_restarts
+
+    def _note_change(self) -> None:
+        """What has been done here is known; what it meant for others, such as room on the device, is not."""
+        self._num_changes += 1
+        self._asked_at = None
+
+    async def _ask(self) -> None:
+        began, run, changes = time.monotonic(), self._llm.num_restarts, self._num_changes
         try:
             infos = await asyncio.wait_for(self._llm.list_adapters(), REFRESH_TIMEOUT)
         except (OutriderError, TimeoutError) as error:
             logger.debug("no list of adapters from the engine: %s", error)
             return
+        if changes != self._num_changes:
+            return  # it may be of before a change that has been noted here: the next one who looks asks again
         self._infos = {info.name: info for info in infos}
+        self._asked_at, self._engine_run = began, run
+        known = self._known_names()
         # One without a digest has not been read yet.
         self._draft.update({info.name: info.draft for info in infos if info.digest and info.name in known})
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from ..core.adapter_names import MARK, label_text, split_engine_name
-from ..core.labels import MAX_ADAPTERS, MAX_TENANTS, OTHER, AdapterLabels, LabelValues
+from ..core.labels import DEFAULT_TENANT, MAX_ADAPTERS, MAX_TENANTS, OTHER, AdapterLabels, LabelValues
 
 PREFIX = "outrider:"
 """Of every metric."""
-DEFAULT_TENANT = "default"
-"""The label of requests without a tenant."""
 MAX_OWN_ADAPTERS = 200
 """Tenants' own adapters with a label, all tenants' together."""
 MAX_OWN_OF_ONE = 20

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ..client.async_llm import AsyncLLM
+    from ..core.messages import AdapterInfo
     from ..tenancy.service import Tenancy
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,6 @@ class _Server:
             admin_api_keys=self._config.admin_api_keys,
             journal=Path(self._config.journal) if self._config.journal else None,
             journal_max_bytes=self._config.journal_max_bytes,
-            max_waiting=self._args.max_num_queued_reqs,
         )
         opening = asyncio.create_task(Tenancy.open(database, options))
         try:
@@ -259,7 +259,10 @@ class _Server:
     async def _announce(self, llm: AsyncLLM) -> None:
         from .summary import DatabaseFacts, Startup, print_summary
 
-        adapters = await llm.list_adapters() if llm.info.enable_lora else []
+        adapters: list[AdapterInfo] = []
+        if llm.info.enable_lora:
+            with contextlib.suppress(EngineDeadError):  # it died just now, and is started again
+                adapters = await llm.list_adapters()
         port = self._listener.getsockname()[1]
         tenancy = self._tenancy
         database = DatabaseFacts(tenancy.database.shown, tenancy.directory.has_admin_key) if tenancy else None

@@ -11,12 +11,14 @@ from starlette.requests import Request
 
 from ..core.errors import InvalidRequestError, PermissionDeniedError, ShuttingDownError
 from ..tenancy.principal import Principal
+from ..tenancy.queue_bound import Bounds, QueueBound
 from .adapter_policy import AdapterPolicy
 from .config import ServerConfig
 from .errors import EngineUnavailableError
 from .hardening import BODIES_IN_MEMORY, BodyMemory
 from .metrics import Metrics
 from .observation import current_note
+from .prefix_follower import PrefixFollower
 from .protocol import TemplateFields
 from .registry import ModelRegistry
 from .tenancy_metrics import TenancyCollector
@@ -32,6 +34,9 @@ _LONG_TEXT = 20_000
 
 PRINCIPAL = "principal"
 """In a request's state: the `Principal` behind it; None without a valid key, which only open routes see."""
+
+HELD_BODY = "held_body"
+"""In a request's state: the `HeldBody` of one that may wait."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -49,9 +54,14 @@ class Serving:
         self.metrics = Metrics()
         if tenancy is not None:
             self.metrics.register(TenancyCollector(tenancy))
+        self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
+        """What waits, for places and in the engine."""
+        self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
         self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
         self.keeper: AdapterKeeper | None = None
         """Of the adapters that are loaded over HTTP, once `follow_database` has been called."""
+        self.prefixes: PrefixFollower | None = None
+        """The same for shared prefixes."""
         self.tracer = _tracer(config.otlp_endpoint)
         self.draining = False
         """Set by the server on SIGTERM, before the engine's client is asked to drain."""
@@ -78,9 +88,8 @@ class Serving:
 
         self.keeper = AdapterKeeper(self.models, self.tenancy)
         await self.keeper.start()
-        self.tenancy.directory.subscribe(
-            lambda snapshot: self.llm.share_prefixes(prefix.token_ids for prefix in snapshot.prefixes)
-        )
+        self.prefixes = PrefixFollower(self.llm, self.tenancy.directory)
+        await self.prefixes.start()
 
     def begin_draining(self) -> None:
         """Take no new requests: neither those that come, nor those that wait for one of their tenant's places."""
@@ -90,8 +99,9 @@ class Serving:
 
     async def close(self) -> None:
         """Follow the database no more, and send the last traces."""
-        if self.keeper is not None:
-            await self.keeper.close()
+        for follower in (self.keeper, self.prefixes):
+            if follower is not None:
+                await follower.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import sqlite3
 import time
@@ -213,8 +214,12 @@ class Database:
             raise DatabaseUnavailableError(f"The database {self.shown} failed: {_reason(error)}") from error
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work` on one of the database's own threads: a database that hangs holds up nothing else."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
+        """Call `work` on one of the database's own threads: a database that hangs holds up nothing else. What it logs
+        has the request's id."""
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: context.run(work, *args, **kwargs)
+        )
 
     def close(self) -> None:
         """Close all connections; waits for calls that are under way, which time out by themselves."""

@@ -20,13 +20,13 @@ import fcntl
 import json
 import logging
 import os
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.errors import InvalidRequestError
-from .usage import UsageRow, row_from_json, row_to_json
+from .journal_files import Segment, parse_line, sync_folder, to_line
+from .usage import UsageRow, row_to_json
 
 logger = logging.getLogger(__name__)
 
@@ -42,31 +42,10 @@ class JournalError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Segment:
-    path: Path
-    fd: int
-    size: int
-    """Bytes on the disk, with those reserved."""
-    offset: int = 0
-    """Where the next line goes."""
-    num_live: int = 0
-    """Requests whose last line is here."""
-    live_bytes: int = 0
-    denies_older: bool = False
-    """A request whose line is in an older segment was dropped here."""
-    is_dirty: bool = False
-    """Written to since the last `sync`."""
-
-    @property
-    def free(self) -> int:
-        return self.size - self.offset
-
-
-@dataclass(slots=True, eq=False)
 class _State:
     """A request that the ledger does not have."""
 
-    segment: _Segment
+    segment: Segment
     line: bytes
     reserved: int
     """Bytes kept free for its end; 0 once that is written."""
@@ -94,7 +73,7 @@ class Journal:
         self.folder = folder
         self.max_bytes = max_bytes
         self._segment_bytes = min(SEGMENT_BYTES, max_bytes // MIN_SEGMENTS)
-        self._segments: list[_Segment] = []  # oldest first; the last one is written to
+        self._segments: list[Segment] = []  # oldest first; the last one is written to
         self._states: dict[str, _State] = {}
         self._reserved = 0
         self._num_bytes = 0
@@ -153,7 +132,7 @@ class Journal:
         Raises:
             JournalError: there is no room for it and its end.
         """
-        line = _line(row_to_json(row))
+        line = to_line(row_to_json(row))
         reserved = len(line) + GROWTH_BYTES
         self._make_room(len(line) + reserved)
         self._append(row.request_id, line, reserved)
@@ -163,7 +142,7 @@ class Journal:
         state = self._states.get(row.request_id)
         if state is None:
             return
-        line = _line(row_to_json(row))
+        line = to_line(row_to_json(row))
         with contextlib.suppress(JournalError):
             self._make_room(len(line))
             self._append(row.request_id, line, state.reserved)
@@ -174,12 +153,12 @@ class Journal:
         Raises:
             JournalError: the disk failed; room is no reason.
         """
-        self._append(row.request_id, _line(row_to_json(row)), 0)
+        self._append(row.request_id, to_line(row_to_json(row)), 0)
 
     def drop(self, request_id: str) -> None:
         """A request that had begun was refused after all: it leaves no row."""
         with contextlib.suppress(JournalError):
-            segment, state = self._write(_line(json.dumps(request_id).encode())), self._states.get(request_id)
+            segment, state = self._write(to_line(json.dumps(request_id).encode())), self._states.get(request_id)
             segment.denies_older |= state is not None and state.segment is not segment
         self.forget([request_id])
 
@@ -191,11 +170,17 @@ class Journal:
                 self._reserved -= state.reserved
                 state.segment.num_live -= 1
                 state.segment.live_bytes -= len(state.line)
-        self._delete_dead()
+        self.delete_dead()
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether segments wait for the disk before they can go: `sync`, and `delete_dead` after that."""
+        return any(not segment.num_live and segment.has_unsafe_heirs(self._segments) for segment in self._segments[:-1])
 
     def sync(self) -> Callable[[], None]:
         """What brings everything written so far to the disk, to be called in a thread; it raises OSError."""
         dirty = [segment for segment in self._segments if segment.is_dirty]
+        written = [(segment, segment.offset) for segment in self._segments]
         # Copies, which stay open whatever becomes of the segments meanwhile.
         copies = [os.dup(segment.fd) for segment in dirty]
         for segment in dirty:
@@ -208,12 +193,15 @@ class Journal:
                 for copy in copies:
                     os.fdatasync(copy)
                 if folder is not None:
-                    _sync_folder(folder)
+                    sync_folder(folder)
             except OSError:
                 for segment in dirty:
                     segment.is_dirty = True
                 self._folder_is_dirty = self._folder_is_dirty or folder is not None
                 raise
+            else:
+                for segment, offset in written:
+                    segment.synced = max(segment.synced, offset)
             finally:
                 for copy in copies:
                     os.close(copy)
@@ -249,7 +237,7 @@ class Journal:
         segment.num_live += 1
         segment.live_bytes += len(line)
 
-    def _write(self, line: bytes) -> _Segment:
+    def _write(self, line: bytes) -> Segment:
         """To the newest segment; one that fails is left, for another."""
         for _ in range(2):
             segment = self._segments[-1]
@@ -284,7 +272,7 @@ class Journal:
         if self._num_bytes > self.max_bytes // 2:
             self._compact(needed)
 
-    def _rotate(self, size: int) -> _Segment:
+    def _rotate(self, size: int) -> Segment:
         """A new segment, with all its bytes reserved on the disk."""
         path = self.folder / f"{self._number + 1:08d}.journal"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -295,39 +283,40 @@ class Journal:
             path.unlink(missing_ok=True)
             raise
         self._number += 1
-        segment = _Segment(path, fd, size)
+        segment = Segment(path, fd, size)
         self._segments.append(segment)
         self._num_bytes += size
         self._folder_is_dirty = True
-        self._delete_dead()
+        self.delete_dead()
         return segment
 
     def _compact(self, needed: int) -> None:
-        """Move what lives of old segments to the newest, where that frees enough and leaves the room needed."""
+        """Copy what lives of old segments to the newest, where that frees enough and leaves the room needed. The old
+        ones, which may have been promised to be safe, go when the copies are on the disk (`needs_sync`)."""
         newest = self._segments[-1]
         for segment in self._segments[:-1]:
-            if 4 * segment.live_bytes > 3 * segment.size:
+            if not segment.num_live or 4 * segment.live_bytes > 3 * segment.size:
                 continue
             if newest.free - needed < segment.live_bytes:
                 return
-            for request_id, state in list(self._states.items()):
-                if state.segment is segment:
-                    try:
-                        self._append(request_id, state.line, state.reserved)
-                    except JournalError:
-                        return
+            states = [(request_id, state) for request_id, state in self._states.items() if state.segment is segment]
             try:
-                os.fdatasync(newest.fd)  # before the old copy, which may have been promised to be safe, is gone
-            except OSError:
+                for request_id, state in states:
+                    self._append(request_id, state.line, state.reserved)
+            except JournalError:
                 return
-            self._delete_dead()
+            finally:  # several where the newest could not be written
+                heirs = {id(state.segment): state.segment for _, state in states if state.segment is not segment}
+                segment.heirs += [(heir, heir.offset) for heir in heirs.values()]
 
-    def _delete_dead(self) -> None:
-        """Segments without any request's last line. Earlier lines of a request that was forgotten may stay in others:
-        should they be replayed, the database has its row already; one that was dropped has none, so what says so stays
-        as long as they may."""
+    def delete_dead(self) -> None:
+        """Segments without any request's last line go. Earlier lines of a request that was forgotten may stay in
+        others: should they be replayed, the database has its row already; one that was dropped has none, so what says
+        so stays as long as they may."""
         for segment in self._segments[:-1]:
-            if not segment.num_live and (segment is self._segments[0] or not segment.denies_older):
+            if segment.num_live or segment.has_unsafe_heirs(self._segments):
+                continue
+            if segment is self._segments[0] or not segment.denies_older:
                 self._segments.remove(segment)
                 os.close(segment.fd)
                 segment.path.unlink(missing_ok=True)
@@ -337,11 +326,11 @@ class Journal:
 
     def _read(self) -> None:
         """Take over what an earlier process left."""
-        rows: dict[str, tuple[UsageRow, bytes, _Segment]] = {}
+        rows: dict[str, tuple[UsageRow, bytes, Segment]] = {}
         for path in sorted(self.folder.glob("*.journal")):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             content = path.read_bytes()
-            segment = _Segment(path, fd, len(content), len(content))
+            segment = Segment(path, fd, len(content), len(content))
             self._segments.append(segment)
             self._num_bytes += len(content)
             self._number = max(self._number, int(path.stem) if path.stem.isdigit() else 0)
@@ -350,7 +339,7 @@ class Journal:
                 if not line:
                     continue
                 try:
-                    found = _parse(line)
+                    found = parse_line(line)
                 except ValueError:
                     self.recovered.num_damaged += 1
                     continue
@@ -366,25 +355,3 @@ class Journal:
             self.recovered.rows.append(row)
         if self.recovered.num_damaged:
             logger.warning("%d lines of the journal in %s are damaged", self.recovered.num_damaged, self.folder)
-
-
-def _line(content: bytes) -> bytes:
-    return b"%08x %s\n" % (zlib.crc32(content), content)
-
-
-def _parse(line: bytes) -> UsageRow | str:
-    """A request's state, or the id of one that was dropped. ValueError: the line is damaged."""
-    checksum, _, content = line.partition(b" ")
-    if len(checksum) != 8 or int(checksum, 16) != zlib.crc32(content):
-        raise ValueError("damaged")
-    if content.startswith(b'"'):
-        return str(json.loads(content))
-    return row_from_json(content)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,8 @@ class Ledger:
         self._sync_problem: str | None = None
         self._syncing = asyncio.Lock()
         self._next_sync: asyncio.Task[None] | None = None
+        # Its own thread: answers wait for it, and must not wait for what others have given to the usual ones.
+        self._disk = ThreadPoolExecutor(1, "outrider-journal")
         self._num_committed = self._num_commits = 0
         self._writer = LedgerWriter(database, self._on_report)
         recovered, journal.recovered.rows = journal.recovered.rows, []
@@ -112,12 +115,15 @@ class Ledger:
             self._journal.begin(row)
         except JournalError as error:
             raise OverloadedError(f"Requests cannot be accounted for: {error}") from None
+        finally:
+            self._sync_if_needed()
         self._open[row.request_id] = row
 
     def checkpoint(self, row: UsageRow) -> None:
         """Record how far a running request is."""
         if row.request_id in self._open:
             self._journal.update(row)
+            self._sync_if_needed()
 
     def drop(self, row: UsageRow) -> None:
         """The engine refused the request before it did anything for it: it has not been admitted, and has no row."""
@@ -169,7 +175,9 @@ class Ledger:
         """Why no new requests can be accounted for; None: they can."""
         if self._sync_problem is not None:
             self._sync_soon()
-        return self._sync_problem or self._journal.problem()
+        problem = self._sync_problem or self._journal.problem()
+        self._sync_if_needed()
+        return problem
 
     @property
     def status(self) -> LedgerStatus:
@@ -193,9 +201,11 @@ class Ledger:
         if not await asyncio.to_thread(self._writer.stop, CLOSE_SECONDS):
             logger.error("the database does not answer: %d rows stay in the journal", len(self._pending))
         await asyncio.sleep(0)  # the writer's last reports
-        if self._pending:
+        if self._pending or self._next_sync is not None:
             await self._sync()
-        self._journal.close()
+        async with self._syncing:  # one that is under way
+            self._journal.close()
+        await asyncio.to_thread(self._disk.shutdown)
 
     # --- inside ---
 
@@ -233,16 +243,22 @@ class Ledger:
             self._next_sync = asyncio.create_task(self._sync_once())
         return self._next_sync
 
+    def _sync_if_needed(self) -> None:
+        """Room in the journal may wait for the disk; nobody else waits for it."""
+        if self._journal.needs_sync:
+            self._sync_soon()
+
     async def _sync_once(self) -> None:
         async with self._syncing:
             self._next_sync = None  # what is written from now on needs another
             try:
-                await asyncio.to_thread(self._journal.sync())
+                await asyncio.get_running_loop().run_in_executor(self._disk, self._journal.sync())
             except OSError as error:
                 self._sync_problem = f"the journal cannot be brought to the disk: {error.strerror}"
                 logger.error("%s", self._sync_problem)
             else:
                 self._sync_problem = None
+                self._journal.delete_dead()
 
 
 def _resolve(future: asyncio.Future[bool], result: bool) -> None:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from sqlalchemy import func, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.exc import IntegrityError
 
-from ..core.errors import OutriderError
+from ..core.errors import InvalidRequestError, OutriderError
 from .database import Database, DatabaseUnavailableError
 from .schema import usage
 from .usage import UsageRow
@@ -137,9 +137,7 @@ class LedgerWriter:
         try:
             with self._database.write() as connection:
                 connection.execute(self._insert, [row.values() for row in rows])
-        except (DatabaseUnavailableError, IntegrityError) as error:
-            if not isinstance(error.__cause__, DataError) and not isinstance(error, IntegrityError):
-                raise
+        except (InvalidRequestError, IntegrityError):
             # The database is there, and takes one of the rows for wrong. It must not hold up all others for ever.
             if len(rows) > 1:
                 for row in rows:

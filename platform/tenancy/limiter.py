@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Literal, Protocol
 
-from ..core.errors import OutriderError, OverloadedError, RateLimitError
+from ..core.errors import OutriderError, RateLimitError
 from .buckets import SECOND, Charge, RateBucket
 from .budgets import Budget
 from .demand import Demand, fit
 from .principal import NO_LIMITS, Principal
+from .queue_bound import QueueBound
 from .scopes import ReadUsage, Scope
 
 READ_AGAIN_SECONDS = 60.0
@@ -83,15 +84,18 @@ class Ticket:
 class Limiter:
     """The limits of one server. Belongs to its event loop."""
 
-    def __init__(self, read_usage: ReadUsage, clock: Clock = time, max_waiting: int | None = None) -> None:
-        """`max_waiting`: sequences that may wait for places, all tenants' together; None: no bound."""
+    def __init__(self, read_usage: ReadUsage, clock: Clock = time) -> None:
         self._read_usage = read_usage
         self._clock = clock
-        self._max_waiting = max_waiting
-        self.num_waiting = 0
-        """Sequences that wait for one of their tenant's or key's places."""
+        self.queue = QueueBound()
+        """The server's; whoever has the engine sets its `bounds`."""
         self._scopes: dict[tuple[str, str], Scope] = {}
         self._num_kept = 1000  # scopes after which idle ones are looked for
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for one of their tenant's or key's places."""
+        return self.queue.num_for_places
 
     async def admit(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket:
         """Let a request in: at once, or when its tenant and key have places for it. Whoever is cancelled meanwhile has
@@ -100,7 +104,7 @@ class Limiter:
         Raises:
             InvalidRequestError: the request is larger than a limit will ever allow.
             RateLimitError: it is over a limit now; `retry_after` says for how long.
-            OverloadedError: it would have to wait, and `max_waiting` do.
+            OverloadedError: it would have to wait, for a place or in the engine, and too many do.
             OutriderError: a budget's use is not known and cannot be read; or the server refuses those who wait.
         """
         scopes = await self._prepared(principal)
@@ -217,6 +221,7 @@ class Limiter:
             self._check_rate(principal, scope, "requests_per_minute", ticket.num_sequences)
             self._check_rate(principal, scope, "tokens_per_minute", ticket.num_tokens)
         if all(scope.places.has_room(ticket.num_sequences) for scope in ticket.scopes):
+            self.queue.check(ticket.num_sequences)
             return
         for scope in ticket.scopes:
             most = scope.limits.max_queued_requests
@@ -228,11 +233,7 @@ class Limiter:
                     f"max_queued_requests is {most}",
                     QUEUE_RETRY_SECONDS,
                 )
-        if self._max_waiting is not None and self.num_waiting + ticket.num_sequences > self._max_waiting:
-            raise OverloadedError(
-                f"{self.num_waiting} sequences wait for their tenants' places already (max_num_queued_reqs is "
-                f"{self._max_waiting})"
-            )
+        self.queue.check(ticket.num_sequences, for_places=True)
 
     def _check_budget(self, principal: Principal, scope: Scope, tokens: int) -> None:
         budget = scope.budget
@@ -272,20 +273,18 @@ class Limiter:
     async def _take_places(self, ticket: Ticket) -> None:
         """The key's first, then the tenant's: all take them in this order, so none waits for another in a circle."""
         count = ticket.num_sequences
+        waits = not all(scope.places.has_room(count) for scope in ticket.scopes)
+        waiting: AbstractContextManager[None] = self.queue.wait_for_places(count) if waits else nullcontext()
         async with AsyncExitStack() as taken:
-            waits = not all(scope.places.has_room(count) for scope in ticket.scopes)
-            if waits:
-                self.num_waiting += count
-                for scope in ticket.scopes:
+            with waiting:
+                for scope in ticket.scopes if waits else ():
                     scope.num_waiting += count
-            try:
-                for scope in reversed(ticket.scopes):
-                    await scope.places.take(count)
-                    taken.callback(scope.places.leave, count)
-            finally:
-                if waits:
-                    self.num_waiting -= count
-                    for scope in ticket.scopes:
+                try:
+                    for scope in reversed(ticket.scopes):
+                        await scope.places.take(count)
+                        taken.callback(scope.places.leave, count)
+                finally:
+                    for scope in ticket.scopes if waits else ():
                         scope.num_waiting -= count
             taken.pop_all()
 

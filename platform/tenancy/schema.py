@@ -29,6 +29,8 @@ metadata = MetaData(
 
 MAX_NAME = 64
 """Characters of a tenant's name."""
+MAX_CLIENT = 255
+MAX_ACTION = 512
 
 tenants = Table(
     "tenants",
@@ -89,6 +91,19 @@ revisions = Table(
 )
 """Counted up in the transaction of every change of tenants, keys, adapters or prefixes (name "directory"), so that a
 server sees with one small query whether there is anything new."""
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("changed_at", Double, nullable=False),
+    Column("via", String(8), nullable=False),  # "http" or "cli"
+    Column("key_id", String(32), nullable=False),  # "": the server's own admin key, or the command line
+    Column("tenant", String(MAX_NAME), nullable=False),  # the key's
+    Column("client", String(MAX_CLIENT), nullable=False),  # an address, or user@machine of the command line
+    Column("action", String(MAX_ACTION), nullable=False),
+)
+"""Who changed what; a row is written in the transaction of the change."""
 
 usage = Table(
     "usage",

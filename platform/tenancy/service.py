@@ -30,8 +30,6 @@ class TenancyOptions:
     """Folder of the ledger's journal; None: see `default_journal`."""
     journal_max_bytes: int = JOURNAL_MAX_BYTES
     """Disk that it may take; when that is full, new requests are refused."""
-    max_waiting: int | None = None
-    """Sequences that may wait for places of their tenants or keys, all together; None: no bound."""
 
 
 class Tenancy:
@@ -68,8 +66,7 @@ class Tenancy:
             folder = options.journal or default_journal(database)
             ledger = await Ledger.open(database, folder, options.journal_max_bytes)
             opened.push_async_callback(ledger.close)
-            limiter = Limiter(ledger.tokens_between, max_waiting=options.max_waiting)
-            return cls(database, directory, ledger, limiter, opened.pop_all())
+            return cls(database, directory, ledger, Limiter(ledger.tokens_between), opened.pop_all())
 
     async def close(self) -> None:
         """Write what the ledger still has, and let go of the database. The server calls this when no request is running

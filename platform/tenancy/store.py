@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import re
 import time
@@ -17,6 +18,8 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError
+from ..core.labels import DEFAULT_TENANT, OTHER
+from .audit import Actor, write_line, write_row
 from .database import Database
 from .keys import make_key
 from .principal import SCOPES, Limits, Scope, limit_fields, limits_of
@@ -32,15 +35,30 @@ MAX_ADAPTERS = 1_000_000
 MAX_PREFIX_TOKENS = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 
+RESERVED_NAMES = (DEFAULT_TENANT, OTHER)
+"""Words of the metrics' labels: a tenant of that name could not be told from no tenant, or from many."""
+
 _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 class Store:
     """What administrators do. Every name that is not there is a NotFoundError."""
 
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time, actor: Actor | None = None) -> None:
+        """`actor`: who makes the changes."""
         self._database = database
         self._clock = clock
+        self._actor = actor or Actor()
+
+    def by(self, actor: Actor) -> Store:
+        """The same for changes of somebody else."""
+        return Store(self._database, self._clock, actor)
+
+    def note(self, action: str) -> None:
+        """Write down a change that was made elsewhere."""
+        write_line(self._actor, action)
+        with self._database.write() as connection:
+            write_row(connection, self._clock(), self._actor, action)
 
     # --- tenants ---
 
@@ -52,10 +70,12 @@ class Store:
             InvalidUserInputError: the name is taken, or was once.
         """
         _check_tenant(tenant)
+        if tenant.name in RESERVED_NAMES:
+            raise _out_of_range("name", f"{' and '.join(RESERVED_NAMES)} are taken by labels of the metrics")
         tenant = dataclasses.replace(tenant, created_at=self._clock())
         values = dataclasses.asdict(tenant) | {"limits": limit_fields(tenant.limits)}
         try:
-            with self._changing() as connection:
+            with self._changing(f"created tenant {tenant.name}") as connection:
                 connection.execute(insert(tenants).values(values))
         except IntegrityError:
             raise InvalidUserInputError(
@@ -80,7 +100,7 @@ class Store:
             InvalidRequestError: a field is out of its range, or cannot be changed.
         """
         _check_changeable(changes, ("weight", "limits", "max_adapters", "disabled"))
-        with self._changing() as connection:
+        with self._changing(f"updated tenant {name}: {_shown(changes)}") as connection:
             old = _tenant(connection, name)
             limits = limits_of(changes.get("limits") or {}, old.limits)
             new = dataclasses.replace(old, **(dict(changes) | {"limits": limits}))
@@ -93,7 +113,7 @@ class Store:
     def delete_tenant(self, name: str) -> None:
         """Revoke its keys, forget its adapters, and keep its name from being given again. Its usage stays."""
         now = self._clock()
-        with self._changing() as connection:
+        with self._changing(f"deleted tenant {name}") as connection:
             _tenant(connection, name)
             connection.execute(update(tenants).where(tenants.c.name == name).values(deleted_at=now))
             mine = (api_keys.c.tenant == name) & api_keys.c.revoked_at.is_(None)
@@ -129,7 +149,8 @@ class Store:
         )
         self._check_key(key)
         values = dataclasses.asdict(key) | {"limits": limit_fields(key.limits), "scopes": list(key.scopes)}
-        with self._changing() as connection:
+        action = f"created key {key.id} of tenant {tenant} with the scopes {', '.join(key.scopes)}"
+        with self._changing(action) as connection:
             _tenant(connection, tenant)
             connection.execute(insert(api_keys).values(values | {"digest": made.digest}))
         return key, made.secret
@@ -154,7 +175,7 @@ class Store:
     def update_key(self, key_id: str, changes: Mapping[str, Any]) -> Key:
         """Set fields of a key, as `update_tenant` does. What it may do (scopes) never changes: make another key."""
         _check_changeable(changes, ("name", "limits", "expires_at"))
-        with self._changing() as connection:
+        with self._changing(f"updated key {key_id}: {_shown(changes)}") as connection:
             old = _key(connection, key_id)
             if old.revoked_at is not None:
                 raise InvalidUserInputError(f"The key {key_id!r} has been revoked", param="id")
@@ -167,7 +188,7 @@ class Store:
 
     def revoke_key(self, key_id: str) -> Key:
         """Let a key in no more; revoking it again changes nothing."""
-        with self._changing() as connection:
+        with self._changing(f"revoked key {key_id}") as connection:
             key = _key(connection, key_id)
             if key.revoked_at is None:
                 key = dataclasses.replace(key, revoked_at=self._clock())
@@ -198,7 +219,7 @@ class Store:
         prefix = SharedPrefix(name=name, token_ids=tuple(token_ids), created_at=self._clock())
         values = {"name": name, "token_ids": list(token_ids), "created_at": prefix.created_at}
         try:
-            with self._changing() as connection:
+            with self._changing(f"declared the shared prefix {name} of {len(token_ids)} tokens") as connection:
                 connection.execute(insert(shared_prefixes).values(values))
         except IntegrityError:
             raise InvalidUserInputError(f"There is a shared prefix {name!r} already", param="name") from None
@@ -211,7 +232,7 @@ class Store:
 
     def remove_prefix(self, name: str) -> None:
         """Share it no more."""
-        with self._changing() as connection:
+        with self._changing(f"removed the shared prefix {name}") as connection:
             done = connection.execute(delete(shared_prefixes).where(shared_prefixes.c.name == name))
             if not done.rowcount:
                 raise NotFoundError(f"There is no shared prefix {name[:MAX_NAME]!r}", param="name")
@@ -268,14 +289,19 @@ class Store:
     # --- revisions ---
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[Connection]:
+    def _changing(self, action: str | None = None) -> Iterator[Connection]:
         """A transaction that counts the directory's revision up first: on PostgreSQL that row's lock makes changes wait
-        for each other, so that no server sees a later number without an earlier change."""
+        for each other, so that no server sees a later number without an earlier change. With an `action` it is in the
+        audit, too."""
         with self._database.write() as connection:
             connection.execute(
                 update(revisions).where(revisions.c.name == DIRECTORY).values(number=revisions.c.number + 1)
             )
             yield connection
+            if action is not None:
+                write_row(connection, self._clock(), self._actor, action)
+        if action is not None:
+            write_line(self._actor, action)
 
 
 def read_revision(connection: Connection) -> int:
@@ -351,6 +377,13 @@ def _check_tenant(tenant: Tenant) -> None:
 def _check_text(field: str, text: str, longest: int) -> None:
     if len(text) > longest or not (text.isprintable() or not text):
         raise _out_of_range(field, f"must be at most {longest} printable characters")
+
+
+def _shown(changes: Mapping[str, Any]) -> str:
+    """Fields and their new values, for the audit."""
+    fields = {name: value for name, value in changes.items() if name != "limits"}
+    fields |= {f"limits.{name}": value for name, value in (changes.get("limits") or {}).items()}
+    return ", ".join(f"{name}={json.dumps(value, default=str)}" for name, value in fields.items()) or "nothing"
 
 
 def _check_changeable(changes: Mapping[str, Any], fields: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from . import database, keys, prefixes, tenants, usage
+from . import audit, database, keys, prefixes, tenants, usage
 from .connection import add_database
 from .output import add_format
 
@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     admin = Commands(parser)
-    for module in (tenants, keys, usage, prefixes, database):
+    for module in (tenants, keys, usage, audit, prefixes, database):
         module.add_commands(admin)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import getpass
+import os
+import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -52,7 +55,17 @@ def open_database(namespace: argparse.Namespace) -> Iterator[Database]:
 @contextlib.contextmanager
 def open_store(namespace: argparse.Namespace) -> Iterator[Store]:
     """What is in that database."""
+    from ...tenancy.audit import Actor
     from ...tenancy.store import Store
 
     with open_database(namespace) as database:
-        yield Store(database)
+        yield Store(database, actor=Actor(via="cli", client=_user()))
+
+
+def _user() -> str:
+    """Who works on this machine; a user without a name has a number."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        name = str(os.getuid()) if hasattr(os, "getuid") else "unknown"
+    return f"{name}@{socket.gethostname()}"

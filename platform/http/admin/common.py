@@ -1,4 +1,4 @@
-"""What the routes of `/admin/v1` share: the way to the database, the audit log, the documented errors."""
+"""What the routes of `/admin/v1` share: the way to the database, the documented errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from starlette.requests import Request
 
 from ...tenancy.database import DatabaseUnavailableError
 from ...tenancy.service import Tenancy
-from ..audit import audit
+from ...tenancy.store import Store
+from ..audit import actor_of
 from ..serving import serving_of
 from .protocol import ErrorBody
 
@@ -41,15 +42,11 @@ async def query(request: Request, work: Callable[P, T], *args: P.args, **kwargs:
     return await tenancy_of(request).database.run(work, *args, **kwargs)
 
 
-async def change(request: Request, action: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `work`, which changes the database, and let this server know of it before the answer is sent.
-
-    Args:
-        action: see `audit`.
-    """
+async def change(request: Request, work: Callable[[Store], T]) -> T:
+    """Call `work`, which changes the database in the name of who asks, and let this server know of it before the answer
+    is sent."""
     tenancy = tenancy_of(request)
-    result = await tenancy.database.run(work, *args, **kwargs)
-    audit(request, action)
+    result = await tenancy.database.run(work, tenancy.store.by(actor_of(request)))
     try:
         await tenancy.directory.refresh()
     except DatabaseUnavailableError as error:  # the change is made, and is seen as soon as the database is back

@@ -23,15 +23,12 @@ router = APIRouter(prefix="/keys")
 async def create_key(request: Request, response: Response) -> NewKeyView:
     """Make a key. This answer alone holds it."""
     body = await read_body(request, KeyCreate, serving_of(request).config.max_body_bytes)
+    limits = limits_of(body.limits.model_dump())
     key, secret = await change(
         request,
-        f"created a key of tenant {body.tenant} with the scopes {', '.join(body.scopes)}",
-        tenancy_of(request).store.create_key,
-        body.tenant,
-        name=body.name,
-        scopes=body.scopes,
-        limits=limits_of(body.limits.model_dump()),
-        expires_at=body.expires_at,
+        lambda store: store.create_key(
+            body.tenant, name=body.name, scopes=body.scopes, limits=limits, expires_at=body.expires_at
+        ),
     )
     response.headers["Cache-Control"] = "no-store"
     return NewKeyView(key=secret, **NewKeyView.fields_of(key, time.time()))
@@ -59,14 +56,13 @@ async def update_key(request: Request, key_id: str) -> KeyView:
     """Change some of a key's fields."""
     body = await read_body(request, KeyUpdate, serving_of(request).config.max_body_bytes)
     changes = body.model_dump(exclude_unset=True)
-    action = f"updated key {key_id}: {', '.join(changes) or 'nothing'}"
-    return _view(await change(request, action, tenancy_of(request).store.update_key, key_id, changes))
+    return _view(await change(request, lambda store: store.update_key(key_id, changes)))
 
 
 @router.delete("/{key_id}")
 async def revoke_key(request: Request, key_id: str) -> KeyView:
     """Let a key in no more: at once on this server, within a second on others. Requests that it has begun finish."""
-    return _view(await change(request, f"revoked key {key_id}", tenancy_of(request).store.revoke_key, key_id))
+    return _view(await change(request, lambda store: store.revoke_key(key_id)))
 
 
 def _view(key: Key) -> KeyView:

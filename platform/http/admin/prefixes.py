@@ -22,8 +22,9 @@ async def add_prefix(request: Request) -> PrefixView:
     serving = serving_of(request)
     body = await read_body(request, PrefixCreate, serving.config.max_body_bytes)
     tokens = await _tokens(serving, body)
-    action = f"declared the shared prefix {body.name} of {len(tokens)} tokens"
-    return PrefixView.of(await change(request, action, tenancy_of(request).store.add_prefix, body.name, tokens))
+    added = await change(request, lambda store: store.add_prefix(body.name, tokens))
+    await _applied(serving)
+    return PrefixView.of(added)
 
 
 @router.get("")
@@ -36,8 +37,15 @@ async def list_prefixes(request: Request) -> PrefixList:
 @router.delete("/{name}")
 async def remove_prefix(request: Request, name: str) -> Deleted:
     """Share a prefix no more. What of it is in the cache is found by nobody any more, and makes room."""
-    await change(request, f"removed the shared prefix {name}", tenancy_of(request).store.remove_prefix, name)
+    await change(request, lambda store: store.remove_prefix(name))
+    await _applied(serving_of(request))
     return Deleted(name=name)
+
+
+async def _applied(serving: Serving) -> None:
+    """The answer says that it counts, so it must."""
+    if serving.prefixes is not None:
+        await serving.prefixes.applied()
 
 
 async def _tokens(serving: Serving, body: PrefixCreate) -> list[int]:

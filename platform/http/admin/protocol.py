@@ -258,6 +258,25 @@ class RequestRow(BaseModel):
     error_type: str
 
 
+class AuditRow(BaseModel):
+    """A change that somebody has made."""
+
+    id: int
+    changed_at: float
+    via: Literal["http", "cli"]
+    key_id: str = Field(description="Empty for the server's own admin keys, and for the command line")
+    tenant: str = Field(description="The key's")
+    client: str = Field(description="Its address, or user@machine of the command line")
+    action: str
+
+
+class AuditList(BaseModel):
+    """Changes, newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[AuditRow]
+
+
 class RequestList(BaseModel):
     """Rows of the ledger, newest first."""
 

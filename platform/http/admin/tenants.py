@@ -25,8 +25,7 @@ async def create_tenant(request: Request) -> TenantView:
         limits=limits_of(body.limits.model_dump()),
         max_adapters=body.max_adapters,
     )
-    store = tenancy_of(request).store
-    return TenantView.of(await change(request, f"created tenant {body.name}", store.create_tenant, tenant))
+    return TenantView.of(await change(request, lambda store: store.create_tenant(tenant)))
 
 
 @router.get("")
@@ -47,12 +46,11 @@ async def update_tenant(request: Request, name: str) -> TenantView:
     """Change some of a tenant's fields. Requests that run keep what they were admitted with."""
     body = await read_body(request, TenantUpdate, serving_of(request).config.max_body_bytes)
     changes = body.model_dump(exclude_unset=True)
-    action = f"updated tenant {name}: {', '.join(changes) or 'nothing'}"
-    return TenantView.of(await change(request, action, tenancy_of(request).store.update_tenant, name, changes))
+    return TenantView.of(await change(request, lambda store: store.update_tenant(name, changes)))
 
 
 @router.delete("/{name}")
 async def delete_tenant(request: Request, name: str) -> Deleted:
     """Revoke a tenant's keys and forget its adapters. Its usage stays in the ledger; requests that run finish."""
-    await change(request, f"deleted tenant {name}", tenancy_of(request).store.delete_tenant, name)
+    await change(request, lambda store: store.delete_tenant(name))
     return Deleted(name=name)

@@ -17,7 +17,7 @@ from .protocol import RequestList, RequestRow, UsageList, UsageRow
 
 router = APIRouter(prefix="/usage")
 
-_CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
+CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 Format = Annotated[Literal["json", "csv"], Query()]
 
 
@@ -43,7 +43,7 @@ def usage_filter(
 Which = Annotated[UsageFilter, Depends(usage_filter)]
 
 
-@router.get("", response_model=UsageList, response_model_exclude_none=True, responses=_CSV)
+@router.get("", response_model=UsageList, response_model_exclude_none=True, responses=CSV)
 async def show_usage(
     request: Request,
     which: Which,
@@ -54,20 +54,21 @@ async def show_usage(
     groups = parse_groups(group_by, "group_by")
     rows = await query(request, sum_usage, tenancy_of(request).database, groups, which)
     if format == "csv":
-        return _csv([*groups, "requests", *COUNTS], rows)
+        return csv_response([*groups, "requests", *COUNTS], rows)
     return UsageList(data=[UsageRow(**row) for row in rows])
 
 
-@router.get("/requests", response_model=RequestList, responses=_CSV)
+@router.get("/requests", response_model=RequestList, responses=CSV)
 async def show_requests(
     request: Request, which: Which, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100, format: Format = "json"
 ) -> Any:
     """The ledger's last requests, newest first. Requests that still run are not in it."""
     rows = await query(request, list_requests, tenancy_of(request).database, which, limit)
     if format == "csv":
-        return _csv(list(RequestRow.model_fields), rows)
+        return csv_response(list(RequestRow.model_fields), rows)
     return RequestList(data=[RequestRow(**row) for row in rows])
 
 
-def _csv(columns: Sequence[str], rows: Sequence[Any]) -> Response:
+def csv_response(columns: Sequence[str], rows: Sequence[Any]) -> Response:
+    """A table."""
     return Response(to_csv(columns, rows), media_type="text/csv; charset=utf-8")

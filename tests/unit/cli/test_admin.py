@@ -157,9 +157,9 @@ def test_deleting_asks(run, fails, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal("acme\n"))
     run("tenant", "delete", "acme")
     assert "acme" not in run("tenant", "list")
-    run("tenant", "create", "other")
-    run("tenant", "delete", "other", "--yes")
-    assert "There is no tenant 'other'" in fails("tenant", "show", "other")
+    run("tenant", "create", "globex")
+    run("tenant", "delete", "globex", "--yes")
+    assert "There is no tenant 'globex'" in fails("tenant", "show", "globex")
 
 
 def test_errors_name_the_field(address, fails, refused):

@@ -152,7 +152,7 @@ class FakeAsyncLLM:
             self.in_engine[request.name] = AdapterInfo(request.name, request.path, "", 0, 0, "disk")
             self.adapters[request.name] = request
 
-    def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
+    async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
         self.shared_prefixes = [list(prefix) for prefix in prefixes]
 
     async def unload_lora(self, name: str, mode: str = "drain") -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from outrider.platform.core.adapter_names import engine_name
-from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
+from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.http import adapter_keeper
 from outrider.platform.http.config import ServerConfig
 from outrider.platform.http.serving import Serving
+from outrider.platform.tenancy import directory
 from outrider.platform.tenancy.database import DatabaseUnavailableError
 from outrider.platform.tenancy.records import StoredAdapter, Tenant
 from outrider.platform.tenancy.service import Tenancy, TenancyOptions
@@ -32,6 +34,11 @@ async def running(url, llm=None, prepare=None, server="one"):
         await serving.close()
     finally:
         await tenancy.close()
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(directory, "POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -112,7 +119,7 @@ def test_what_cannot_be_loaded_stops_nothing_and_is_tried_again(url, caplog):
         async with running(url, llm) as serving:
             assert names(serving) == {"a", "c"}
             await serving.keeper.remember(adapter("d"), None)
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(0.4)  # some looks
             assert len([r for r in caplog.records if "'bad'" in r.getMessage()]) == 1, "it is told once"
             await serving.keeper.remember(adapter("bad", path="/repaired"), None)
             assert await serving.keeper.forget("", "bad")
@@ -134,6 +141,49 @@ def test_the_command_line_is_stronger(url, caplog):
             assert "hidden" in caplog.text
 
     asyncio.run(run())
+
+
+def test_what_failed_because_the_engine_was_away_is_tried_again_by_itself(url, monkeypatch):
+    monkeypatch.setattr(adapter_keeper, "RETRY_SECONDS", 0.01)
+
+    async def run():
+        async with running(url) as one, running(url, server="two") as two:
+            register = two.llm.register_adapters
+            refused = []
+
+            async def dead(requests):
+                refused.append([request.name for request in requests])
+                raise EngineDeadError("it is being started again")
+
+            two.llm.register_adapters = dead
+            await load(one, adapter("sql"))
+            await until(lambda: len(refused) > 1)
+            assert names(two) == set()
+            two.llm.register_adapters = register
+            await until(lambda: names(two) == {"sql"})  # nothing has changed in the database meanwhile
+
+    asyncio.run(run())
+
+
+def test_adapters_that_could_not_be_read_are_read_when_the_database_is_back(url, monkeypatch, caplog):
+    monkeypatch.setattr(adapter_keeper, "RETRY_SECONDS", 0.01)
+
+    async def run():
+        async with running(url) as one, running(url, server="two") as two:
+            away, asked = two.tenancy.store.list_adapters, []
+
+            def fails():
+                asked.append(1)
+                raise DatabaseUnavailableError("it is away")
+
+            two.tenancy.store.list_adapters = fails
+            await load(one, adapter("sql"))
+            await until(lambda: len(asked) > 2)
+            two.tenancy.store.list_adapters = away
+            await until(lambda: names(two) == {"sql"})
+
+    asyncio.run(run())
+    assert sum("cannot be read" in message for message in caplog.messages) == 1
 
 
 def test_limits_hold_over_all_servers(url):

@@ -25,7 +25,7 @@ OPERATOR = "operator-key"
 ROUTES = [
     ("GET", "/tenants"), ("POST", "/tenants"), ("GET", "/tenants/acme"), ("PATCH", "/tenants/acme"),
     ("DELETE", "/tenants/acme"), ("GET", "/keys"), ("POST", "/keys"), ("GET", "/keys/key-0"), ("PATCH", "/keys/key-0"),
-    ("DELETE", "/keys/key-0"), ("GET", "/usage"), ("GET", "/usage/requests"), ("GET", "/prefixes"),
+    ("DELETE", "/keys/key-0"), ("GET", "/usage"), ("GET", "/usage/requests"), ("GET", "/audit"), ("GET", "/prefixes"),
     ("POST", "/prefixes"), ("DELETE", "/prefixes/x"),
 ]  # fmt: skip
 
@@ -33,10 +33,10 @@ ROUTES = [
 class Server:
     """The application with tenants, in one event loop."""
 
-    def __init__(self, llm: Any, url: str, runner: asyncio.Runner) -> None:
+    def __init__(self, llm: Any, url: str, runner: asyncio.Runner, **options: Any) -> None:
         self._runner = runner
         self.tenancy = runner.run(Tenancy.open(url, TenancyOptions(admin_api_keys=(OPERATOR,))))
-        config = ServerConfig(served_model_names=("base",), database=url, admin_api_keys=(OPERATOR,))
+        config = ServerConfig(served_model_names=("base",), database=url, admin_api_keys=(OPERATOR,), **options)
         self.app = create_app(llm, config, tenancy=self.tenancy)
         self.key: str | None = OPERATOR
 
@@ -44,11 +44,14 @@ class Server:
         self._runner.run(self.tenancy.close())
 
     def __call__(self, method: str, path: str, json: Any = None, **options: Any) -> httpx.Response:
+        return self.call(method, f"/admin/v1{path}", json, **options)
+
+    def call(self, method: str, path: str, json: Any = None, **options: Any) -> httpx.Response:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
-                return await client.request(method, f"/admin/v1{path}", json=json, headers=headers, **options)
+                return await client.request(method, path, json=json, headers=headers, **options)
 
         return self._runner.run(send())
 
@@ -327,8 +330,8 @@ def test_every_change_is_in_the_audit_log(server, caplog):
     whole = "the server's own admin key, from 127.0.0.1, "
     assert lines == [
         whole + "created tenant acme",
-        whole + "updated tenant acme: weight",
-        whole + "created a key of tenant acme with the scopes admin",
+        whole + "updated tenant acme: weight=2.0",
+        whole + f"created key {key['id']} of tenant acme with the scopes admin",
         f"{key['id']} (acme), from 127.0.0.1, declared the shared prefix p of 12 tokens",
         whole + f"revoked key {key['id']}",
         whole + "deleted tenant acme",

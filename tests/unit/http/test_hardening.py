@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import resource
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from outrider.platform.core.errors import OverloadedError
@@ -11,26 +13,29 @@ from outrider.platform.http import hardening
 from outrider.platform.http.app import create_app
 from outrider.platform.http.config import ServerConfig
 from outrider.platform.http.hardening import BodyMemory, allow_connections, with_cors
+from outrider.platform.tenancy.limiter import Limiter
+from outrider.platform.tenancy.principal import Limits, Principal
 
 
 def test_bodies_share_one_bound():
     memory = BodyMemory(100)
-    with memory.body() as first, memory.body() as second:
-        first(60)
-        second(40)
-        with pytest.raises(OverloadedError, match="long requests"):
-            first(1)
-    with memory.body() as third:
-        third(100)
+    first, second, third = (memory.body() for _ in range(3))
+    first.take(60)
+    second.take(40)
+    with pytest.raises(OverloadedError, match="long requests"):
+        first.take(1)
+    for held in (first, second, first):
+        held.close()
+    third.take(100)
 
 
 def test_memory_is_given_back_after_every_end(http, llm):
     """Of good requests, of bad ones, and of those that are too long."""
     bodies = http.app.state.serving.bodies
-    free = bodies._free
+    free = bodies.free
     for content in (b'{"prompt": "x"}', b"{", b'{"prompt": "' + b"x" * (9 << 20), b""):
         http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-        assert bodies._free == free
+        assert bodies.free == free
 
 
 def test_too_many_bodies_at_once_are_refused_with_503(make_http):
@@ -39,6 +44,58 @@ def test_too_many_bodies_at_once_are_refused_with_503(make_http):
     answer = http.post("/v1/completions", {"prompt": "x" * 100})
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "OverloadedError")
     assert http.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_body_of_a_request_that_waits_for_a_place_counts_until_it_is_admitted(llm, streamed):
+    """Also those of clients that go; and not while it runs."""
+    principal = Principal(tenant="acme", key_id="k", tenant_limits=Limits(max_concurrent_requests=1))
+    limiter = Limiter(lambda *which: None)
+    ledger = SimpleNamespace(check=lambda: None, begin=lambda row: None, end=lambda row: None)
+    ledger.committed = lambda row: asyncio.sleep(0)
+    directory = SimpleNamespace(authenticate=lambda key: principal, is_valid=lambda principal: True)
+    tenancy = SimpleNamespace(limiter=limiter, ledger=ledger, directory=directory)
+    app = create_app(llm, ServerConfig(served_model_names=("base",)), tenancy=tenancy)
+    bodies = app.state.serving.bodies
+    free = bodies.free
+    llm.blocked = True
+
+    async def until(condition):
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def scenario():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+
+            def post():
+                body = {"prompt": "x" * 40, "max_tokens": 4, "stream": streamed}
+                return asyncio.create_task(http.post("/v1/completions", json=body))
+
+            running = post()
+            await until(lambda: llm.running)
+            assert bodies.free == free, "it is admitted"
+            waiting = [post() for _ in range(3)]
+            await until(lambda: limiter.num_waiting == 3)
+            held = free - bodies.free
+            assert held > 3 * 40
+            waiting[0].cancel()
+            await until(lambda: limiter.num_waiting == 2)
+            assert free - bodies.free == held * 2 // 3
+            running.cancel()  # so that the next one runs
+            await until(lambda: limiter.num_waiting == 1 and llm.running)
+            assert free - bodies.free == held // 3
+            for task in waiting[1:]:
+                task.cancel()
+            await asyncio.gather(running, *waiting, return_exceptions=True)
+            assert bodies.free == free
+
+    asyncio.run(scenario())
+
+
+def test_a_length_that_only_looks_like_a_number(http):
+    headers = {"Content-Type": "application/json", "Content-Length": b"\xb2"}
+    assert http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("depth", [150, 10_000, 1_000_000])

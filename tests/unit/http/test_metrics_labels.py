@@ -23,6 +23,7 @@ from outrider.platform.http.series_labels import SeriesLabels
 from outrider.platform.http.tenancy_metrics import TenancyCollector
 from outrider.platform.tenancy.ledger import LedgerStatus
 from outrider.platform.tenancy.principal import Principal
+from outrider.platform.tenancy.queue_bound import QueueBound
 
 OWN = engine_name("acme", "own")
 
@@ -115,7 +116,7 @@ class Ledger:
 
 
 TENANCY = SimpleNamespace(
-    ledger=Ledger(), limiter=SimpleNamespace(num_waiting=2), directory=SimpleNamespace(tenants={})
+    ledger=Ledger(), limiter=SimpleNamespace(num_waiting=2, queue=QueueBound()), directory=SimpleNamespace(tenants={})
 )
 
 

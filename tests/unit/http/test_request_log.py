@@ -1,5 +1,6 @@
 """The line that each request gets in the log, and what never stands in one."""
 
+import asyncio
 import io
 import json
 import logging
@@ -17,8 +18,9 @@ from outrider.platform.core.logs import (
     trace_of,
     with_fields,
 )
-from outrider.platform.http.app import create_app
+from outrider.platform.http.app import Gate, create_app
 from outrider.platform.http.config import ServerConfig
+from outrider.platform.tenancy.authenticator import StaticKeys
 from outrider.platform.tenancy.principal import Principal
 
 SECRET = "correct horse battery staple"
@@ -227,3 +229,30 @@ def test_outside_of_requests_exceptions_are_whole():
     token = current_request_id.set("r")
     assert "the disk is full" not in shown()
     current_request_id.reset(token)
+
+
+async def _cut_short(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    raise KeyError(SECRET)
+
+
+def test_an_answer_that_is_cut_short_tells_the_http_server_nothing_of_the_prompt(any_log):
+    """It logs what it gets, when the request's own context is gone."""
+    gate = Gate(_cut_short, StaticKeys())
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [], "state": {}}
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def as_the_http_server_does():
+        try:
+            await asyncio.create_task(gate(scope, None, send))
+        except Exception:
+            logging.getLogger("uvicorn.error").exception("Exception in ASGI application")
+
+    asyncio.run(as_the_http_server_does())
+    assert [message["type"] for message in sent] == ["http.response.start"]
+    assert "Exception in ASGI application" in any_log.text
+    assert "KeyError" in any_log.text, "our own line says what it was"
+    assert SECRET not in any_log.text

@@ -39,10 +39,10 @@ def llm(monkeypatch) -> StartingLLM:
     return llm
 
 
-def run(database: str, **args) -> int:
+def run(database: str) -> int:
     async def serve() -> int:
         with bind("127.0.0.1", 0) as listener:
-            return await _Server(EngineArgs(**args), ServerConfig(database=database), listener).run()
+            return await _Server(EngineArgs(), ServerConfig(database=database), listener).run()
 
     return asyncio.run(serve())
 
@@ -59,15 +59,6 @@ def test_an_address_that_is_none(llm, tmp_path):
         run(f"sqlite:///{tmp_path}/no/x.db")
     assert refused.value.param == "database"
     assert llm.events[-1] == "shutdown"
-
-
-def test_the_bound_of_the_queue_is_that_of_waiting_for_places_too(llm, monkeypatch):
-    async def opened(url, options):
-        raise DatabaseUnavailableError(f"max_waiting is {options.max_waiting}")
-
-    monkeypatch.setattr(Tenancy, "open", opened)
-    with pytest.raises(DatabaseUnavailableError, match="max_waiting is 7"):
-        run("sqlite:////x.db", max_num_queued_reqs=7)
 
 
 def test_a_signal_while_the_database_opens(llm, monkeypatch):

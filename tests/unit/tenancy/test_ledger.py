@@ -158,6 +158,20 @@ def test_a_row_that_the_database_refuses_does_not_hold_up_the_others(database, t
     assert sum("refuses a row" in message for message in caplog.messages) == 2
 
 
+def test_a_number_that_is_too_large_for_the_database_does_not_hold_up_the_others(database, tmp_path, caplog):
+    """PostgreSQL refuses it as bad data, SQLite takes it."""
+
+    async def scenario():
+        async with opened(database, tmp_path) as ledger:
+            await asyncio.gather(*(record(ledger, f"r{i}", prompt_tokens=2**31 * (i == 1)) for i in range(3)))
+            assert {"r0", "r2"} <= rows(database).keys()
+            assert ledger.status.num_pending == 0
+            assert not ledger.status.database_is_away
+
+    run(scenario)
+    assert any("refuses a row" in message for message in caplog.messages) is not database.is_sqlite
+
+
 # --- what has been used ---
 
 

@@ -9,6 +9,7 @@ from outrider.platform.core.errors import OverloadedError
 from outrider.platform.tenancy.demand import Demand
 from outrider.platform.tenancy.limiter import Limiter
 from outrider.platform.tenancy.principal import Limits, Principal
+from outrider.platform.tenancy.queue_bound import Bounds
 
 
 def principal(reading, limits, key_id="k1"):
@@ -66,7 +67,8 @@ def test_making_room_never_forgets_the_scope_that_is_being_used():
 @pytest.mark.parametrize("bounded", ["tenant", "key"])
 def test_what_waits_is_bounded_for_all_tenants_together(bounded):
     async def scenario():
-        limiter = Limiter(Setting().usage, max_waiting=2)
+        limiter = Limiter(Setting().usage)
+        limiter.queue.bounds = lambda: Bounds(max_waiting=2, num_seats=100)
         limits = {f"{bounded}_limits": Limits(max_concurrent_requests=1)}
 
         def admit(tenant, n=1):
@@ -95,7 +97,7 @@ def test_what_waits_is_bounded_for_all_tenants_together(bounded):
 def test_a_tenants_own_bound_is_told_first():
     async def scenario():
         setting = Setting(Limits(max_concurrent_requests=1, max_queued_requests=0))
-        setting.limiter._max_waiting = 0
+        setting.limiter.queue.bounds = lambda: Bounds(max_waiting=0, num_seats=9)
         await setting.admit()
         await refused(setting.admit(), "max_queued_requests")
 

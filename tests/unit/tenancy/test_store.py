@@ -3,13 +3,13 @@
 import threading
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import insert, select
 
 from outrider.platform.core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError
 from outrider.platform.tenancy.authenticator import digest_of
 from outrider.platform.tenancy.principal import Limits, limit_fields, limits_of
 from outrider.platform.tenancy.records import StoredAdapter, Tenant
-from outrider.platform.tenancy.schema import api_keys
+from outrider.platform.tenancy.schema import api_keys, tenants
 from outrider.platform.tenancy.store import Store, read_revision
 
 ALL_LIMITS = Limits(
@@ -44,6 +44,17 @@ def test_names_that_are_none(store, name):
     assert refused.value.param == "name"
 
 
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_names_that_metrics_need_for_themselves(store, database, name):
+    with pytest.raises(InvalidRequestError, match=f"^name: .*{name}.* labels") as refused:
+        store.create_tenant(Tenant(name=name))
+    assert refused.value.param == "name"
+    with database.write() as connection:  # as an older version let one be made
+        connection.execute(insert(tenants).values(name=name, created_at=1.0))
+    assert store.update_tenant(name, {"weight": 2.0}).weight == 2.0
+    store.create_key(name)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -53,7 +64,7 @@ def test_names_that_are_none(store, name):
 )  # fmt: skip
 def test_values_out_of_range(store, acme, field, value):
     with pytest.raises(InvalidRequestError) as refused:
-        store.create_tenant(Tenant(name="other", **{field: value}))
+        store.create_tenant(Tenant(name="globex", **{field: value}))
     assert refused.value.param == field
     with pytest.raises(InvalidRequestError):
         store.update_tenant("acme", {field: value})
@@ -97,15 +108,15 @@ def test_a_deleted_tenant_is_not_there(store, acme):
 
 
 def test_deleting_takes_keys_and_adapters_along(store, acme):
-    store.create_tenant(Tenant(name="other"))
+    store.create_tenant(Tenant(name="globex"))
     mine, _ = store.create_key("acme")
-    others, _ = store.create_key("other")
-    for tenant in ("", "acme", "other"):
+    others, _ = store.create_key("globex")
+    for tenant in ("", "acme", "globex"):
         store.put_adapter(StoredAdapter(tenant=tenant, name="sql", path="/p"))
     store.delete_tenant("acme")
     assert store.get_key(mine.id).revoked_at is not None
     assert store.get_key(others.id).revoked_at is None
-    assert [adapter.tenant for adapter in store.list_adapters()] == ["", "other"]
+    assert [adapter.tenant for adapter in store.list_adapters()] == ["", "globex"]
 
 
 # --- limits ---
@@ -148,8 +159,8 @@ def test_a_key_is_stored_as_its_hash(store, acme, database):
 
 
 def test_lists_of_keys(store, acme):
-    store.create_tenant(Tenant(name="other"))
-    first, second, others = (store.create_key(name)[0] for name in ("acme", "acme", "other"))
+    store.create_tenant(Tenant(name="globex"))
+    first, second, others = (store.create_key(name)[0] for name in ("acme", "acme", "globex"))
     store.revoke_key(first.id)
     assert [key.id for key in store.list_keys()] == [second.id, others.id]
     assert [key.id for key in store.list_keys("acme")] == [second.id]
@@ -221,8 +232,8 @@ def test_every_change_counts_and_nothing_else_does(store, acme, database):
     adapter = StoredAdapter(tenant="acme", name="sql", path="/p")
     key, _ = store.create_key("acme")
     changes = [
-        lambda: store.create_tenant(Tenant(name="other")),
-        lambda: store.update_tenant("other", {"weight": 3.0}),
+        lambda: store.create_tenant(Tenant(name="globex")),
+        lambda: store.update_tenant("globex", {"weight": 3.0}),
         lambda: store.create_key("acme"),
         lambda: store.update_key(key.id, {"name": "x"}),
         lambda: store.revoke_key(key.id),
@@ -231,7 +242,7 @@ def test_every_change_counts_and_nothing_else_does(store, acme, database):
         lambda: store.put_adapter(adapter),
         lambda: store.set_adapter_pinned("acme", "sql", True),
         lambda: store.remove_adapter("acme", "sql"),
-        lambda: store.delete_tenant("other"),
+        lambda: store.delete_tenant("globex"),
     ]
     for change in changes:
         before = revision(database)

@@ -1,4 +1,4 @@
-"""Tenants, keys, loaded adapters, shared prefixes and the ledger."""
+"""Tenants, keys, loaded adapters, shared prefixes, the audit and the ledger."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def upgrade() -> None:
     """From an empty database."""
     _make_tenants()
     _make_what_is_served()
+    _make_audit()
     _make_usage()
     revisions = sa.table("revisions", sa.column("name", sa.String), sa.column("number", sa.BigInteger))
     op.execute(revisions.insert().values(name="directory", number=0))
@@ -74,6 +75,20 @@ def _make_what_is_served() -> None:
         sa.Column("name", sa.String(length=32), nullable=False),
         sa.Column("number", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_revisions"),
+    )
+
+
+def _make_audit() -> None:
+    op.create_table(
+        "audit",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("changed_at", sa.Double(), nullable=False),
+        sa.Column("via", sa.String(length=8), nullable=False),
+        sa.Column("key_id", sa.String(length=32), nullable=False),
+        sa.Column("tenant", sa.String(length=64), nullable=False),
+        sa.Column("client", sa.String(length=255), nullable=False),
+        sa.Column("action", sa.String(length=512), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_audit"),
     )
 
 

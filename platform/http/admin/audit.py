@@ -1,0 +1,31 @@
+"""`/admin/v1/audit`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+
+from ...tenancy.audit import COLUMNS, MAX_ROWS, list_audit
+from .common import query, tenancy_of
+from .protocol import AuditList, AuditRow
+from .usage import CSV, Format, csv_response
+
+router = APIRouter(prefix="/audit")
+
+MAX_ID = (1 << 31) - 1
+
+
+@router.get("", response_model=AuditList, responses=CSV)
+async def show_audit(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
+    before: Annotated[int | None, Query(ge=1, le=MAX_ID, description="The id of a change: those older than it")] = None,
+    format: Format = "json",
+) -> Any:
+    """Who changed what, newest first: over HTTP, and with `outrider admin`."""
+    rows = await query(request, list_audit, tenancy_of(request).database, limit, before)
+    if format == "csv":
+        return csv_response(COLUMNS, rows)
+    return AuditList(data=[AuditRow(**row) for row in rows])
