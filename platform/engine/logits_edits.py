@@ -31,6 +31,14 @@ class LogitsRow(NamedTuple):
     request: Request
     drafts: list[int]
     """The drafts before this row; they count like generated tokens."""
+    num_tokens: int | None = None
+    """Of the sequence, where the last one is still being sampled; None: those that it has."""
+
+    @property
+    def num_outputs(self) -> int:
+        """How many generated tokens this row continues."""
+        num_tokens = len(self.request.tokens) if self.num_tokens is None else self.num_tokens
+        return num_tokens - self.request.num_prompt_tokens + len(self.drafts)
 
     @property
     def outputs(self) -> list[int]:
@@ -97,7 +105,7 @@ def _bad_words(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 
 def _min_tokens(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """No end-of-sequence and no stop token before `min_tokens` tokens."""
-    short = [row for row in rows if row.request.num_output_tokens + len(row.drafts) < row.request.params.min_tokens]
+    short = [row for row in rows if row.num_outputs < row.request.params.min_tokens]
     _ban(logits, [(row, [*row.request.eos_token_ids, *row.request.stop_ids]) for row in short])
 
 
