@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.late import LateTokens
 from ..kernels.paged_attention import LayerKV
-from ..kernels.staging import to_device, upload
+from ..kernels.staging import to_device
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
@@ -58,22 +59,6 @@ class PagedModel(Protocol):
         ...
 
 
-class LateTokens(NamedTuple):
-    """Tokens of a pass that the device samples before it, and that the host does not know when it prepares it."""
-
-    places: Sequence[int]
-    """[L], among the pass's tokens."""
-    source: Tensor
-    """[S] int64 on the device; written before the pass begins."""
-    origins: Sequence[int]
-    """[L], which of the source each is."""
-
-    def fill(self, token_ids: Tensor) -> None:
-        """Put them into `token_ids` [T or more] int64, on the device."""
-        places, origins = upload(token_ids.device, np.asarray(self.places), np.asarray(self.origins))
-        token_ids.index_copy_(0, places, self.source.index_select(0, origins))
-
-
 @dataclass(slots=True)
 class SequenceRows:
     """B ragged rows of one forward pass, on the host. Row b computes positions [start, start + query_len)."""
@@ -88,7 +73,7 @@ class SequenceRows:
     """[B], blocks in order; at least enough for start + query_len positions."""
     first_key: int = 0
     """Positions before it hold no keys, and no query looks there; for layers that begin later than the tokens."""
-    late: LateTokens | None = None
+    late: Sequence[LateTokens] = ()
     """Stand in for those of `token_ids` at their places."""
 
 
@@ -138,8 +123,8 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
     on_device = to_device(positions, model.device)
     cos, sin = model.rope.tables(on_device, int((starts + query_lens).max()))
     input_ids = to_device(np.array(rows.token_ids, dtype=np.int64), model.device)
-    if rows.late is not None:
-        rows.late.fill(input_ids)
+    for tokens in rows.late:
+        tokens.fill(input_ids)
     return ForwardBatch(
         input_ids=input_ids,
         positions=on_device,

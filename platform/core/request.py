@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from .sampling_params import SamplingParams
 class Drafts(NamedTuple):
     """Proposed, unverified continuations of a sequence."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
+    """May be `kernels.late.LateIds`, which the host would have to wait for."""
     probs: Any = None
     """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
     (n-gram), or when the request's verification does not need it."""

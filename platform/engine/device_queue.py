@@ -98,12 +98,12 @@ class _OnStream(_Done[T]):
 
 
 class CudaQueue:
-    """The current stream of a GPU: work only launches, and does not wait for what it launched."""
+    """The current stream of a GPU: work only launches, and does not wait for what it launched. Times are the device's
+    also where steps do not overlap: drafts of the step before may still be under way when one is launched."""
 
-    overlaps = True
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, overlaps: bool) -> None:
         self._device = device
+        self.overlaps = overlaps
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """See DeviceQueue."""
@@ -161,6 +161,6 @@ class ThreadQueue:
 
 def make_queue(device: torch.device, *, asynchronous: bool) -> DeviceQueue:
     """The queue for `device`; `asynchronous`: the host goes on while work is done."""
-    if not asynchronous:
-        return AtOnce()
-    return CudaQueue(device) if device.type == "cuda" else ThreadQueue()
+    if device.type == "cuda":
+        return CudaQueue(device, overlaps=asynchronous)
+    return ThreadQueue() if asynchronous else AtOnce()

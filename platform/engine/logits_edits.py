@@ -29,7 +29,7 @@ class LogitsRow(NamedTuple):
     place: int
     """Row of the logits."""
     request: Request
-    drafts: list[int]
+    drafts: Sequence[int]
     """The drafts before this row; they count like generated tokens."""
     num_tokens: int | None = None
     """Of the sequence, where the last one is still being sampled; None: those that it has."""
@@ -43,7 +43,7 @@ class LogitsRow(NamedTuple):
     @property
     def outputs(self) -> list[int]:
         """Generated tokens that this row continues."""
-        return self.request.tokens[self.request.num_prompt_tokens :] + self.drafts
+        return self.request.tokens[self.request.num_prompt_tokens :] + list(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def apply_edits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
             edit.apply(logits, chosen)
 
 
-def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[Request, list[int]]]) -> None:
+def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[Request, Sequence[int]]]) -> None:
     """`apply_edits` for drafters: logits [B, V] after each request's tokens and those given with it."""
     apply_edits(logits, [LogitsRow(place, request, drafts) for place, (request, drafts) in enumerate(rows)])
 

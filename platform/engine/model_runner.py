@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.staging import upload
-from ...models.batch import ForwardBatch, LateTokens, LayerKV, SequenceRows, build_batch
+from ...kernels.late import LateTokens, late_tokens, now_known
+from ...kernels.staging import to_device
+from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ...models.decoder import Decoder, DecoderOutput
 from ...models.graphs import PassGraphs, PassInputs
 from ...spec_decode.proposer import AdapterPreparer, DraftRow, Proposer, TargetOutput
@@ -217,7 +219,7 @@ class ModelRunner:
             return None
         logits = computed.logits
         if logits is None:
-            picked = hidden if len(index) == len(hidden) else hidden[upload(hidden.device, np.array(index))[0]]
+            picked = hidden if len(index) == len(hidden) else hidden[to_device(np.array(index), hidden.device)]
             handles = [(row.request.adapter, 1 + len(row.drafts.token_ids)) for row in chosen]
             logits = self._model.compute_logits(picked, self._prepare_head(handles))
         return self._sampler.begin(logits, chosen)
@@ -241,14 +243,18 @@ def _prepare(plan: StepPlan, before: Launched | None) -> _Prepared:
     step = _Prepared(
         rows, [], [], [], [], all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
     )
-    late: list[tuple[int, int]] = []
+    sampled: tuple[list[int], list[int]] = [], []
+    drafts: list[tuple[int, Sequence[int]]] = []
     for row in plan.rows:
         request, end = row.request, len(rows.token_ids) + row.num_tokens
         num_tokens = len(request.tokens) + row.is_late
         rows.token_ids += _input_tokens(row)
         if row.is_late:
             assert before is not None
-            late.append((end - 1, before.places[request]))
+            sampled[0].append(end - 1)
+            sampled[1].append(before.places[request])
+        if row.num_drafts:
+            drafts.append((end - row.num_drafts, request.drafts.token_ids))
         rows.query_lens.append(row.num_tokens)
         rows.starts.append(row.start)
         rows.block_tables.append(request.blocks)
@@ -258,11 +264,11 @@ def _prepare(plan: StepPlan, before: Launched | None) -> _Prepared:
             step.chosen.append(SampleRow(request, request.drafts, num_tokens))
         wanted = request.params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
         step.prompts.append(row if wanted else None)
-    if late:
+    rows.late = late_tokens(drafts)
+    if sampled[0]:
         assert before is not None
         assert before.next_tokens is not None
-        places, origins = zip(*late, strict=True)
-        rows.late = LateTokens(places, before.next_tokens, origins)
+        rows.late = [*rows.late, LateTokens(sampled[0], before.next_tokens, sampled[1])]
     return step
 
 
@@ -287,7 +293,7 @@ def _input_tokens(row: RowPlan) -> list[int]:
     tokens = request.tokens[row.start : known_end]
     if row.is_late:
         tokens.append(0)  # the device has the token
-    return tokens + request.drafts.token_ids if row.num_drafts else tokens
+    return [*tokens, *now_known(request.drafts.token_ids)] if row.num_drafts else tokens
 
 
 def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:

@@ -140,6 +140,7 @@ def _proposer_context(
         max_model_len=config.scheduler.max_model_len,
         edit_logits=edit_draft_logits,
         graphs=graphs,
+        asynchronous=config.async_scheduling,
     )
 
 

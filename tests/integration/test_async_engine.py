@@ -27,7 +27,7 @@ READING = [
 OPTIONS = {
     "whole prompts": {},
     "chunks": {"max_num_batched_tokens": 16},
-    "few blocks": {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 48},
+    "few blocks": {"block_size": 4, "num_gpu_blocks_override": 36, "max_model_len": 96, "max_num_batched_tokens": 48},
     "fair, no cache": {"scheduling_policy": "fair", "enable_prefix_caching": False, "max_num_seqs": 3},
 }
 SPECULATION = [None, "draft_model", "eagle3", "ngram"]
