@@ -8,7 +8,8 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
-from outrider.platform.engine.device_queue import ThreadQueue, make_queue
+from outrider.platform.engine import device_queue
+from outrider.platform.engine.device_queue import make_queue
 
 LENGTHS = {"max_tokens": 20, "ignore_eos": True}
 PLAIN = [
@@ -202,22 +203,36 @@ def test_an_engine_shuts_down_with_a_step_under_way(make_engine, greedy, prompts
     engine.check_integrity()
 
 
-def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompts):
-    """Not those since it was launched: it waited for the step before."""
+def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompts, monkeypatch):
+    """Not those since it was launched: it waited for the step before. In seconds of a clock that the work moves."""
     engine = make_engine(async_scheduling=True)
-    assert isinstance(engine._runner._queue, ThreadQueue)
+    clock, gate = Clock(), threading.Event()
+    monkeypatch.setattr(device_queue, "time", clock)
+    forward = engine._runner._model.forward
+    engine._runner._model.forward = lambda *args: (forward(*args), clock.move(3.0))[0]
+    before = engine._runner._queue.submit(lambda: (gate.wait(timeout=60), clock.move(100.0)))
     engine.add_request(EngineRequest("a", list(prompts[0]), greedy, [1]))
-    gate = threading.Event()
-    held = engine._runner._queue.submit(lambda: gate.wait(timeout=60))
     plan = engine.scheduler.schedule()
     launched = engine._runner.launch(plan)
-    threading.Timer(0.2, gate.set).start()
+    gate.set()
     result = engine._runner.collect(launched)
+    assert (before.seconds(), launched.ticket.seconds()) == (100.0, 3.0)
+    assert 3.0 <= result.seconds < 100.0
     engine.scheduler.commit(plan, result)
     engine.abort(["a"])
-    assert result.seconds > 0
-    assert held.value()
-    assert held.seconds() > result.seconds
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def move(self, seconds):
+        self.now += seconds
 
 
 def test_the_queue_follows_the_option():
