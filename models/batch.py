@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.late import LateTokens
 from ..kernels.paged_attention import LayerKV
+from ..kernels.staging import to_device
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
 
-__all__ = ["ForwardBatch", "KVLayerSpec", "LayerKV", "SequenceRows", "allocate_kv", "build_batch"]
+__all__ = ["ForwardBatch", "KVLayerSpec", "LateTokens", "LayerKV", "SequenceRows", "allocate_kv", "build_batch"]
 
 
 class KVLayerSpec(NamedTuple):
@@ -71,6 +73,8 @@ class SequenceRows:
     """[B], blocks in order; at least enough for start + query_len positions."""
     first_key: int = 0
     """Positions before it hold no keys, and no query looks there; for layers that begin later than the tokens."""
+    late: Sequence[LateTokens] = ()
+    """Stand in for those of `token_ids` at their places."""
 
 
 @dataclass(slots=True)
@@ -116,10 +120,13 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
     starts = np.asarray(rows.starts, dtype=np.int64)
     ends = np.cumsum(query_lens)
     positions = np.arange(len(rows.token_ids), dtype=np.int64) + np.repeat(starts - (ends - query_lens), query_lens)
-    on_device = torch.from_numpy(positions).to(model.device)
+    on_device = to_device(positions, model.device)
     cos, sin = model.rope.tables(on_device, int((starts + query_lens).max()))
+    input_ids = to_device(np.array(rows.token_ids, dtype=np.int64), model.device)
+    for tokens in rows.late:
+        tokens.fill(input_ids)
     return ForwardBatch(
-        input_ids=torch.tensor(rows.token_ids, dtype=torch.int64, device=model.device),
+        input_ids=input_ids,
         positions=on_device,
         cos=cos,
         sin=sin,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ..platform.core.request import NO_DRAFTS, Request, Status
 from ..platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
 from .controller import Controller, DrafterTraits
+from .device_timer import CudaTimer, Timer
 from .lanes import RowState
 from .ngram import NgramProposer
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
@@ -39,8 +40,13 @@ _LONGEST_GAP = 1.0
 """Seconds between two steps after which the engine was idle, not slow."""
 
 
-def make_adaptive(proposer: Drafter, config: SpeculativeConfig, device: str = "cpu") -> AdaptiveProposer:
-    """`proposer` under the controller, with prompt lookup to fall back on where `proposer` is neural."""
+def make_adaptive(
+    proposer: Drafter, config: SpeculativeConfig, device: str = "cpu", *, asynchronous: bool = False
+) -> AdaptiveProposer:
+    """`proposer` under the controller, with prompt lookup to fall back on where `proposer` is neural.
+
+    `asynchronous`: another thread than the one that drafts computes the target's steps.
+    """
     drafters: list[tuple[DrafterTraits, Drafter]] = [
         (DrafterTraits(config.method, has_passes=config.method in MODEL_METHODS), proposer)
     ]
@@ -49,8 +55,9 @@ def make_adaptive(proposer: Drafter, config: SpeculativeConfig, device: str = "c
             max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max)), config.prompt_lookup_max
         )
         drafters.append((DrafterTraits("ngram", has_passes=False), lookup))
-    cpu_clock = time.thread_time if device == "cpu" else None
-    return AdaptiveProposer(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock)
+    cpu_clock = time.thread_time if device == "cpu" and not asynchronous else None
+    timer = CudaTimer if device == "cuda" else None
+    return AdaptiveProposer(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock, timer=timer)
 
 
 class AdaptiveProposer:
@@ -62,14 +69,18 @@ class AdaptiveProposer:
         max_drafts: int,
         clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] | None = None,
+        timer: Callable[[], Timer] | None = None,
     ) -> None:
         """`max_drafts`: for any row; `clock`: seconds; `cpu_clock`: those that the thread was running, where it is the
-        thread that computes."""
+        thread that computes; `timer`: where drafts are only launched, and the device takes its time."""
         self._drafters = [proposer for _, proposer in drafters]
         self._has_layers = bool(self._drafters[0].needs.kv_layers)
         self._max_drafts = max_drafts
         self._clock = clock
         self._cpu_clock = cpu_clock or clock
+        self._timer = timer
+        self._launched: list[tuple[int, DraftSize, float, Timer]] = []
+        """Drafting that was launched: the drafter, what for, the host's seconds, the device's."""
         self._controller = Controller([traits for traits, _ in drafters], max_drafts, has_layers=self._has_layers)
         self._known: dict[Request, RowState] = {}  # of live requests only
         self._batch: list[Request] = []
@@ -105,11 +116,12 @@ class AdaptiveProposer:
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
+        drafting = self._take_in_drafting()
         began = self._clock()
         gap = 0.0
         if self._ended is not None:
             spent = began - self._ended[0]
-            gap = spent - target.seconds
+            gap = spent - target.seconds - drafting
             self._undisturbed = self._cpu_clock() - self._ended[1] >= _UNDISTURBED * spent
         batch = [row.request for row in rows]
         changed = batch != self._batch
@@ -136,7 +148,7 @@ class AdaptiveProposer:
         if self._drafted:
             self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
         if self._held is None:
-            self._controller.stepped(target.seconds + ended - began)
+            self._controller.stepped(drafting + target.seconds + ended - began)
         self._ended = (ended, self._cpu_clock())
         return proposals
 
@@ -190,6 +202,16 @@ class AdaptiveProposer:
         # From now on each of these rows computes one token a step, and nobody has anything to learn from it.
         self._quiet = proposals if num_sampling == len(rows) else None
         return proposals
+
+    def _take_in_drafting(self) -> float:
+        """Learn what the last drafts took, which the device has made by now; returns its seconds after the host's."""
+        launched, self._launched = self._launched, []
+        behind = 0.0
+        for drafter, size, on_host, timer in launched:
+            seconds = timer.seconds()
+            self._controller.costs.add_draft(drafter, size, max(seconds, on_host))
+            behind += max(0.0, seconds - on_host)
+        return behind
 
     def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState], seconds: float) -> int:
         """Learn from the step; returns how many tokens were computed of rows that are not through their prompt."""
@@ -253,12 +275,16 @@ class AdaptiveProposer:
                 continue
             seen = range(len(rows)) if index == 0 else asked
             own_rows = [_asking(rows[at], asked.get(at, 0)) for at in seen]
+            timer = self._timer() if self._timer is not None else None
             began, running = self._clock(), self._cpu_clock()
             found = drafter.propose(own_rows, target)
             seconds = self._clock() - began
             self._in_drafters += seconds
-            if self._cpu_clock() - running >= _UNDISTURBED * seconds:
-                self._measure(index, own_rows, seconds)
+            if timer is not None:
+                timer.stop()
+                self._launched.append((index, self._size(index, own_rows), seconds, timer))
+            elif self._cpu_clock() - running >= _UNDISTURBED * seconds:
+                self._controller.costs.add_draft(index, self._size(index, own_rows), seconds)
             for at, proposal in zip(seen, found, strict=True):
                 # What is computed is the first drafter's to say.
                 results[at] = proposal if index == 0 else Proposal(proposal.drafts, results[at].num_draft_computed)
@@ -268,7 +294,8 @@ class AdaptiveProposer:
                 )
         return results
 
-    def _measure(self, drafter: int, rows: Sequence[DraftRow], seconds: float) -> None:
+    def _size(self, drafter: int, rows: Sequence[DraftRow]) -> DraftSize:
+        """What drafting for `rows` is made of."""
         served = passes = lag = 0
         mixed = False
         for row in rows:
@@ -280,7 +307,7 @@ class AdaptiveProposer:
             mixed = mixed or not row.sampled
         if drafter > 0 or lag <= 4 * served:
             lag = 0
-        self._controller.costs.add_draft(drafter, DraftSize(served, passes, lag, mixed and drafter == 0), seconds)
+        return DraftSize(served, passes, lag, mixed and drafter == 0)
 
 
 def _asking(row: DraftRow, count: int) -> DraftRow:

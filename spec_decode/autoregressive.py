@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from ..kernels.staging import to_device
 from ..platform.core.request import NO_DRAFTS
-from .drawing import Drafting
+from .drawing import Drafting, join_drafts
 from .proposer import DraftRow, Proposal
 from .verification import choose_rule
 
@@ -81,6 +82,7 @@ def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: CatchUpLimi
         behind = _catch_up(drafter, sequences, limits.max_num_batched_tokens)
         if behind is not None:
             _draft(drafter, *behind, drafts_count=limits.drafts_count)
+            join_drafts(sequences)
     return [Proposal(s.drafts, s.start) for s in sequences]
 
 
@@ -122,7 +124,7 @@ def _catch_up(drafter: TokenDrafter, sequences: list[Drafting], budget: int) -> 
 def _draft(drafter: TokenDrafter, drafting: list[Drafting], state: Tensor, drafts_count: bool) -> None:
     while drafting:
         drafter.draw(drafting, state)
-        more = [i for i, s in enumerate(drafting) if len(s.draft_ids) < s.num_wanted]
+        more = [i for i, s in enumerate(drafting) if s.num_drafts < s.num_wanted]
         drafting, state = _select(drafting, state, more)
         if drafting:
             state = drafter.go_on(drafting, state)
@@ -133,4 +135,4 @@ def _draft(drafter: TokenDrafter, drafting: list[Drafting], state: Tensor, draft
 def _select(sequences: list[Drafting], state: Tensor, keep: list[int]) -> tuple[list[Drafting], Tensor]:
     if len(keep) == len(sequences):
         return sequences, state
-    return [sequences[i] for i in keep], state[torch.tensor(keep, dtype=torch.int64, device=state.device)]
+    return [sequences[i] for i in keep], state[to_device(np.array(keep, dtype=np.int64), state.device)]

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.late import LateTokens
+from ..kernels.staging import to_device
 from ..models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ..platform.core.errors import InvalidRequestError
 from ..platform.core.speculative_config import SpeculativeConfig
 from .autoregressive import CatchUpLimits, propose, warn_of_short_reach
-from .drawing import Drafting, EditLogits, draw
+from .drawing import Drafting, EditLogits, draw, last_drafts
 from .factory import ProposerContext
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
 
@@ -125,20 +128,28 @@ class DraftModelProposer:
 
     def go_on(self, sequences: Sequence[Drafting], state: Tensor) -> Tensor:
         """See `TokenDrafter`; all that the model remembers is in its KV."""
-        starts = [len(s.row.tokens) + len(s.draft_ids) - 1 for s in sequences]
-        return self._forward(sequences, [s.draft_ids[-1:] for s in sequences], starts)
+        starts = [len(s.row.tokens) + s.num_drafts - 1 for s in sequences]
+        token_ids, late = last_drafts(sequences)
+        return self._forward(sequences, token_ids, starts, late)
 
     def draw(self, sequences: Sequence[Drafting], state: Tensor) -> None:
         """See `TokenDrafter`."""
         draw(sequences, self._model.compute_logits(state), edit=self._edit_logits)
 
-    def _forward(self, sequences: Sequence[Drafting], token_ids: list[list[int]], starts: list[int]) -> Tensor:
+    def _forward(
+        self,
+        sequences: Sequence[Drafting],
+        token_ids: list[list[int]],
+        starts: list[int],
+        late: Sequence[LateTokens] = (),
+    ) -> Tensor:
         """Compute `token_ids` of each of B sequences from position `starts` on: the last ones' hidden states [B, H]."""
         rows = SequenceRows(
             token_ids=[token for chunk in token_ids for token in chunk],
             query_lens=[len(chunk) for chunk in token_ids],
             starts=starts,
             block_tables=[s.row.block_table for s in sequences],
+            late=late,
         )
         handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
         found = None if self._passes is None else self._passes.run(rows, handles)
@@ -146,8 +157,7 @@ class DraftModelProposer:
             return found[0][: len(sequences)]
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
         hidden = self._model.forward(batch).hidden
-        lengths = torch.tensor(rows.query_lens)
-        return hidden[(lengths.cumsum(0) - 1).to(hidden.device)]
+        return hidden[to_device(np.cumsum(rows.query_lens) - 1, hidden.device)]
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: hidden states [rows, H] of the rows' last tokens."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.late import LateIds, LateTokens, OnDevice, late_tokens
 from ..kernels.noise import Stream, gumbel_argmax, row_keys
 from ..kernels.sampling import filter_logits, most_likely
+from ..kernels.staging import to_device
 from ..platform.core.request import NO_DRAFTS, Drafts, Request
 from .proposer import DraftRow
 from .verification import Rule, target_tokens
@@ -32,20 +35,36 @@ class Drafting:
     end: int = 0
     """How far the catch-up pass would have to get."""
     draft_ids: list[int] = field(default_factory=list)
+    late_ids: list[tuple[OnDevice, int]] = field(default_factory=list)
+    """Instead of `draft_ids`, where the host does not wait for them: each draft's source, and its place there."""
     draft_probs: list[Tensor] = field(default_factory=list)
     """[V] float32 each, when the request is verified by rejection sampling."""
 
     @property
     def drafts(self) -> Drafts:
         """What was drafted."""
-        if not self.draft_ids:
+        if not self.num_drafts:
             return NO_DRAFTS
-        return Drafts(self.draft_ids, torch.stack(self.draft_probs) if self.draft_probs else None)
+        ids: Sequence[int] = self.draft_ids
+        if self.late_ids:
+            assert len({source for source, _ in self.late_ids}) == 1, "join_drafts comes first"
+            ids = LateIds(self.late_ids[0][0], [place for _, place in self.late_ids])
+        return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None)
+
+    @property
+    def num_drafts(self) -> int:
+        """How many were drafted so far."""
+        return len(self.draft_ids) + len(self.late_ids)
 
     @property
     def new_tokens(self) -> list[int]:
-        """What follows the request's tokens: those of this step, which are not in it yet, and the drafts."""
-        return self.row.tokens[len(self.row.request.tokens) :] + self.draft_ids
+        """What follows the request's tokens: those of this step, which are not in it yet, and the drafts. Where only
+        their number matters to the request, the host does not wait for them."""
+        drafts = self.draft_ids
+        if self.late_ids:
+            read = self.row.request.reads_tokens
+            drafts = [source.known()[place] if read else 0 for source, place in self.late_ids]
+        return self.row.tokens[len(self.row.request.tokens) :] + drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +100,53 @@ def draw(
     edited = [] if edit is None else [i for i, s in enumerate(sequences) if s.row.request.edits_logits]
     if edited and edit is not None:
         logits, vocabulary = logits if vocabulary is None else vocabulary.widen(logits), None
-        index = torch.tensor(edited, device=logits.device)
+        index = to_device(np.array(edited), logits.device)
         picked = logits[index]
         edit(picked, [(sequences[i].row.request, sequences[i].new_tokens) for i in edited])
         logits[index] = picked
-    if all(s.rule is Rule.GREEDY for s in sequences):
-        best, _ = most_likely(logits)
-        tokens = best if vocabulary is None else vocabulary.target_ids[best].tolist()
+    greedy = all(s.rule is Rule.GREEDY for s in sequences)
+    if stays_on_device(logits):
+        if greedy:
+            best = logits.argmax(dim=-1)
+            source = OnDevice(best if vocabulary is None else vocabulary.target_ids[best])
+        else:
+            source = OnDevice(_sample(sequences, logits if vocabulary is None else vocabulary.widen(logits)))
+        for place, sequence in enumerate(sequences):
+            sequence.late_ids.append((source, place))
+        return
+    if greedy:
+        known, _ = most_likely(logits)
+        tokens = known if vocabulary is None else vocabulary.target_ids[known].tolist()
     else:
         tokens = _sample(sequences, logits if vocabulary is None else vocabulary.widen(logits)).tolist()
     for sequence, token in zip(sequences, tokens, strict=True):
         sequence.draft_ids.append(token)
+
+
+def stays_on_device(logits: Tensor) -> bool:
+    """Whether the host does not wait for drafts: the next pass reads them where they are, and so does verification."""
+    return logits.is_cuda
+
+
+def last_drafts(sequences: Sequence[Drafting]) -> tuple[list[list[int]], list[LateTokens]]:
+    """The last draft of each of B sequences, which were drawn together, as one pass's tokens: [B] lists of one, and
+    what stands in for them where the host does not know them."""
+    if not sequences[0].late_ids:
+        return [s.draft_ids[-1:] for s in sequences], []
+    ids = [LateIds(source, [place]) for source, place in (s.late_ids[-1] for s in sequences)]
+    return [[0] for _ in sequences], late_tokens(enumerate(ids))
+
+
+def join_drafts(sequences: Sequence[Drafting]) -> None:
+    """Let all late drafts have one source."""
+    sources = list(dict.fromkeys(source for s in sequences for source, _ in s.late_ids))
+    if len(sources) < 2:
+        return
+    starts = np.cumsum([0, *(len(source.tensor) for source in sources)]).tolist()
+    first = dict(zip(sources, starts, strict=False))
+    joined = OnDevice(torch.cat([source.tensor for source in sources]))
+    for sequence in sequences:
+        sequence.late_ids = [(joined, first[source] + place) for source, place in sequence.late_ids]
 
 
 def _sample(sequences: Sequence[Drafting], logits: Tensor) -> Tensor:
@@ -105,15 +160,15 @@ def _sample(sequences: Sequence[Drafting], logits: Tensor) -> Tensor:
         min_p=[p.min_p for p in params],
     )
     seeds = [s.row.request.seed_key for s in sequences]
-    positions = [len(s.row.tokens) + len(s.draft_ids) for s in sequences]
+    positions = [len(s.row.tokens) + s.num_drafts for s in sequences]
     independent = [i for i, s in enumerate(sequences) if s.rule is Rule.REJECTION]
     greedy = [s.rule is not Rule.INVARIANT for s in sequences]  # independent ones are overwritten below
     tokens = target_tokens(logits, seeds, positions, greedy)
     if independent:
-        index = torch.tensor(independent, device=logits.device)
+        index = to_device(np.array(independent), logits.device)
         q = logits[index].softmax(dim=-1)
         keys = row_keys([seeds[i] for i in independent], [positions[i] for i in independent], Stream.DRAFT)
-        tokens[index] = gumbel_argmax(q.log(), keys.to(q.device))
+        tokens[index] = gumbel_argmax(q.log(), to_device(keys.numpy(), q.device))
         for i, probs in zip(independent, q, strict=True):
             sequences[i].draft_probs.append(probs)
     return tokens

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.late import LateTokens
+from ..kernels.staging import to_device
 from ..models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ..models.config import read_json
 from ..models.graphs import PassOptions
@@ -30,7 +32,7 @@ from ..platform.core.speculative_config import SpeculativeConfig
 from . import autoregressive
 from .autoregressive import CatchUpLimits
 from .checkpoint import fill, fill_randomly, read_tensors
-from .drawing import Drafting, EditLogits, draw
+from .drawing import Drafting, EditLogits, draw, last_drafts
 from .eagle_config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
 from .eagle_model import EagleHead, LastRows
 from .factory import ProposerContext
@@ -173,15 +175,21 @@ class EagleProposer:
 
     def go_on(self, sequences: Sequence[Drafting], state: Tensor) -> Tensor:
         """See `TokenDrafter`."""
-        starts = [len(s.row.tokens) + len(s.draft_ids) - 1 for s in sequences]
-        return self._forward(sequences, [s.draft_ids[-1:] for s in sequences], starts, state)
+        starts = [len(s.row.tokens) + s.num_drafts - 1 for s in sequences]
+        token_ids, late = last_drafts(sequences)
+        return self._forward(sequences, token_ids, starts, state, late)
 
     def draw(self, sequences: Sequence[Drafting], state: Tensor) -> None:
         """See `TokenDrafter`."""
         draw(sequences, self._head.logits(state), self._head.vocabulary, self._edit_logits)
 
     def _forward(
-        self, sequences: Sequence[Drafting], token_ids: list[list[int]], starts: list[int], hidden: Tensor
+        self,
+        sequences: Sequence[Drafting],
+        token_ids: list[list[int]],
+        starts: list[int],
+        hidden: Tensor,
+        late: Sequence[LateTokens] = (),
     ) -> Tensor:
         """Compute `token_ids` of each of B sequences from position `starts` on, with the hidden states [T, H] before
         them: the output at the last ones, [B, H]."""
@@ -191,6 +199,7 @@ class EagleProposer:
             starts=starts,
             block_tables=[s.row.block_table for s in sequences],
             first_key=1,
+            late=late,
         )
         handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
         found = None if self._passes is None else self._passes.run(rows, handles, hidden)
@@ -208,7 +217,7 @@ class EagleProposer:
     def _last(self, rows: SequenceRows, handles: list[tuple[Any, int]], adapters: Any) -> LastRows | None:
         if len(rows.token_ids) == len(rows.query_lens):
             return None
-        index = torch.from_numpy(np.cumsum(rows.query_lens) - 1).to(self._head.device)
+        index = to_device(np.cumsum(rows.query_lens) - 1, self._head.device)
         if adapters is None:
             return LastRows(index, lambda: None)
         return LastRows(index, lambda: self._prepare_adapters([(handle, 1) for handle, _ in handles]))

@@ -42,6 +42,8 @@ class ProposerContext:
     """What masks, biases and penalties do to the target's logits, for those of drafters."""
     graphs: PassGraphs | None = None
     """Where drafters capture their passes; None: they are launched piece by piece."""
+    asynchronous: bool = False
+    """Whether another thread than the one that drafts may compute the target's steps."""
 
 
 def _ngram(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
@@ -100,7 +102,7 @@ def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) ->
     if config.adaptive:
         from .adaptive import make_adaptive
 
-        return make_adaptive(proposer, config, context.device)
+        return make_adaptive(proposer, config, context.device, asynchronous=context.asynchronous)
     return proposer
 
 

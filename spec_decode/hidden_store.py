@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.staging import to_device
 from ..models.batch import KVLayerSpec, LayerKV
 from ..platform.core.request import Status
 from .proposer import AdapterPreparer, DraftRow, no_adapters
@@ -187,7 +188,7 @@ class HiddenStore:
         return len(states) * states[0].shape[-1] * states[0].element_size()
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)
 
 
 def _has_gone(row: DraftRow) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from ..kernels.staging import to_device
 from ..models.batch import LayerKV
 from ..models.config import read_json
 from ..platform.core.speculative_config import SpeculativeConfig
 from .checkpoint import fill, fill_randomly, read_tensors, refuse
-from .drawing import Drafting, EditLogits, draw
+from .drawing import Drafting, EditLogits, draw, join_drafts
 from .factory import ProposerContext
 from .medusa_model import MedusaHeads, canonical_names, read_medusa_config, with_tensors
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
@@ -95,7 +97,7 @@ class MedusaProposer:
             return
         assert target.hidden is not None
         last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
-        hidden = target.hidden.index_select(0, torch.tensor(last, device=target.hidden.device))
+        hidden = target.hidden.index_select(0, to_device(np.array(last), target.hidden.device))
         count, adapters = -1, None
         for head in range(drafting[0].num_wanted):
             wanted = [s for s in drafting if s.num_wanted > head]
@@ -103,3 +105,4 @@ class MedusaProposer:
                 count = len(wanted)
                 adapters = self._prepare_adapters([(s.row.request.adapter, 1) for s in wanted])
             draw(wanted, self._heads.logits(head, hidden[:count], adapters), edit=self._edit_logits)
+        join_drafts(drafting)

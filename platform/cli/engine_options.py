@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "fair_output_cost": "what a generated token costs it",
         "fair_rejected_draft_cost": "what a draft token verified in vain costs it",
         "enable_chunked_prefill": "split long prompts over several steps",
+        "async_scheduling": "plan and prepare a step while the one before it runs (default: on a GPU)",
         "prompt_pacing": (
             "beside running requests compute so few prompt tokens a step that they hardly notice (default: yes)"
         ),

@@ -1,6 +1,9 @@
 """One step: what the scheduler plans, and what the runner answers.
 
 Scheduler.schedule() -> StepPlan -> ModelRunner.run(plan) -> StepResult -> Scheduler.commit(plan, result)
+
+A step may be planned while the one before it runs: then it is not known yet which tokens that one samples, and where a
+row needs one, the device puts it there (`RowPlan.is_late`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ class RowPlan:
     positions."""
     max_new_drafts: int
     """Drafts that may be proposed after this step: there are KV blocks for them."""
+    is_late: bool = False
+    """Whether the last of its tokens is the one that the sequence's row in the step under way samples."""
 
     @property
     def end(self) -> int:

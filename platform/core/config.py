@@ -66,6 +66,8 @@ class EngineArgs:
     batch_invariant: bool = False
     """Whether a row's result must not depend, bit for bit, on the rows computed with it."""
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
+    """Whether the host plans and prepares a step while the one before it runs; None: on a GPU."""
     tensor_parallel_size: int = 1
 
 
@@ -161,6 +163,8 @@ class EngineConfig:
     batch_invariant: bool = False
     enforce_eager: bool = False
     """Whether nothing is captured in graphs."""
+    async_scheduling: bool = False
+    """Whether a step is launched before the one before it has ended."""
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -174,7 +178,7 @@ def _check_types(args: EngineArgs) -> None:
         if getattr(args, name) is not None:
             check_text(name, getattr(args, name))
     for name in _BOOLEAN:
-        if not isinstance(getattr(args, name), bool) and not (name == "prompt_pacing" and args.prompt_pacing is None):
+        if not isinstance(getattr(args, name), bool) and not (name in _AUTOMATIC and getattr(args, name) is None):
             raise InvalidRequestError(f"{name} must be true or false, got {getattr(args, name)!r}", param=name)
     for name in _POSITIVE:
         if getattr(args, name) is not None:
@@ -196,8 +200,11 @@ _BOOLEAN = (
     "prompt_pacing",
     "enable_lora",
     "enforce_eager",
+    "async_scheduling",
     "batch_invariant",
 )
+_AUTOMATIC = ("prompt_pacing", "async_scheduling")
+"""Of them, those that may be None."""
 
 _POSITIVE = (
     "max_model_len",
@@ -360,4 +367,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         speculative=parse_speculative(args.speculative_config),
         batch_invariant=args.batch_invariant,
         enforce_eager=args.enforce_eager,
+        async_scheduling=not on_cpu if args.async_scheduling is None else args.async_scheduling,
     )

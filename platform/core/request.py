@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from .sampling_params import SamplingParams
 class Drafts(NamedTuple):
     """Proposed, unverified continuations of a sequence."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
+    """May be `kernels.late.LateIds`, which the host would have to wait for."""
     probs: Any = None
     """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
     (n-gram), or when the request's verification does not need it."""
@@ -83,6 +85,9 @@ class Request:
     """(account, rank, arrival), set when it is queued: the smallest runs first. Accounts are compared as they stand
     now: requests with different ones change places, those with the same never do."""
     status: Status = Status.WAITING
+    under_way: list[Any] = field(default_factory=list)
+    """Its rows (`batch.RowPlan`) that were launched and are not committed, oldest first: at most one while a step is
+    planned, two between the launch of a step and the commit of the one before."""
     drafts: Drafts = NO_DRAFTS
     """Proposed after the last step, to be verified by the next."""
     num_computed: int = 0
@@ -111,17 +116,36 @@ class Request:
     """Collected while the prompt is computed in chunks."""
     edits_logits: bool = field(init=False)
     """`params.edits_logits`, asked for every row of every step."""
+    reads_tokens: bool = field(init=False)
+    """`params.edits_read_tokens`, likewise."""
     stop_ids: frozenset[int] = field(init=False)
     """`params.stop_token_ids`, which may be many: each new token is looked up."""
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.params.stop_token_ids or ())
         self.edits_logits = self.params.edits_logits
+        self.reads_tokens = self.params.edits_read_tokens
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_planned(self) -> int:
+        """`num_computed` once what is under way is committed."""
+        return self.under_way[-1].end if self.under_way else self.num_computed
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a token is being sampled by what is under way, and not in `tokens` yet."""
+        return bool(self.under_way) and self.under_way[-1].samples
+
+    def land(self, row: Any) -> None:
+        """`row` is committed, and was the oldest under way; nothing, if it was never launched beside others."""
+        if self.under_way:
+            oldest = self.under_way.pop(0)
+            assert oldest is row, "steps are committed in the order of their launch"
 
     @property
     def deterministic(self) -> bool:

@@ -260,6 +260,16 @@ class SamplingParams:
         )
 
     @property
+    def edits_read_tokens(self) -> bool:
+        """Whether any of these depends on which tokens the sequence has, not only on how many."""
+        return (
+            any(len(word) > 1 for word in self.bad_words_token_ids)
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
     def max_drafts(self) -> int | None:
         """The cap on drafts a step that this request asks for; None when it asks for none."""
         if self.speculative is None or self.speculative is True:

@@ -43,6 +43,14 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def grow(self, blocks: list[int], count: int) -> bool:
+        """Allocate until `blocks` are `count`; False, and nothing changed, when there are not enough."""
+        more = self.allocate(max(0, count - len(blocks)))
+        if more is None:
+            return False
+        blocks.extend(more)
+        return True
+
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block; a free one is revived with its content."""
         for block in blocks:

@@ -17,12 +17,10 @@ from ..core.messages import MAX_TENANT_WEIGHT, AdapterInfo, EngineInfo, EngineRe
 from ..core.model_limits import check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
+from .pipeline import Pipeline
 from .setup import build
 from .speculation_totals import SpeculationTotals
 from .tracing import Wrap, trace
-
-IDLE_WAIT_SECONDS = 0.05
-"""How long a step with nothing to compute waits for what the queued sequences wait for."""
 
 
 class EngineCore:
@@ -50,22 +48,17 @@ class EngineCore:
         self._adapters = parts.adapters
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
-        self._num_steps = 0
+        self._pipeline = Pipeline(parts.scheduler, parts.runner, parts.adapters.wait)
         self._speculation = SpeculationTotals()
 
     def step(self) -> list[TokenDelta]:
-        """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on."""
-        plan = self.scheduler.schedule()
-        if not plan.rows and self.scheduler.num_waiting:
-            self._adapters.wait(IDLE_WAIT_SECONDS)
-        result = self._runner.run(plan)
-        deltas = self.scheduler.commit(plan, result)
-        self._num_steps += bool(plan.rows)
-        return deltas
+        """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on. With
+        `async_scheduling` the next step is under way when this returns."""
+        return self._pipeline.step()
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or not self._pipeline.is_idle
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -180,7 +173,7 @@ class EngineCore:
             num_waiting=self.scheduler.num_waiting,
             num_waiting_by_reason=self.scheduler.waiting_by_reason(),
             num_preemptions=self.scheduler.num_preemptions,
-            num_steps=self._num_steps,
+            num_steps=self._pipeline.num_steps,
             kv_cache_usage=self.scheduler.pool.usage,
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,
@@ -200,6 +193,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """Abort what is left and stop background work."""
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
+        self._pipeline.abandon()
+        self._runner.close()
         self._adapters.close()
 
     def check_integrity(self) -> None:

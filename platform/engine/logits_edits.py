@@ -29,13 +29,21 @@ class LogitsRow(NamedTuple):
     place: int
     """Row of the logits."""
     request: Request
-    drafts: list[int]
+    drafts: Sequence[int]
     """The drafts before this row; they count like generated tokens."""
+    num_tokens: int | None = None
+    """Of the sequence, where the last one is still being sampled; None: those that it has."""
+
+    @property
+    def num_outputs(self) -> int:
+        """How many generated tokens this row continues."""
+        num_tokens = len(self.request.tokens) if self.num_tokens is None else self.num_tokens
+        return num_tokens - self.request.num_prompt_tokens + len(self.drafts)
 
     @property
     def outputs(self) -> list[int]:
         """Generated tokens that this row continues."""
-        return self.request.tokens[self.request.num_prompt_tokens :] + self.drafts
+        return self.request.tokens[self.request.num_prompt_tokens :] + list(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ def apply_edits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
             edit.apply(logits, chosen)
 
 
-def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[Request, list[int]]]) -> None:
+def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[Request, Sequence[int]]]) -> None:
     """`apply_edits` for drafters: logits [B, V] after each request's tokens and those given with it."""
     apply_edits(logits, [LogitsRow(place, request, drafts) for place, (request, drafts) in enumerate(rows)])
 
@@ -97,7 +105,7 @@ def _bad_words(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 
 def _min_tokens(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """No end-of-sequence and no stop token before `min_tokens` tokens."""
-    short = [row for row in rows if row.request.num_output_tokens + len(row.drafts) < row.request.params.min_tokens]
+    short = [row for row in rows if row.num_outputs < row.request.params.min_tokens]
     _ban(logits, [(row, [*row.request.eos_token_ids, *row.request.stop_ids]) for row in short])
 
 

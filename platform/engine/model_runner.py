@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.late import LateTokens, late_tokens, now_known
+from ...kernels.staging import to_device
 from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ...models.decoder import Decoder, DecoderOutput
 from ...models.graphs import PassGraphs, PassInputs
@@ -16,7 +21,8 @@ from ...spec_decode.proposer import AdapterPreparer, DraftRow, Proposer, TargetO
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
 from ..core.request import Request
-from .sampler import Sampled, Sampler, SampleRow, not_finite, token_logprobs
+from .device_queue import AtOnce, DeviceQueue, Ticket
+from .sampler import Pending, Ready, Sampled, Sampler, SampleRow, not_finite, token_logprobs
 
 LOGITS_CHUNK = 128
 """Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
@@ -36,6 +42,25 @@ class RunnerParts(NamedTuple):
     """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
     graphs: PassGraphs | None = None
     """For decodes and verifications; None: every pass is launched piece by piece."""
+    queue: DeviceQueue | None = None
+    """Where a step's work goes; None: the host waits for it."""
+
+
+class _Prepared(NamedTuple):
+    """What a step needs of its sequences. They may change while it runs, so nothing of them is read later but what
+    never changes, and the tokens that edits of logits depend on: see `Request.reads_tokens`."""
+
+    rows: SequenceRows
+    handles: list[tuple[Any, int]]
+    """Of each row: (adapter, number of tokens)."""
+    with_logits: list[int]
+    """Places of the tokens whose logits are wanted."""
+    chosen: list[SampleRow]
+    """The rows that reach their end."""
+    prompts: list[RowPlan | None]
+    """Of each row: itself, if log-probabilities of its prompt are wanted."""
+    replayable: bool
+    """Whether all rows are decodes or verifications."""
 
 
 class _Computed(NamedTuple):
@@ -44,6 +69,30 @@ class _Computed(NamedTuple):
     output: DecoderOutput
     logits: Tensor | None
     """[T, V] float32 where every token of the step has them; good until the next pass."""
+
+
+class _Queued(NamedTuple):
+    """What a step's work returns; what was sampled may still be on its way."""
+
+    output: DecoderOutput
+    sampling: Pending | Ready | None
+    """None: no row reaches its end."""
+    prompt_logprobs: list[list[TokenLogprobs] | None]
+    """Of each row, `RowResult.prompt_logprobs`."""
+    capture_seconds: float
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step under way."""
+
+    plan: StepPlan
+    ticket: Ticket[_Queued]
+    next_tokens: Tensor | None
+    """[S] int64 on the device: what the S rows that reach their end will have sampled; None where no step is launched
+    before that is known."""
+    places: dict[Request, int]
+    """Which of them is whose."""
 
 
 class ModelRunner:
@@ -58,6 +107,7 @@ class ModelRunner:
         self._prepare_adapters = parts.prepare_adapters
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
+        self._queue = parts.queue or AtOnce()
         self._passes = None
         if parts.graphs is not None:
             preparers = [parts.prepare_adapters, parts.prepare_head]
@@ -71,48 +121,83 @@ class ModelRunner:
         """Whether passes are captured in graphs."""
         return self._passes is not None
 
-    @torch.inference_mode()
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched while another one runs."""
+        return self._queue.overlaps
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step. Does not change requests: `Scheduler.commit` does."""
-        if not plan.rows:
-            return StepResult([])
-        started = time.perf_counter() - self._capture_seconds
-        computed = self._forward(plan)
-        hidden, offsets = computed.output.hidden, _offsets(plan)
-        sampled = self._sample(plan, computed)
-        prompt_logprobs = [
-            self._prompt_logprobs(row, hidden[offset : offset + row.num_tokens])
-            for row, offset in zip(plan.rows, offsets, strict=True)
-        ]
+        return self.collect(self.launch(plan)) if plan.rows else StepResult([])
+
+    def launch(self, plan: StepPlan, before: Launched | None = None) -> Launched:
+        """Have a step computed after those launched before; `plan` has rows. Errors come out of `collect`.
+
+        Args:
+            before: The step under way, whose tokens the late rows of `plan` continue.
+        """
+        prepared = _prepare(plan, before)
+        next_tokens = None
+        if self._queue.overlaps and not any(row.num_drafts for row in plan.rows):
+            next_tokens = torch.empty(len(prepared.chosen), dtype=torch.int64, device=self._model.device)
+        ticket = self._queue.submit(lambda: self._work(prepared, next_tokens))
+        places = {row.request: place for place, row in enumerate(prepared.chosen)}
+        return Launched(plan, ticket, next_tokens, places)
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for a step, and draft for the next one. Its predecessors are committed."""
+        plan, queued = launched.plan, launched.ticket.value()
+        results = iter(queued.sampling.collect() if queued.sampling is not None else ())
         sampled = [
-            _without_nan(row.request, got, prompt)
-            for row, got, prompt in zip(plan.rows, sampled, prompt_logprobs, strict=True)
+            _without_nan(row.request, next(results) if row.samples else Sampled([], 0), prompt)
+            for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True)
         ]
-        rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, offsets, strict=True)]
-        seconds = time.perf_counter() - self._capture_seconds - started
-        drafts = self._proposer.propose(rows, TargetOutput(hidden, computed.output.aux, seconds))
+        rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
+        seconds = launched.ticket.seconds() - queued.capture_seconds
+        started = time.perf_counter() - self._capture_seconds
+        target = TargetOutput(queued.output.hidden, queued.output.aux, seconds)
+        drafts = self._proposer.propose(rows, target)
         return StepResult(
             [
                 RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
-                for got, prompt, (draft, computed) in zip(sampled, prompt_logprobs, drafts, strict=True)
+                for got, prompt, (draft, computed) in zip(sampled, queued.prompt_logprobs, drafts, strict=True)
             ],
-            time.perf_counter() - self._capture_seconds - started,
+            seconds + time.perf_counter() - self._capture_seconds - started,
         )
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        self._queue.drain()
+
+    def close(self) -> None:
+        """Wait, and stop the thread that computes, if there is one. No step comes after this."""
+        self._queue.close()
 
     @property
     def _capture_seconds(self) -> float:
         """Spent so far on what only first steps pay for."""
         return 0.0 if self._graphs is None else self._graphs.capture_seconds
 
-    def _forward(self, plan: StepPlan) -> _Computed:
-        rows = SequenceRows(
-            token_ids=[token for row in plan.rows for token in _input_tokens(row)],
-            query_lens=[row.num_tokens for row in plan.rows],
-            starts=[row.start for row in plan.rows],
-            block_tables=[row.request.blocks for row in plan.rows],
-        )
-        handles = [(row.request.adapter, row.num_tokens) for row in plan.rows]
-        if self._passes is not None and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows):
+    @torch.inference_mode()
+    def _work(self, prepared: _Prepared, next_tokens: Tensor | None) -> _Queued:
+        """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts."""
+        captured = self._capture_seconds
+        computed = self._forward(prepared)
+        sampling = self._sample(prepared, computed)
+        if sampling is not None and next_tokens is not None:
+            sampling.write_next(next_tokens, self._model.config.vocab_size)
+        prompt_logprobs: list[list[TokenLogprobs] | None] = []
+        offset = 0
+        for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
+            hidden = computed.output.hidden[offset : offset + count]
+            prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
+            offset += count
+        return _Queued(computed.output, sampling, prompt_logprobs, self._capture_seconds - captured)
+
+    def _forward(self, prepared: _Prepared) -> _Computed:
+        rows, handles = prepared.rows, prepared.handles
+        if self._passes is not None and prepared.replayable:
             found = self._passes.run(rows, handles)
             if found is not None:
                 logits, *states = (part[: len(rows.token_ids)] for part in found)
@@ -127,40 +212,64 @@ class ModelRunner:
         logits = self._model.compute_logits(output.hidden, inputs.adapters[1], out=self._logits[: len(output.hidden)])
         return logits, output.hidden, *output.aux
 
-    def _sample(self, plan: StepPlan, computed: _Computed) -> list[Sampled]:
-        """Aligned with the plan's rows; nothing for those that do not reach their end."""
-        hidden = computed.output.hidden
-        index: list[int] = []
-        chosen: list[SampleRow] = []
-        for row, offset in zip(plan.rows, _offsets(plan), strict=True):
-            if row.samples:
-                end = offset + row.num_tokens
-                index.extend(range(end - 1 - row.num_drafts, end))
-                chosen.append(SampleRow(row.request, row.request.drafts))
+    def _sample(self, prepared: _Prepared, computed: _Computed) -> Pending | Ready | None:
+        """For the rows that reach their end, in their order; None when none does."""
+        hidden, index, chosen = computed.output.hidden, prepared.with_logits, prepared.chosen
         if not chosen:
-            return [Sampled([], 0)] * len(plan.rows)
+            return None
         logits = computed.logits
         if logits is None:
-            picked = hidden if len(index) == len(hidden) else hidden[torch.tensor(index, device=hidden.device)]
-            handles = [(row.request.adapter, 1 + row.num_drafts) for row in plan.rows if row.samples]
+            picked = hidden if len(index) == len(hidden) else hidden[to_device(np.array(index), hidden.device)]
+            handles = [(row.request.adapter, 1 + len(row.drafts.token_ids)) for row in chosen]
             logits = self._model.compute_logits(picked, self._prepare_head(handles))
-        results = iter(self._sampler(logits, chosen))
-        return [next(results) if row.samples else Sampled([], 0) for row in plan.rows]
+        return self._sampler.begin(logits, chosen)
 
-    def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs] | None:
-        """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none; None when not asked
-        for."""
+    def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""
         request = row.request
-        k, last = request.params.prompt_logprobs, request.num_prompt_tokens - 1
-        if k is None or request.num_output_tokens > 0:
-            return None
+        last = request.num_prompt_tokens - 1
         found: list[TokenLogprobs] = []
         for start in range(row.start, min(row.end, last), LOGITS_CHUNK):
             end = min(start + LOGITS_CHUNK, row.end, last)
             adapters = self._prepare_head([(request.adapter, end - start)])
             logits = self._model.compute_logits(hidden[start - row.start : end - row.start], adapters)
-            found += token_logprobs(logits, request.tokens[start + 1 : end + 1], k)
+            found += token_logprobs(logits, request.tokens[start + 1 : end + 1], request.params.prompt_logprobs or 0)
         return found
+
+
+def _prepare(plan: StepPlan, before: Launched | None) -> _Prepared:
+    """Read a step's sequences."""
+    rows = SequenceRows([], [], [], [])
+    step = _Prepared(
+        rows, [], [], [], [], all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
+    )
+    sampled: tuple[list[int], list[int]] = [], []
+    drafts: list[tuple[int, Sequence[int]]] = []
+    for row in plan.rows:
+        request, end = row.request, len(rows.token_ids) + row.num_tokens
+        num_tokens = len(request.tokens) + row.is_late
+        rows.token_ids += _input_tokens(row)
+        if row.is_late:
+            assert before is not None
+            sampled[0].append(end - 1)
+            sampled[1].append(before.places[request])
+        if row.num_drafts:
+            drafts.append((end - row.num_drafts, request.drafts.token_ids))
+        rows.query_lens.append(row.num_tokens)
+        rows.starts.append(row.start)
+        rows.block_tables.append(request.blocks)
+        step.handles.append((request.adapter, row.num_tokens))
+        if row.samples:
+            step.with_logits.extend(range(end - 1 - row.num_drafts, end))
+            step.chosen.append(SampleRow(request, request.drafts, num_tokens))
+        wanted = request.params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
+        step.prompts.append(row if wanted else None)
+    rows.late = late_tokens(drafts)
+    if sampled[0]:
+        assert before is not None
+        assert before.next_tokens is not None
+        rows.late = [*rows.late, LateTokens(sampled[0], before.next_tokens, sampled[1])]
+    return step
 
 
 def _without_nan(request: Request, got: Sampled, prompt: list[TokenLogprobs] | None) -> Sampled:
@@ -182,7 +291,9 @@ def _offsets(plan: StepPlan) -> list[int]:
 def _input_tokens(row: RowPlan) -> list[int]:
     request, known_end = row.request, row.end - row.num_drafts
     tokens = request.tokens[row.start : known_end]
-    return tokens + request.drafts.token_ids if row.num_drafts else tokens
+    if row.is_late:
+        tokens.append(0)  # the device has the token
+    return [*tokens, *now_known(request.drafts.token_ids)] if row.num_drafts else tokens
 
 
 def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:

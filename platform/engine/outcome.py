@@ -52,6 +52,15 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     return delta
 
 
+def ends_after(request: Request, max_model_len: int) -> bool:
+    """Whether what is under way brings the last token that `request` may have, whichever it is."""
+    params, num_late = request.params, int(request.is_late)
+    outputs = request.num_output_tokens + num_late
+    return (params.max_tokens is not None and outputs >= params.max_tokens) or (
+        len(request.tokens) + num_late >= max_model_len
+    )
+
+
 def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
     """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to go on."""
     params, outputs = request.params, request.num_output_tokens

@@ -39,6 +39,8 @@ class SampleRow(NamedTuple):
 
     request: Request
     drafts: Drafts
+    num_tokens: int | None = None
+    """Of the sequence, where the last one is still being sampled; None: those that it has."""
 
 
 class Sampled(NamedTuple):
@@ -113,6 +115,12 @@ class Sampler:
                 sampled[i] = sampled[i]._replace(logprobs=found)
         return sampled
 
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> Pending | Ready:
+        """The same, without waiting for the device where that is possible."""
+        if use_triton(logits) and self._synthetic_rates is None:
+            return self.launch(logits, rows)
+        return Ready(self(logits, rows))
+
     def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> Pending:
         """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `__call__`."""
         starts = _starts(rows)
@@ -134,7 +142,7 @@ class Sampler:
         if reported:
             k = max(rows[i].request.params.logprobs or 0 for i in wanting)
             parts += top_logprobs(raw, choices.token_ids[index].clamp(min=0), k)
-        return Pending(rows, verify_rows, wanting, Download(parts))
+        return Pending(rows, verify_rows, wanting, choices.token_ids, Download(parts))
 
     def _keep_raw(
         self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int], wanting: list[int]
@@ -145,7 +153,7 @@ class Sampler:
     def _edit(self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int]) -> bool:
         """Apply the edits in place; returns whether there were any."""
         edited = [
-            LogitsRow(starts[i] + j, row.request, row.drafts.token_ids[:j])
+            LogitsRow(starts[i] + j, row.request, row.drafts.token_ids[:j], row.num_tokens)
             for i, row in enumerate(rows)
             if row.request.edits_logits
             for j in range(len(row.drafts.token_ids) + 1)
@@ -174,7 +182,8 @@ class Sampler:
     def _verify_row(self, row: SampleRow) -> VerifyRow:
         request = row.request
         rule = choose_rule(request, self._always_invariant)
-        return VerifyRow(request.seed_key, len(request.tokens), row.drafts.token_ids, row.drafts.probs, rule)
+        num_tokens = len(request.tokens) if row.num_tokens is None else row.num_tokens
+        return VerifyRow(request.seed_key, num_tokens, row.drafts.token_ids, row.drafts.probs, rule)
 
 
 class Pending(NamedTuple):
@@ -184,7 +193,14 @@ class Pending(NamedTuple):
     verify_rows: list[VerifyRow]
     wanting: list[int]
     """The sequences that want log-probabilities."""
+    token_ids: Tensor
+    """[sum(1 + k)] on the device, see `Choices`."""
     download: Download
+
+    def write_next(self, out: Tensor, vocab_size: int) -> None:
+        """Each sequence's next token into `out` [B] on the device; of rows without drafts. Where a row offers nothing
+        to choose it is some token."""
+        out.copy_(self.token_ids.clamp(0, vocab_size - 1))
 
     def collect(self) -> list[Sampled]:
         """Wait for the device, and tell each sequence what it got."""
@@ -204,6 +220,20 @@ class Pending(NamedTuple):
                 sampled[i] = sampled[i]._replace(logprobs=_as_logprobs(got, k, *of_tokens))
             place += 1 + len(row.drafts.token_ids)
         return sampled
+
+
+class Ready(NamedTuple):
+    """The same where nothing has to be waited for."""
+
+    sampled: list[Sampled]
+
+    def write_next(self, out: Tensor, vocab_size: int) -> None:
+        """See `Pending`."""
+        out.copy_(torch.tensor([got.token_ids[-1] if got.token_ids else 0 for got in self.sampled], dtype=torch.int64))
+
+    def collect(self) -> list[Sampled]:
+        """What each sequence got."""
+        return self.sampled
 
 
 def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> Sampled:

@@ -2,13 +2,15 @@
 
 There are no phases. A sequence is a row of tokens of which a prefix has been computed; a step computes some more of
 each. A prompt chunk, a decode and the verification of k drafts differ only in their counts.
+
+A step may be planned while another one runs (`launched`): a token that is being sampled has its place, and the device
+knows it (`RowPlan.is_late`). What depends on the token, or takes from a sequence under way, waits for the commit.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
 
 from ..core.batch import RowPlan, StepPlan, StepResult
 from ..core.config import SchedulerConfig
@@ -17,7 +19,8 @@ from ..core.messages import TokenDelta
 from ..core.request import NO_DRAFTS, Drafts, Request, Status
 from .block_pool import BlockPool
 from .fair import Turns
-from .outcome import accept
+from .gates import DraftLimits, Gate
+from .outcome import accept, ends_after
 from .policies import POLICIES
 from .prefix_cache import PrefixCache
 from .prompt_pace import PromptPace
@@ -25,31 +28,6 @@ from .step_budget import StepBudget
 
 # Waiting sequences that gates may prepare for while the batch is full.
 PREFETCHED = 16
-
-
-class Gate(Protocol):
-    """Something a sequence must hold while it runs, beside KV blocks."""
-
-    def admit(self, request: Request) -> str | None:
-        """Take it and return None, or return the reason to wait. A typed error fails this request alone."""
-
-    def prefetch(self, request: Request) -> None:
-        """The request will soon be asked for: begin what takes long, if nothing more urgent suffers."""
-
-    def release(self, request: Request) -> None:
-        """Give it back, to ask again later: the request was preempted, or found no room."""
-
-    def forget(self, request: Request) -> None:
-        """Give it back for good: the request finished, failed or was aborted. Also for one that was never admitted."""
-
-
-class DraftLimits(NamedTuple):
-    """What the proposer asks of the scheduler, as integers."""
-
-    num_drafts: int = 0
-    """Most drafts a step."""
-    extra_slots: bool = False
-    """Whether proposing k drafts writes KV at the k positions after the step's last."""
 
 
 class Scheduler:
@@ -77,6 +55,8 @@ class Scheduler:
         self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
         self._reasons: dict[str, str] = {}
         self._failed: list[TokenDelta] = []
+        self._leaving: set[Request] = set()  # finished, with rows under way that write their blocks
+        self._needs_commit = False  # the last plan is short of something that a sequence under way holds
 
     # ------------------------------------------------------------------ queue
 
@@ -110,7 +90,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether any sequence is unfinished, or an error is still to be told."""
-        return bool(self._requests or self._failed)
+        return bool(self._requests or self._failed or self._leaving)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -139,13 +119,36 @@ class Scheduler:
 
     # --------------------------------------------------------------- schedule
 
+    def launched(self, plan: StepPlan) -> None:
+        """`plan` is under way: the next step may be planned before it is committed."""
+        for row in plan.rows:
+            row.request.under_way.append(row)
+
+    def may_plan_beside(self, plan: StepPlan) -> bool:
+        """Whether the next step can be planned while `plan` is under way: not where drafts are made, for what is
+        accepted decides where it begins; where a row's edits of logits read the token that is being sampled; or where a
+        sequence under way has to make way."""
+        if self._draft_limits.num_drafts or self._needs_commit:
+            return False
+        return not any(row.samples and row.request.reads_tokens for row in plan.rows)
+
+    def abandon(self) -> None:
+        """What is under way brings nothing: its rows will be planned again."""
+        for request in self._turns.running:
+            request.under_way.clear()
+        while self._leaving:
+            self._let_go(self._leaving.pop())
+
     def schedule(self) -> StepPlan:
         """Plan a step under the token budget: first running sequences with one token to compute, and drafts; of what
         they leave, prompts, those that run and those that wait, each in the policy's order."""
         step = StepBudget(self.config.max_num_batched_tokens, self._tokens_for_drafts())
         prompts: deque[Request] = deque()
+        self._needs_commit = False
         for request in list(self._turns.running):
-            if len(request.tokens) - request.num_computed > 1:
+            if request.under_way and ends_after(request, self.config.max_model_len):
+                continue
+            if len(request.tokens) + request.is_late - request.num_planned > 1:
                 prompts.append(request)
             elif not step.was_short or request.status is Status.RUNNING:
                 self._plan_row(request, step)
@@ -185,6 +188,9 @@ class Scheduler:
                 return
             step.was_short = True
             victim = self._turns.least_urgent()
+            if self._is_under_way(victim):
+                step.num_left = 0  # nobody less urgent comes first
+                return
             self._preempt(victim, step)
             if victim is request:
                 return
@@ -192,51 +198,34 @@ class Scheduler:
     def _fit(self, request: Request, budget: int, draft_share: int) -> RowPlan | None:
         """The largest row that budget and free blocks allow: with room for new drafts, without, without drafts at
         all. `draft_share`: most drafts to verify now, and to propose for the next step."""
-        known = len(request.tokens) - request.num_computed
+        start, limits, longest = request.num_planned, self._draft_limits, self.config.max_model_len
+        known = len(request.tokens) + request.is_late - start
         choices: tuple[tuple[Drafts, bool], ...] = ((NO_DRAFTS, False),)
         if draft_share:
             drafts = request.drafts
-            if drafts.token_ids:
-                drafts = drafts.truncated(max(0, min(budget - known, draft_share, self._draft_room(request, 0))))
+            if len(drafts.token_ids):
+                drafts = drafts.truncated(max(0, min(budget - known, draft_share, limits.room(request, 0, longest))))
             choices = ((drafts, True), (drafts, False), *choices)
         for use, lookahead in choices:
             num_tokens = min(known + len(use.token_ids), budget)
-            end = request.num_computed + num_tokens
+            end = start + num_tokens
             samples = num_tokens >= known
             new_drafts = 0
             if samples and draft_share:
-                new_drafts = min(draft_share, self._draft_room(request, len(use.token_ids) + 1))
-            extra = new_drafts if self._draft_limits.extra_slots else 0
+                new_drafts = min(draft_share, limits.room(request, len(use.token_ids) + 1, longest))
+            extra = new_drafts if limits.extra_slots else 0
             if lookahead is False and extra:
                 new_drafts = extra = 0
-            if self._reserve(request, end + extra):
+            if self.pool.grow(request.blocks, -(-(end + extra) // self.prefix_cache.block_size)):
                 request.drafts = use
-                return RowPlan(request, request.num_computed, num_tokens, len(use.token_ids), samples, new_drafts)
+                is_late = samples and request.is_late
+                return RowPlan(request, start, num_tokens, len(use.token_ids), samples, new_drafts, is_late)
         return None
 
-    def _draft_room(self, request: Request, ahead: int) -> int:
-        """Most drafts that may follow when the sequence has grown by at most `ahead` tokens, at least one if any."""
-        limit = self._draft_limits.num_drafts
-        if limit == 0:
-            return 0
-        if request.params.max_drafts is not None:
-            limit = min(limit, request.params.max_drafts)
-        least = min(ahead, 1)
-        outputs = request.num_output_tokens + least
-        if request.params.max_tokens is not None:
-            limit = min(limit, request.params.max_tokens - outputs - 1)
-        return max(0, min(limit, self.config.max_model_len - len(request.tokens) - ahead))
-
-    def _reserve(self, request: Request, num_tokens: int) -> bool:
-        """Give the request blocks for its first `num_tokens` positions, or change nothing."""
-        missing = -(-num_tokens // self.prefix_cache.block_size) - len(request.blocks)
-        if missing <= 0:
-            return True
-        blocks = self.pool.allocate(missing)
-        if blocks is None:
-            return False
-        request.blocks.extend(blocks)
-        return True
+    def _is_under_way(self, victim: Request) -> bool:
+        """Whether this sequence cannot make way now; then it can in the next step."""
+        self._needs_commit |= bool(victim.under_way)
+        return bool(victim.under_way)
 
     def _preempt(self, request: Request, step: StepBudget) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
@@ -273,6 +262,8 @@ class Scheduler:
             victim = self._turns.displaced_by(request) if is_full else None
             if step.num_left <= 0 or (is_full and victim is None):
                 self._prefetch()
+                return
+            if victim is not None and self._is_under_way(victim):
                 return
             try:
                 reason = self._blocked(request)
@@ -337,7 +328,7 @@ class Scheduler:
         whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
         while whole > self.pool.num_free and self._turns.num_running:
             victim = self._turns.displaced_by(request)
-            if victim is None:
+            if victim is None or self._is_under_way(victim):
                 return None
             self._preempt(victim, step)
         row = self._fit(request, step.num_left, self._tokens_for_drafts() // (self._turns.num_running + 1))
@@ -356,7 +347,10 @@ class Scheduler:
             self._pace.took(plan, result.seconds)
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
-            if request.status is not Status.RUNNING:  # aborted meanwhile
+            request.land(row)
+            if request.status is not Status.RUNNING:  # aborted meanwhile, or ended by the step before
+                if request in self._leaving and not request.under_way:
+                    self._let_go(request)
                 continue
             delta = accept(row, got, self.config.max_model_len)
             self.prefix_cache.publish(request)
@@ -373,9 +367,10 @@ class Scheduler:
         """Remove a sequence for good, with all that it holds."""
         self._turns.remove(request, running=request.status is Status.RUNNING)
         request.status = Status.FINISHED
-        self._take_back(request)
-        for gate in self._gates:
-            gate.forget(request)
+        if request.under_way:
+            self._leaving.add(request)
+        else:
+            self._let_go(request)
         del self._requests[request.request_id]
         if request.group is not None:
             siblings = self._siblings[request.group]
@@ -383,12 +378,21 @@ class Scheduler:
             if not siblings:
                 del self._siblings[request.group]
 
+    def _let_go(self, request: Request) -> None:
+        """Free what a finished sequence holds: no step writes it any more."""
+        self._leaving.discard(request)
+        request.under_way.clear()
+        self._take_back(request)
+        for gate in self._gates:
+            gate.forget(request)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, counts, queues and maps agree."""
         running, waiting = self._turns.running, self._turns.waiting
-        self.pool.check_integrity(request.blocks for request in running)
+        self.pool.check_integrity(request.blocks for request in (*running, *self._leaving))
         self.prefix_cache.check_integrity()
-        assert all(not request.blocks for request in waiting), "a waiting sequence holds blocks"
+        assert not any(request.blocks or request.under_way for request in waiting), "a waiting sequence holds blocks"
+        assert all(request.under_way for request in self._leaving), "a finished sequence holds blocks"
         assert set(self._requests.values()) == {*waiting, *running}
         self._turns.check_integrity()
         grouped = {request for siblings in self._siblings.values() for request in siblings}

@@ -27,14 +27,16 @@ from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from ..core.threads import threads_for
 from .block_pool import BlockPool
+from .device_queue import make_queue
 from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
+from .gates import DraftLimits
 from .graphs import capture_ahead, make_graphs
 from .hardware import find_hardware
 from .logits_edits import edit_draft_logits
 from .model_runner import ModelRunner, RunnerParts
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
-from .scheduler import DraftLimits, Scheduler
+from .scheduler import Scheduler
 from .warm_up import warm_up
 
 
@@ -85,7 +87,14 @@ def build(
     sampler = _make_sampler(config)
     runner = ModelRunner(
         RunnerParts(
-            model, kv[: len(model.kv_layers)], sampler, proposer, adapters.prepare, adapters.prepare_head, graphs
+            model,
+            kv[: len(model.kv_layers)],
+            sampler,
+            proposer,
+            adapters.prepare,
+            adapters.prepare_head,
+            graphs,
+            make_queue(device, asynchronous=config.async_scheduling),
         )
     )
     scheduler = _make_scheduler(config, proposer, adapters)
@@ -141,6 +150,7 @@ def _proposer_context(
         max_model_len=config.scheduler.max_model_len,
         edit_logits=edit_draft_logits,
         graphs=graphs,
+        asynchronous=config.async_scheduling,
     )
 
 

@@ -22,6 +22,7 @@ from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine import setup
 from outrider.platform.engine.engine_core import EngineCore
+from outrider.spec_decode import drawing
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
 
@@ -86,7 +87,9 @@ def take(engine: EngineCore, outputs: dict[str, list[int]]) -> None:
         outputs[delta.request_id] += delta.token_ids
 
 
-def run(files: dict[str, Path], device: str, method: str | None, *, adapted: bool) -> list[list[int]]:
+def run(
+    files: dict[str, Path], device: str, method: str | None, *, adapted: bool, overlapping: bool = False
+) -> list[list[int]]:
     """Requests of several lengths, one of them without an adapter; their tokens."""
     speculative = None
     if method is not None:
@@ -96,7 +99,7 @@ def run(files: dict[str, Path], device: str, method: str | None, *, adapted: boo
         EngineArgs(
             model=str(files["target"]), device=device, dtype="float32", load_format="dummy", max_model_len=64,
             max_num_seqs=4, num_gpu_blocks_override=40, enable_lora=adapted, max_loras=2, max_lora_rank=20, seed=0,
-            speculative_config=speculative,
+            speculative_config=speculative, async_scheduling=overlapping,
         )
     )  # fmt: skip
     adapters = [LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide")]
@@ -121,6 +124,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     made = PassGraphs(graph_backend(device), PassLimits(4, 64, max_tokens=16))
     monkeypatch.setattr(setup, "make_graphs", lambda config: made)
     monkeypatch.setattr(setup, "capture_ahead", lambda *args: None)
+    monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
     if device == "cuda":
         return made
         return
@@ -135,11 +139,20 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     return made
 
 
-@pytest.mark.parametrize(("method", "adapted"), [("draft_model", True), ("eagle3", False)])
+@pytest.mark.parametrize(
+    ("method", "adapted", "overlapping"),
+    [("draft_model", True, False), ("eagle3", False, True), (None, True, True)],
+)
 def test_text_is_the_same(
-    files: dict[str, Path], graphs: PassGraphs, device: str, method: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, Path],
+    graphs: PassGraphs,
+    device: str,
+    method: str | None,
+    adapted: bool,
+    overlapping: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = run(files, device, method, adapted=adapted)
+    found = run(files, device, method, adapted=adapted, overlapping=overlapping)
     assert graphs.num_replayed >= 4
     assert graphs.num_captured < graphs.num_replayed
     if isinstance(graphs.backend, CallTape):

@@ -47,6 +47,13 @@ def test_a_gpus_cache_leaves_others_their_share_and_room_for_activations():
     assert config.cache.num_blocks * 16 * 1024 == (60 - 20 - 1) << 30
 
 
+@pytest.mark.parametrize(("hardware", "default"), [(CPU, False), (GPU, True)])
+def test_steps_overlap_on_a_gpu_unless_told_otherwise(hardware, default):
+    assert resolve(EngineArgs(), FACTS, hardware).async_scheduling is default
+    for wanted in (False, True):
+        assert resolve(EngineArgs(async_scheduling=wanted), FACTS, hardware).async_scheduling is wanted
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -69,6 +76,7 @@ def test_a_gpus_cache_leaves_others_their_share_and_room_for_activations():
         ({"seed": 2**64}, "seed"),
         ({"max_num_batched_tokens": 2**70}, "max_num_batched_tokens"),
         ({"enable_lora": "yes"}, "enable_lora"),
+        ({"async_scheduling": "auto"}, "async_scheduling"),
         ({"model": 5}, "model"),
         ({"tensor_parallel_size": "1"}, "tensor_parallel_size"),
         ({"speculative_config": "ngram"}, "speculative_config"),

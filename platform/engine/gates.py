@@ -1,0 +1,43 @@
+"""What features tell the scheduler, and are told by it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from ..core.request import Request
+
+
+class Gate(Protocol):
+    """Something a sequence must hold while it runs, beside KV blocks."""
+
+    def admit(self, request: Request) -> str | None:
+        """Take it and return None, or return the reason to wait. A typed error fails this request alone."""
+
+    def prefetch(self, request: Request) -> None:
+        """The request will soon be asked for: begin what takes long, if nothing more urgent suffers."""
+
+    def release(self, request: Request) -> None:
+        """Give it back, to ask again later: the request was preempted, or found no room."""
+
+    def forget(self, request: Request) -> None:
+        """Give it back for good: the request finished, failed or was aborted. Also for one that was never admitted."""
+
+
+class DraftLimits(NamedTuple):
+    """What the proposer asks of the scheduler, as integers."""
+
+    num_drafts: int = 0
+    """Most drafts a step."""
+    extra_slots: bool = False
+    """Whether proposing k drafts writes KV at the k positions after the step's last."""
+
+    def room(self, request: Request, ahead: int, max_model_len: int) -> int:
+        """Most drafts that may follow when the sequence has grown by at most `ahead` tokens, at least one if any."""
+        limit = self.num_drafts
+        if limit == 0:
+            return 0
+        if request.params.max_drafts is not None:
+            limit = min(limit, request.params.max_drafts)
+        if request.params.max_tokens is not None:
+            limit = min(limit, request.params.max_tokens - request.num_output_tokens - min(ahead, 1) - 1)
+        return max(0, min(limit, max_model_len - len(request.tokens) - ahead))

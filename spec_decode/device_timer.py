@@ -1,0 +1,36 @@
+"""How long a GPU was at what was launched, which the host does not wait for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Timer(Protocol):
+    """Runs from when it is made."""
+
+    def stop(self) -> None:
+        """What is launched from now on does not count."""
+        ...
+
+    def seconds(self) -> float:
+        """That the device took; waits for it."""
+        ...
+
+
+class CudaTimer:
+    """Two events of the current stream."""
+
+    def __init__(self) -> None:
+        self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def stop(self) -> None:
+        """See Timer."""
+        self._end.record()
+
+    def seconds(self) -> float:
+        """See Timer."""
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1000.0  # milliseconds

@@ -1,0 +1,108 @@
+"""Drafts that stay on the device, where the host does not wait for them: the same text, and nobody reads them early."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import SamplingParams
+from outrider.kernels.late import OnDevice
+from outrider.spec_decode import drawing
+
+METHODS = ["draft_model", "eagle3", "medusa"]
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 5, "min_tokens": 5},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 6, "logprobs": 2},
+    {"temperature": 0.9, "seed": 7, "logit_bias": {9: 3.0}},
+]
+READING = [{"temperature": 0.0, "repetition_penalty": 1.3}, {"temperature": 0.9, "seed": 9, "frequency_penalty": 0.4}]
+
+
+class Drafts:
+    """What the drafter did while the host asked for nothing."""
+
+    def __init__(self, monkeypatch):
+        self.read_while_drafting = self.num_sources = 0
+        self._drafting = False
+        monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
+        known = OnDevice.known
+
+        def noted(source):
+            self.read_while_drafting += self._drafting
+            return known(source)
+
+        monkeypatch.setattr(OnDevice, "known", noted)
+
+    def watch(self, engine):
+        """From now on its drafter's calls count."""
+        proposer = engine._runner._proposer
+        propose = proposer.propose
+
+        def watched(rows, target):
+            self._drafting = True
+            proposals = propose(rows, target)
+            self._drafting = False
+            self.num_sources += any(hasattr(p.drafts.token_ids, "source") for p in proposals)
+            return proposals
+
+        proposer.propose = watched
+
+
+@pytest.fixture
+def drafts(monkeypatch):
+    return Drafts(monkeypatch)
+
+
+def jobs_of(models, prompts, kinds, adapters):
+    names = [None, "a", "b", None, "a", "c"] if adapters else [None] * len(prompts)
+    return [
+        (prompt, SamplingParams(max_tokens=24, ignore_eos=True, **kinds[index % len(kinds)]), models.lora(name))
+        for index, (prompt, name) in enumerate(zip(prompts, names, strict=True))
+    ]
+
+
+def make(make_engine, models, method, **options):
+    config = models.speculative(method, 3) | {"adaptive": False}
+    return make_engine(speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8, **options)
+
+
+def tokens(outcomes):
+    return [outcome.token_ids for outcome in outcomes]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_is_that_without_drafts(models, make_engine, plain_engine, run, prompts, drafts, method, asynchronous):
+    engine = make(make_engine, models, method, async_scheduling=asynchronous, max_num_batched_tokens=40)
+    drafts.watch(engine)
+    for adapters in (False, True):
+        jobs = jobs_of(models, prompts, KINDS, adapters)
+        outcomes = run(engine, jobs)
+        assert tokens(outcomes) == tokens(run(plain_engine, jobs))
+        assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
+    assert drafts.num_sources > 0
+    assert drafts.read_while_drafting == 0
+    jobs = jobs_of(models, prompts, KINDS + READING, True)
+    assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
+    assert drafts.read_while_drafting > 0, "penalties are functions of the drafts"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rejection_sampling_gets_the_same_drafts(models, make_engine, run, prompts, method, monkeypatch):
+    """Unseeded: the text depends on the drafts and on what each was drawn from."""
+    kinds = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 30}, {"temperature": 0.0}]
+    texts = []
+    for late in (False, True):
+        if late:
+            Drafts(monkeypatch)
+        texts.append(tokens(run(make(make_engine, models, method), jobs_of(models, prompts, kinds, True))))
+    assert texts[0] == texts[1]
+
+
+def test_under_the_controller_and_with_a_fallback(models, make_engine, plain_engine, run, prompts, drafts):
+    """Rows whose drafts the host knows, from prompt lookup, stand beside others."""
+    config = models.speculative("draft_model", 3) | {"adaptive": True}
+    engine = make_engine(speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8)
+    jobs = jobs_of(models, prompts, KINDS, True)
+    for _ in range(3):
+        assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
