@@ -83,6 +83,11 @@ class ChunkWriter:
             return f'{self._head}{choice}],"usage":{dumps(totals.usage())}}}\n\n'
         return f"{self._head}{choice}]{self._tail}"
 
+    def no_text(self, totals: Totals) -> str:
+        """For tokens without text, such as half a character or a special one: their number alone, where that is asked
+        for with every chunk."""
+        return f'{self._head}],"usage":{dumps(totals.usage())}}}\n\n' if self._continuous else ""
+
     def last(self, totals: Totals) -> str:
         """The event after the last choice: usage and metrics, where asked for."""
         extras = {}
@@ -101,7 +106,10 @@ async def events_to_sse(
 
     def encode(event: Event) -> bytes:
         totals.add(event)
-        return "".join([writer.chunk(choice, totals) for choice in encoder.choices(event)]).encode()
+        choices = encoder.choices(event)
+        if not choices:
+            return writer.no_text(totals).encode()
+        return "".join([writer.chunk(choice, totals) for choice in choices]).encode()
 
     try:
         yield encode(first)

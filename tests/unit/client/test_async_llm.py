@@ -72,7 +72,7 @@ def test_slow_consumer_gets_fewer_and_larger_outputs(model_path: str) -> None:
         outputs = [await anext(stream)]
         await until(lambda: llm._output_processor is not None and len(llm._output_processor) == 0)
         outputs += await collect(stream)
-        assert len(outputs) == 2
+        assert len(outputs) <= 2  # one if the engine was through before the first was taken
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == 100
 
     run(make(model_path), scenario)
