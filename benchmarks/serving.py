@@ -106,7 +106,7 @@ def main() -> None:
     ratio = statistics.median(measured["ratio"] for measured in rounds)
     print(f"median ratio {ratio:.2f}")
     if options.output_json is not None:
-        arguments = {name: str(value) for name, value in vars(options).items()}
+        arguments = vars(options) | {"model": Path(options.model).name, "output_json": None}
         result = {"machine": describe_machine(), "arguments": arguments, "rounds": rounds, "median_ratio": ratio}
         options.output_json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -42,15 +42,16 @@ MAX_FAILURES = 3
 """In a row: then it is not started again."""
 
 
-def pays(num_computing: int) -> bool:
+def pays(num_computing: int, *, long_steps: bool = False) -> bool:
     """Whether reading in another process is possible here, and of use: beside the `num_computing` threads of a step
-    there is a core for it. Where there is none, those wait for each other longer than for Python's lock."""
+    there is a core for it, or steps are long. In short ones, without a core for it, they would wait for each other
+    longer than for Python's lock."""
     return (
         os.environ.get(SWITCH) != "0"
         and bool(sys.executable)
         and hasattr(os, "memfd_create")
         and hasattr(os, "sched_getaffinity")
-        and len(os.sched_getaffinity(0)) > num_computing
+        and (long_steps or len(os.sched_getaffinity(0)) > num_computing)
     )
 
 

@@ -52,6 +52,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files that start servers, and wait for them, among the others: two at once would compete for the cores
+    while they start, and leave them idle while they wait."""
+    files = {item.path: "e2e" in item.path.parts for item in items}
+    place: dict[Path, float] = {}
+    for waits in (True, False):
+        alike = [path for path in files if files[path] is waits]
+        place |= {path: index / len(alike) for index, path in enumerate(alike)}
+    items.sort(key=lambda item: (place[item.path], str(item.path)))
+
+
 def pytest_collection_finish() -> None:
     """What has been imported and collected stays: no collection of garbage need look at all these objects again.
 

@@ -25,7 +25,7 @@ from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
-from ..core.threads import threads_for
+from ..core.threads import LARGE_WEIGHTS, threads_for
 from .block_pool import BlockPool
 from .device_queue import make_queue
 from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
@@ -115,9 +115,13 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
 def _choose_threads(model: Decoder, dtype: torch.dtype) -> None:
     """Before anything is timed or packed for a number of threads."""
     if model.device.type == "cpu":
-        count = threads_for(model.num_parameters * dtype.itemsize)
+        count = threads_for(_weight_bytes(model, dtype))
         if count is not None:
             torch.set_num_threads(count)
+
+
+def _weight_bytes(model: Decoder, dtype: torch.dtype) -> int:
+    return model.num_parameters * dtype.itemsize
 
 
 def _warm_up(config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, drafter: Proposer) -> None:
@@ -168,7 +172,10 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
         draft_linears=proposer.needs.linears,
         on_gone=proposer.forget_adapter,
         batch_invariant=config.batch_invariant,
-        reader_process=reader.pays(torch.get_num_threads() if config.device == "cpu" else 1),
+        reader_process=reader.pays(
+            torch.get_num_threads() if config.device == "cpu" else 1,
+            long_steps=_weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS,
+        ),
     )
     try:
         return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)

@@ -182,6 +182,7 @@ def test_where_it_pays(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert reader_module.pays(1)
     assert not reader_module.pays(2)
+    assert reader_module.pays(2, long_steps=True)
     monkeypatch.setenv(reader_module.SWITCH, "0")
     assert not reader_module.pays(1)
 
