@@ -261,8 +261,9 @@ class AsyncLLM:
             engine.send(Add(requests))
             while True:
                 await news.wait()
-                news.clear()
                 output = state.take(delta)
+                if state.error is None:  # else that comes next
+                    news.clear()
                 if output.finished:
                     self._forget(request_id, news)
                 yield output

@@ -98,6 +98,11 @@ class SequenceState:
         if self._detokenizer is not None:
             self._detokenizer.finish()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether anything has come since the last `take`."""
+        return self._changed
+
     def take(self, delta: bool) -> CompletionOutput | None:
         """What is new since the last call (None when nothing is), or everything so far."""
         if delta and not self._changed:
@@ -187,9 +192,9 @@ class RequestState:
         """The request so far; with `delta`, what is new since the last call (prompt log-probabilities: once).
 
         Raises:
-            OutriderError: the request failed.
+            OutriderError: the request failed. With `delta` that comes after what was generated before.
         """
-        if self.error is not None:
+        if self.error is not None and not (delta and any(sequence.has_news for sequence in self.sequences)):
             raise self.error
         outputs = [sequence.take(delta) for sequence in self.sequences]
         prompt_logprobs = self._prompt_logprobs
@@ -200,7 +205,7 @@ class RequestState:
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=[output for output in outputs if output is not None],
-            finished=self.finished,
+            finished=self.finished and self.error is None,
             metrics=self.metrics,
             prompt_logprobs=prompt_logprobs or None,
             lora_request=self._lora,

@@ -81,6 +81,22 @@ def test_death_fails_running_requests_and_restarts(
     assert "\n" not in line
 
 
+def test_tokens_that_nobody_has_taken_yet_come_before_the_engines_death(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        stream = await first_output(llm, delta=True)
+        assert llm._output_processor is not None
+        (state,) = llm._output_processor._requests.values()
+        await until(lambda: state.sequences[0].has_news)
+        assert llm.engine_pid is not None
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        await until(lambda: llm.state == "restarting")
+        assert await anext(stream)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await anext(stream)
+
+    run(make(model_path, "slow"), scenario)
+
+
 def test_calls_fail_when_the_engine_dies(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         with pytest.raises(EngineDeadError, match="SIGKILL"):

@@ -185,6 +185,18 @@ def test_fail_all_gives_each_its_own_error(processor: OutputProcessor, tokenizer
     assert processor.process([TokenDelta("b#1", [70])]).touched == []
 
 
+def test_what_was_generated_comes_before_the_error(processor: OutputProcessor, tokenizer: Any) -> None:
+    state = add(processor, tokenizer)
+    processor.process([TokenDelta("r", [70, 71])])
+    processor.fail_all(EngineDeadError("gone"))
+    output = state.take(delta=True)
+    assert output.outputs[0].token_ids == [70, 71]
+    assert not output.finished
+    for delta in (True, False):
+        with pytest.raises(EngineDeadError, match="gone"):
+            state.take(delta)
+
+
 def test_ids_in_use_are_refused(processor: OutputProcessor, tokenizer: Any) -> None:
     add(processor, tokenizer, "r", n=2)
     for taken in ("r", "r#0"):
