@@ -33,7 +33,7 @@ from itertools import chain, count, zip_longest
 from typing import Any
 
 from ..core.config import FairConfig
-from ..core.request import Request
+from ..core.request import Request, Status
 from .policies import Policy
 
 # Accounts kept, beside twice those in use, before idle ones are looked through.
@@ -180,6 +180,13 @@ class Turns:
         cost = prices.output_cost * num_emitted + prices.rejected_draft_cost * num_rejected
         account.counter += cost / account.weight
 
+    def is_behind(self, request: Request) -> bool:
+        """Whether the account of this sequence, which need not run yet, keeps less running for its weight than one that
+        was served more: one that floods need not be waited for."""
+        account: Account = request.order[0]
+        num_then = len(account.running) + (request.status is not Status.RUNNING)
+        return bool(self._ahead_of(account, num_then))
+
     def displaced_by(self, request: Request) -> Request | None:
         """The running sequence that makes way for a waiting one which finds no room; None: it must wait.
 
@@ -188,12 +195,7 @@ class Turns:
         one with some, until it is behind by more than it may cost to compute again what is taken.
         """
         account: Account = request.order[0]
-        num_then = (len(account.running) + 1) / account.weight
-        others = [
-            other
-            for other in self._served
-            if other is not account and (len(other.running) - 1) / other.weight >= num_then and account < other
-        ]
+        others = self._ahead_of(account, len(account.running) + 1)
         if not others:
             return None
         most = max(others, key=_turn)
@@ -204,6 +206,16 @@ class Turns:
         return victim
 
     # -------------------------------------------------------------------- inner
+
+    def _ahead_of(self, account: Account, num_running: int) -> list[Account]:
+        """The accounts that were served more, and that keep at least as many running for their weight, with one less,
+        as this one with `num_running`."""
+        share = num_running / account.weight
+        return [
+            other
+            for other in self._served
+            if other is not account and (len(other.running) - 1) / other.weight >= share and account < other
+        ]
 
     def _enqueue(self, account: Account, request: Request) -> None:
         if not account.waiting:

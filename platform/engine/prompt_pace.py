@@ -39,15 +39,15 @@ class PromptPace:
         self._tokens = float(START)  # that take as long as the decodes beside them
 
     def apply(self, step: StepBudget, num_prompts: int) -> None:
-        """Leave of a step, which has decodes alone so far, what prompts may have; `num_prompts` sequences wait or are
-        within their prompt."""
+        """Bound what prompts may have of a step, which has decodes alone so far; `num_prompts` sequences want theirs
+        computed and could run."""
         num_tokens = sum(row.num_tokens for row in step.rows.values())
         limit = self.limit(num_tokens, len(step.rows), num_prompts)
         if self._unmeasured.get(num_tokens.bit_length(), 0) >= UNMEASURED:
             del self._unmeasured[num_tokens.bit_length()]
             limit = 0
         if limit is not None:
-            step.num_left = min(step.num_left, limit)
+            step.for_prompts = min(step.num_left, limit)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that was computed."""

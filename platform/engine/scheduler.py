@@ -153,7 +153,8 @@ class Scheduler:
             elif not step.was_short or request.status is Status.RUNNING:
                 self._plan_row(request, step)
         if self._pace is not None:
-            self._pace.apply(step, len(prompts) + self._turns.num_waiting)
+            num_seats = self.config.max_num_seqs - self._turns.num_running
+            self._pace.apply(step, len(prompts) + min(num_seats, self._turns.num_waiting))
         self._admit(step, prompts)
         while prompts:
             self._plan_prompt(prompts.popleft(), step)
@@ -178,11 +179,11 @@ class Scheduler:
 
     def _plan_row(self, request: Request, step: StepBudget) -> None:
         """Add the row of a running sequence, with blocks for it; less urgent ones give way if they must, or itself."""
-        while step.num_left > 0:
+        while (budget := step.left_for(request, self._turns)) > 0:
             share = step.for_drafts
             if share:  # else nothing to divide, as it is without a drafter
                 share //= self._turns.num_running - len(step.rows)
-            row = self._fit(request, step.num_left, share)
+            row = self._fit(request, budget, share)
             if row is not None:
                 step.add(row)
                 return
@@ -260,7 +261,8 @@ class Scheduler:
                 return
             is_full = self._turns.num_running >= self.config.max_num_seqs
             victim = self._turns.displaced_by(request) if is_full else None
-            if step.num_left <= 0 or (is_full and victim is None):
+            budget = step.left_for(request, self._turns)
+            if budget <= 0 or (is_full and victim is None):
                 self._prefetch()
                 return
             if victim is not None and self._is_under_way(victim):
@@ -276,7 +278,7 @@ class Scheduler:
                 continue
             if victim is not None:
                 self._preempt(victim, step)
-            row = self._start(request, step)
+            row = self._start(request, step, budget)
             if row is None:
                 self._take_back(request)
                 for gate in self._gates:
@@ -310,7 +312,7 @@ class Scheduler:
         leader = self._siblings[request.group][0]
         return leader is not request and leader.num_computed < leader.num_prompt_tokens
 
-    def _start(self, request: Request, step: StepBudget) -> RowPlan | None:
+    def _start(self, request: Request, step: StepBudget, budget: int) -> RowPlan | None:
         """Let a request run; its first row, after what the prefix cache has. None when there is no room for it now."""
         match = self.prefix_cache.match(request)
         request.blocks = match.blocks
@@ -318,11 +320,10 @@ class Scheduler:
         request.num_draft_computed = match.num_draft_tokens
         request.num_published = len(match.blocks)
         request.num_draft_published = match.num_draft_tokens // self.prefix_cache.block_size
-        is_new = request.num_preemptions == 0
-        if is_new:
+        if is_new := request.num_preemptions == 0:
             request.num_cached_tokens = match.num_tokens
         uncomputed = len(request.tokens) - request.num_computed
-        if uncomputed > step.num_left and not self.config.enable_chunked_prefill:
+        if uncomputed > budget and not self.config.enable_chunked_prefill:
             return None
         # Admitting a prompt of which only a part fits would only preempt it again a few steps later.
         whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
@@ -331,7 +332,7 @@ class Scheduler:
             if victim is None or self._is_under_way(victim):
                 return None
             self._preempt(victim, step)
-        row = self._fit(request, step.num_left, self._tokens_for_drafts() // (self._turns.num_running + 1))
+        row = self._fit(request, budget, self._tokens_for_drafts() // (self._turns.num_running + 1))
         if row is not None:
             self.prefix_cache.count(request, row.start)
             self._turns.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)

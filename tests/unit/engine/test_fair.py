@@ -10,7 +10,7 @@ from outrider import SamplingParams
 from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import EngineArgs, FairConfig, SchedulerConfig, check_args
 from outrider.platform.core.errors import InvalidRequestError
-from outrider.platform.core.request import Request
+from outrider.platform.core.request import Request, Status
 from outrider.platform.engine.block_pool import BlockPool
 from outrider.platform.engine.fair import Turns
 from outrider.platform.engine.policies import POLICIES
@@ -180,6 +180,24 @@ def test_one_with_something_running_waits_until_it_is_behind_by_what_it_costs():
     assert queue.displaced_by(queue.waiting[0]) is None
 
 
+def test_a_tenant_with_less_running_than_one_served_more_is_behind_it():
+    queue = turns()
+    flood = start(queue, "a1", "a2", "a3", length=10)
+    queue.add(request("a4"))
+    queue.add(request("b1"))
+    queue.charge(flood[0], 50, 0)
+    newcomer = queue.waiting[0]
+    assert queue.is_behind(newcomer)
+    assert not queue.is_behind(queue.waiting[1])
+    queue.start(newcomer, 10)
+    newcomer.status = Status.RUNNING
+    assert queue.is_behind(newcomer)  # its prompt goes on as it began
+    queue.remove(flood[-1], running=True)
+    assert queue.is_behind(newcomer)
+    queue.remove(flood[-2], running=True)
+    assert not queue.is_behind(newcomer)
+
+
 def test_orders_compare_as_accounts_stand_and_with_infinities():
     queue = turns()
     a, b = request("a"), request("b")
@@ -234,6 +252,24 @@ def test_a_quiet_tenant_gets_its_first_token_at_once_though_all_seats_are_taken(
     assert planned(step(one))["b"] == 3
     assert one.num_running == 4
     assert one.num_preemptions == 1
+
+
+def test_prompts_spare_those_that_decode_but_not_a_flood():
+    one = scheduler(
+        num_blocks=400, max_num_seqs=8, max_num_batched_tokens=200, max_model_len=256, prompt_pacing=True
+    )  # fmt: skip
+    for index in range(50):
+        one.add(request(f"a{index}", 2))
+    for _ in range(5):
+        step(one)
+    one.add(request("b1", 100))
+    assert planned(step(one))["b1"] == 100
+    for running in [each for each in one.running if each.tenant == "a"][:4]:
+        one.abort([running.request_id])
+    for each in [each for each in one.waiting if each.tenant == "a"]:
+        one.abort([each.request_id])
+    one.add(request("a99", 100))
+    assert planned(step(one))["a99"] < 100
 
 
 def test_a_quiet_tenant_gets_blocks_though_all_are_taken():

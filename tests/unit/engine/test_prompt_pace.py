@@ -80,11 +80,18 @@ def test_where_prompts_never_end_decodes_are_measured_all_the_same() -> None:
             request = Request("r", [1], 1, SamplingParams(), 0)
             step.add(RowPlan(request, 0, 1, 0, samples=True, max_new_drafts=0))
         pace.apply(step, 1)
-        ratios.append(machine(20 + step.num_left) / machine(20))
-        pace.learn(20, step.num_left, machine(20 + step.num_left))
-        num_without += step.num_left == 0
+        ratios.append(machine(20 + step.for_prompts) / machine(20))
+        pace.learn(20, step.for_prompts, machine(20 + step.for_prompts))
+        num_without += step.for_prompts == 0
     assert num_without == 1
     assert 1.5 < ratios[-1] < 2.5
+
+
+def test_the_bound_is_never_more_than_the_step_has_left() -> None:
+    step = StepBudget(10, 0)
+    step.add(RowPlan(Request("r", [1], 1, SamplingParams(), 0), 0, 1, 0, samples=True, max_new_drafts=0))
+    PromptPace().apply(step, 1)
+    assert step.for_prompts == step.num_left == 9
 
 
 @settings(max_examples=100, deadline=None)
