@@ -180,6 +180,15 @@ class Turns:
         cost = prices.output_cost * num_emitted + prices.rejected_draft_cost * num_rejected
         account.counter += cost / account.weight
 
+    def num_wanted(self, num_seats: int) -> int:
+        """How many waiting sequences count as impatient when a step's prompts are bounded. Those that find a seat; all,
+        for throughput, where every account has a queue: else the others would pay for a flood's."""
+        if self.num_waiting <= num_seats or all(
+            len(account.waiting) > 1 for account in {**self._served, **self._queued}
+        ):
+            return self.num_waiting
+        return num_seats
+
     def is_behind(self, request: Request) -> bool:
         """Whether the account of this sequence, which need not run yet, keeps less running for its weight than one that
         was served more: one that floods need not be waited for."""

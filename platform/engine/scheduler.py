@@ -154,7 +154,7 @@ class Scheduler:
                 self._plan_row(request, step)
         if self._pace is not None:
             num_seats = self.config.max_num_seqs - self._turns.num_running
-            self._pace.apply(step, len(prompts) + min(num_seats, self._turns.num_waiting))
+            self._pace.apply(step, len(prompts) + self._turns.num_wanted(num_seats))
         self._admit(step, prompts)
         while prompts:
             self._plan_prompt(prompts.popleft(), step)

@@ -264,12 +264,27 @@ def test_prompts_spare_those_that_decode_but_not_a_flood():
         step(one)
     one.add(request("b1", 100))
     assert planned(step(one))["b1"] == 100
-    for running in [each for each in one.running if each.tenant == "a"][:4]:
-        one.abort([running.request_id])
-    for each in [each for each in one.waiting if each.tenant == "a"]:
-        one.abort([each.request_id])
+    one.abort([each.request_id for each in one.waiting])
+    one.abort([each.request_id for each in one.running if each.tenant == "a"][:4])
     one.add(request("a99", 100))
     assert planned(step(one))["a99"] < 100
+
+
+def test_a_queue_makes_prompts_impatient_unless_another_tenant_has_none():
+    queue = turns()
+    start(queue, "a1", "a2")
+    for index in range(20):
+        queue.add(request(f"a{index + 3}"))
+    assert queue.num_wanted(2) == 20
+    start(queue, "b1")
+    assert queue.num_wanted(2) == 2
+    queue.add(request("b2"))
+    assert queue.num_wanted(2) == 2
+    queue.add(request("b3"))
+    assert queue.num_wanted(2) == 22
+    for one in (*queue.waiting[:21],):
+        queue.remove(one, running=False)
+    assert queue.num_wanted(2) == 1
 
 
 def test_a_quiet_tenant_gets_blocks_though_all_are_taken():
