@@ -172,7 +172,8 @@ class Gains:
         self._sizes = list(sizes)
         self._slots = slots
         self._excess = torch.zeros(0, sum(sizes), dtype=slots.dtype, device=slots.device)  # [slots, out]: g - 1
-        self._written = 0  # bit s: the adapter in slot s has gains here
+        self.written = 0
+        """Bit s: the adapter in slot s has gains here."""
 
     def write(self, slot: int, parts: Sequence[Tensor | None]) -> None:
         """Fill an adapter's slot; `parts` has one entry for each of the sizes, None where it has no gains."""
@@ -190,11 +191,11 @@ class Gains:
                 mine.zero_()
             else:
                 mine.copy_(part - 1)
-        self._written |= 1 << slot
+        self.written |= 1 << slot
 
     def clear(self, slot: int) -> None:
         """The adapter in a slot has no gains here any more."""
-        self._written &= ~(1 << slot)
+        self.written &= ~(1 << slot)
 
     def scale(self, y: Tensor, adapters: Runs, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         """y [T, out] = (y - bias - residual) * gains + bias + residual, for tokens of adapters with gains here.
@@ -203,16 +204,16 @@ class Gains:
         comes back with rounding errors such as `y` has anyway, and |g - 1|, mostly far below 1, scales them. Products
         and sums are rounded one by one, so that a token's result does not depend on its place.
         """
-        if not self._written:
+        if not self.written:
             return
         if is_grouped(y.dtype, y.device):
             from ..kernels.lora.device_rows import apply_gains  # imports Triton
 
-            slots_of_tokens = self._slots.of_tokens(adapters, self._written, len(y))
+            slots_of_tokens = self._slots.of_tokens(adapters, self.written, len(y))
             if slots_of_tokens is not None:
                 apply_gains(y, self._excess, slots_of_tokens, bias, residual)
             return
-        for tokens, slots in self._slots.pieces(adapters, self._written):
+        for tokens, slots in self._slots.pieces(adapters, self.written):
             whole = y[tokens]  # a view of neighbours, else a copy
             base = whole
             if residual is not None:

@@ -110,14 +110,14 @@ class LoraSite:
         self._grouped = _grouped(a, b, slice_sizes, live_on_device)
 
     def add(self, y: Tensor, x: Tensor, adapters: LoraBatch) -> None:
-        """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place."""
+        """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place; both are contiguous."""
+        if adapters.native is not None and self._native is not None:
+            self._native.add(y, x, adapters.native)
+            return
         if adapters.groups is not None:
             assert self._grouped is not None
             self._grouped.add(y, x, adapters.groups)
             return
-        if adapters.native is not None:
-            assert self._native is not None
-            self._native.add(y, x.contiguous(), adapters.native)
         for segment in adapters.segments:
             selection = segment.selection
             if not self._live[selection.index].any():

@@ -30,6 +30,13 @@ struct Segment {                 // the tokens of one adapter
     int32_t first, count;        // its rows, in the list of rows
 };
 
+struct Step {                    // which tokens use which rows
+    const Segment* segments;
+    int64_t num_segments;
+    const int32_t* tokens;
+    const int32_t* rows;
+};
+
 constexpr int TOKENS = 4;        // that share a load of the weights
 constexpr int TILE = 16;         // tokens that a thread takes at once
 constexpr int64_t PIECE = 512;   // outputs that a thread takes at once where there are few tokens
@@ -285,11 +292,9 @@ class Add {
 
 }  // namespace
 
-extern "C" void outrider_lora_add(
-    const Site* site, void* y, const void* x, const Segment* segments, int64_t num_segments, const int32_t* tokens,
-    const int32_t* rows) {
+extern "C" void outrider_lora_add(const Site* site, void* y, const void* x, const Step* step) {
     if (site->dtype == BFLOAT16)
-        Add<bf16>(*site, tokens, rows, (const bf16*)x, (bf16*)y).run(segments, num_segments);
+        Add<bf16>(*site, step->tokens, step->rows, (const bf16*)x, (bf16*)y).run(step->segments, step->num_segments);
     else
-        Add<float>(*site, tokens, rows, (const float*)x, (float*)y).run(segments, num_segments);
+        Add<float>(*site, step->tokens, step->rows, (const float*)x, (float*)y).run(step->segments, step->num_segments);
 }

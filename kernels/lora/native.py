@@ -29,6 +29,15 @@ class _Site(ctypes.Structure):
     )
 
 
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("segments", ctypes.c_void_p),
+        ("num_segments", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+    )
+
+
 def is_native(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `NativeRows` serves rows of this dtype there."""
     return device.type == "cpu" and dtype in DTYPES and library() is not None
@@ -54,7 +63,10 @@ class RowSegments:
         self._tokens, self._rows = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32)
         self.stop = max((stop for _, stop, _ in segments), default=0)
         # The addresses are looked up once: that takes as long as a small projection's rows.
-        self.args = (self._table.ctypes.data, len(table), self._tokens.ctypes.data, self._rows.ctypes.data)
+        self._step = _Step(self._table.ctypes.data, len(table), self._tokens.ctypes.data, self._rows.ctypes.data)
+        self.address = ctypes.addressof(self._step)
+        self.checked: set[int] = set()
+        """The sites that were given tensors which fit."""
 
 
 class NativeRows:
@@ -93,7 +105,7 @@ class NativeRows:
         assert kernels is not None, "is_native says when this may be made"
         self._add = kernels.outrider_lora_add
         self._add.restype = None
-        self._add.argtypes = (*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+        self._add.argtypes = (ctypes.c_void_p,) * 4
         self._address = ctypes.addressof(self._site)
 
     def add(self, y: Tensor, x: Tensor, segments: RowSegments) -> None:
@@ -104,10 +116,16 @@ class NativeRows:
         Args:
             y: [T, out], contiguous; mutated.
             x: [T, in], contiguous.
-            segments: Of these T tokens.
+            segments: Of these T tokens. What comes with the same ones again has the same form: checking it costs as
+                much as a small projection, since the weights have swept Python's own memory from the caches.
         """
+        if self._address not in segments.checked:
+            self._check(y, x, segments)
+            segments.checked.add(self._address)
+        self._add(self._address, y.data_ptr(), x.data_ptr(), segments.address)
+
+    def _check(self, y: Tensor, x: Tensor, segments: RowSegments) -> None:
         if not (y.is_contiguous() and x.is_contiguous() and x.dtype == y.dtype == self._dtype):
             raise ValueError("x and y must be contiguous and have the rows' dtype")
         if len(x) < segments.stop or y.shape != (len(x), self._out_features) or x.shape[1] != self._in_features:
             raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit the rows or the step's tokens")
-        self._add(self._address, y.data_ptr(), x.data_ptr(), *segments.args)

@@ -31,6 +31,11 @@ class LoraSite(Protocol):
 class GainSite(Protocol):
     """The gains that adapters with trained magnitudes (DoRA) have at one layer."""
 
+    @property
+    def written(self) -> int:
+        """0 where no adapter has any."""
+        ...
+
     def scale(self, y: Tensor, adapters: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         """y [T, out] = (y - bias - residual) * each token's gains + bias + residual; other tokens stay as they are."""
 
@@ -75,7 +80,7 @@ class Linear:
         """x [T, in] to a new tensor [T, out]; `residual` [T, out] is added."""
         y = self._packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
         if self.lora is not None and batch.adapters is not None:
-            if self.gains is not None:
+            if self.gains is not None and self.gains.written:
                 self.gains.scale(y, batch.adapters, self.bias, residual)
             self.lora.add(y, x, batch.adapters)
         return y
