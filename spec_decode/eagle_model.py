@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.linear import PackedLinear, pack
+from ..kernels.linear import NativeLinear, PackedLinear, pack
 from ..kernels.rope import Rotation
 from ..kernels.silu_mul import silu_mul
 from ..models.attention import AttentionSpec, make_attention
@@ -94,7 +94,7 @@ class EagleHead:
         self._build_linears()
         self._build_norms()
         self._embedding: Tensor | None = None
-        self._head: PackedLinear | None = None
+        self._head: PackedLinear | NativeLinear | None = None
         self.vocabulary: DraftVocabulary | None = None
         """Set by the slot "d2t"."""
 

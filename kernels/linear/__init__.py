@@ -1,6 +1,23 @@
 """y = x Wᵀ + b (+ residual), with the weight brought once into the form that the machine reads fastest."""
 
-from .invariant import InvariantLinear, pack_invariant
-from .torch import PackedLinear, pack
+from __future__ import annotations
 
-__all__ = ["InvariantLinear", "PackedLinear", "pack", "pack_invariant"]
+from torch import Tensor
+
+from .invariant import InvariantLinear
+from .invariant import pack_invariant as _pack_invariant
+from .native import NativeLinear, is_native
+from .torch import PackedLinear
+from .torch import pack as _pack
+
+__all__ = ["InvariantLinear", "NativeLinear", "PackedLinear", "pack", "pack_invariant"]
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | NativeLinear:
+    """Pack `weight` [out, in] and `bias` [out]; on a CPU the packed copy is independent of `weight`, which may go."""
+    return NativeLinear(weight, bias) if is_native(weight) else _pack(weight, bias)
+
+
+def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinear | NativeLinear:
+    """`pack`, so that the result for a row does not depend on the other rows, bit for bit."""
+    return NativeLinear(weight, bias) if is_native(weight) else _pack_invariant(weight, bias)

@@ -1,4 +1,4 @@
-"""The CPU path: oneDNN with prepacked weights where it knows the dtype. Elsewhere, and on a GPU, plain `F.linear`."""
+"""oneDNN with prepacked weights, on a CPU where it knows the dtype. Elsewhere, and on a GPU, plain `F.linear`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if torch.backends.mkldnn.is_available():
 def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """Pack `weight` [out, in] and `bias` [out]. On CPU the packed copy is independent of `weight`, which may be freed.
 
-    oneDNN streams prepacked bfloat16 weights at memory speed for a few rows; `F.linear` packs them on every call.
+    oneDNN reads prepacked weights without packing them on every call, as `F.linear` does.
     """
     shape = (weight.shape[0], weight.shape[1])
     if not _prepacks(weight):

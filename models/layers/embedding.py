@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.linear import InvariantLinear, PackedLinear, pack, pack_invariant
+from ...kernels.linear import InvariantLinear, NativeLinear, PackedLinear, pack, pack_invariant
 from .linear import GainSite, LoraSite, row_squares
 from .weights import WeightSlot
 
@@ -61,7 +61,7 @@ class Embedding:
         self._device = device
         self._pack = pack_invariant if batch_invariant else pack
         self._table: Tensor | None = None
-        self._head: PackedLinear | InvariantLinear | None = None
+        self._head: PackedLinear | InvariantLinear | NativeLinear | None = None
 
     def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
         """[T] token ids to [T, hidden]. `adapters`: of these T tokens, as in `ForwardBatch`."""

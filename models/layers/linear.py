@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.linear import InvariantLinear, PackedLinear, pack, pack_invariant
+from ...kernels.linear import InvariantLinear, NativeLinear, PackedLinear, pack, pack_invariant
 from .weights import WeightSlot
 
 
@@ -74,7 +74,7 @@ class Linear:
         # While loading: the merged tensors, and how many slots are still to come. Freed when packed.
         self._merged: dict[str, Tensor] = {}
         self._missing = len(self.slices) * (1 + bias)
-        self._packed: PackedLinear | InvariantLinear | None = None
+        self._packed: PackedLinear | InvariantLinear | NativeLinear | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """x [T, in] to a new tensor [T, out]; `residual` [T, out] is added."""

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.kernels.linear import invariant as kernel
-from outrider.kernels.linear import pack, pack_invariant
-from outrider.kernels.linear.invariant import BASE, pieces, product, trial_operands, trusted_sizes
+from outrider.kernels.linear.invariant import BASE, pack_invariant, pieces, product, trial_operands, trusted_sizes
+from outrider.kernels.linear.torch import pack
 from outrider.kernels.lora import expand_invariant, shrink_expand, shrink_expand_invariant
 from outrider.kernels.rms_norm import prepare, rms_norm, rms_norm_invariant
 from outrider.kernels.rope import apply_rope, apply_rope_invariant

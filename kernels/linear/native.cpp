@@ -1,0 +1,146 @@
+// y = x Wᵀ + b (+ residual) in bfloat16, on processors that multiply it in pairs (AVX512-BF16).
+//
+// The weight is kept in panels of PANEL outputs, within each in pairs of inputs: it is read once, from front to back, at
+// the memory's speed. A result is the sum over the inputs in their order, two at a time, whatever is computed beside it:
+// its bits depend on its own row and column alone, not on the number of rows or of threads.
+#include "vector_math.h"
+
+#include <algorithm>
+
+using namespace outrider;
+
+namespace {
+
+struct Weight {
+    int64_t in_features, out_features;
+    const bf16* panels;  // [ceil(out / PANEL), in / 2, PANEL, 2], zeros behind the last output
+    const bf16* bias;    // [out], or null
+};
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // oneDNN knows tiles, and is faster there
+
+constexpr int64_t PANEL = 64, VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
+constexpr int ROWS = 6;                 // ROWS * VECS sums, which fit into the registers beside a step's operands
+constexpr int64_t BLOCK_ROWS = 192;     // that go through a panel before the next one, their inputs being in the cache...
+constexpr int64_t BLOCK_PAIRS = 512;    // ...as is so much of a panel
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it saves
+constexpr int64_t AHEAD = 4096;         // bytes: of a weight that is read once, what is asked for in advance
+
+// sums[r * PANEL + i] (+)= x[r] . panel[i] over `pairs` pairs of inputs, for R rows.
+template <int R, bool FIRST>
+inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums) {
+    __m512 c[R][VECS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECS; v++) c[r][v] = FIRST ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
+    for (int64_t k = 0; k < pairs; k++, panel += 2 * PANEL) {
+        __m512bh weights[VECS];
+        for (int v = 0; v < VECS; v++) {
+            std::memcpy(&weights[v], panel + v * PAIR_LINE, sizeof weights[v]);
+            if (R <= 2) __builtin_prefetch((const char*)(panel + v * PAIR_LINE) + AHEAD);
+        }
+        for (int r = 0; r < R; r++) {
+            int32_t pair;
+            std::memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            for (int v = 0; v < VECS; v++) c[r][v] = _mm512_dpbf16_ps(c[r][v], weights[v], both);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECS; v++) _mm512_storeu_ps(sums + r * PANEL + v * LANES, c[r][v]);
+}
+
+template <int R>
+inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, bool first) {
+    if (rows == R)
+        first ? tile<R, true>(x, x_stride, panel, pairs, sums) : tile<R, false>(x, x_stride, panel, pairs, sums);
+    else if constexpr (R > 1)
+        tiles<R - 1>(rows, x, x_stride, panel, pairs, sums, first);
+}
+
+struct Call {
+    const Weight* weight;
+    const bf16* x;         // [rows, in]
+    const bf16* residual;  // [rows, out], or null
+    bf16* y;               // [rows, out]
+};
+
+// Rows [begin, end) of a panel's outputs.
+void compute(const Call& call, int64_t panel, int64_t begin, int64_t end) {
+    static thread_local float sums[BLOCK_ROWS * PANEL];
+    const int64_t in = call.weight->in_features, out = call.weight->out_features, num_pairs = in / 2;
+    // Tiles of equal heights: a last one of one row would read all of the weights again for it.
+    const int64_t num_tiles = (end - begin + ROWS - 1) / ROWS;
+    for (int64_t k = 0; k < num_pairs; k += BLOCK_PAIRS) {
+        const bf16* weights = call.weight->panels + (panel * num_pairs + k) * 2 * PANEL;
+        const int64_t pairs = std::min(BLOCK_PAIRS, num_pairs - k);
+        for (int64_t t = 0; t < num_tiles; t++) {
+            const int64_t first = (end - begin) * t / num_tiles, last = (end - begin) * (t + 1) / num_tiles;
+            tiles<ROWS>(int(last - first), call.x + (begin + first) * in + 2 * k, in, weights, pairs,
+                        sums + first * PANEL, k == 0);
+        }
+    }
+    const int64_t column = panel * PANEL, width = std::min(PANEL, out - column);
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t i = 0; i < width; i += LANES) {
+            Vec value = load(sums + (row - begin) * PANEL + i);
+            if (call.weight->bias) value += load(call.weight->bias + column + i, width - i);
+            if (call.residual) value += load(call.residual + row * out + column + i, width - i);
+            store(call.y + row * out + column + i, value, width - i);
+        }
+}
+
+void multiply(const Call& call, int64_t rows) {
+    const int64_t num_panels = (call.weight->out_features + PANEL - 1) / PANEL;
+    const bool parallel = rows * call.weight->in_features * call.weight->out_features >= MIN_PARALLEL_WORK;
+#pragma omp parallel if (parallel && num_threads() > 1)
+    for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS) {
+#pragma omp for schedule(static) nowait
+        for (int64_t panel = 0; panel < num_panels; panel++)
+            compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows));
+    }
+}
+
+// weight [out, in] to panels.
+void pack(const Weight& to, const bf16* weight) {
+    const int64_t in = to.in_features, out = to.out_features, num_pairs = in / 2;
+    const int64_t num_panels = (out + PANEL - 1) / PANEL;
+#pragma omp parallel for if (num_threads() > 1)
+    for (int64_t panel = 0; panel < num_panels; panel++)
+        for (int64_t k = 0; k < num_pairs; k += LANES)
+            for (int64_t i = 0; i < PANEL; i++) {
+                const int64_t row = panel * PANEL + i;
+                for (int64_t pair = k; pair < std::min(k + LANES, num_pairs); pair++) {
+                    uint32_t bits = 0;
+                    if (row < out) std::memcpy(&bits, weight + row * in + 2 * pair, sizeof bits);
+                    std::memcpy((bf16*)to.panels + ((panel * num_pairs + pair) * PANEL + i) * 2, &bits, sizeof bits);
+                }
+            }
+}
+
+constexpr bool SERVED = true;
+
+#else
+
+constexpr int64_t PANEL = 64;
+constexpr bool SERVED = false;
+
+struct Call {
+    const Weight* weight;
+    const bf16 *x, *residual;
+    bf16* y;
+};
+void multiply(const Call&, int64_t) {}
+void pack(const Weight&, const bf16*) {}
+
+#endif
+
+}  // namespace
+
+// The outputs that a panel has; 0 where the processor is not for this kernel.
+extern "C" int64_t outrider_linear_panel() { return SERVED ? PANEL : 0; }
+
+extern "C" void outrider_linear_pack(const Weight* to, const void* weight) { pack(*to, (const bf16*)weight); }
+
+extern "C" void outrider_linear(const Weight* weight, const void* x, const void* residual, void* y, int64_t rows) {
+    multiply({weight, (const bf16*)x, (const bf16*)residual, (bf16*)y}, rows);
+}

@@ -1,0 +1,124 @@
+"""The native product against the definition; a row's bits do not depend on the other rows or on the threads."""
+
+import pytest
+import torch
+
+from outrider.kernels.linear import NativeLinear, pack, pack_invariant
+from outrider.kernels.linear.native import is_native
+
+pytestmark = pytest.mark.skipif(
+    not is_native(torch.zeros(1, 2, dtype=torch.bfloat16)), reason="a processor without AVX512-BF16, or no compiler"
+)
+
+SHAPES = [(1, 2), (64, 32), (70, 6), (129, 1026), (200, 2050), (17, 96)]
+
+
+def operands(rows, shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    out_features, in_features = shape
+    weight = torch.randn(shape, generator=generator).mul_(in_features**-0.5).bfloat16()
+    x = torch.randn(rows, in_features, generator=generator).bfloat16()
+    bias = torch.randn(out_features, generator=generator).bfloat16()
+    return weight, x, bias, torch.randn(rows, out_features, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 193, 400])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("extras", ["", "bias", "residual", "bias and residual"])
+def test_products_are_those_of_the_definition(rows, shape, extras):
+    weight, x, bias, residual = operands(rows, shape)
+    bias = bias if "bias" in extras else None
+    residual = residual if "residual" in extras else None
+    linear = pack(weight, bias)
+    assert isinstance(linear, NativeLinear)
+    expected = x.double() @ weight.double().T
+    plain = expected.clone()
+    if bias is not None:
+        expected += bias.double()
+    if residual is not None:
+        expected += residual.double()
+    torch.testing.assert_close(linear(x, residual).double(), expected, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(linear.without_bias(x).double(), plain, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_alone_has_the_same_bits(shape):
+    weight, x, bias, residual = operands(210, shape)
+    linear = pack_invariant(weight, bias)
+    together = linear(x, residual)
+    for start, stop in [(0, 1), (5, 7), (100, 113), (190, 210), (209, 210)]:
+        assert torch.equal(linear(x[start:stop], residual[start:stop]), together[start:stop])
+
+
+def test_the_number_of_threads_changes_no_bits():
+    weight, x, bias, _ = operands(40, (200, 512))
+    linear = pack(weight, bias)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(linear(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_long_call_that_gives_up_the_lock_has_the_same_bits():
+    weight, x, _, _ = operands(600, (512, 1024))
+    linear = pack(weight)
+    assert linear._releasing < 600
+    assert torch.equal(linear(x)[:3], linear(x[:3]))
+
+
+def test_the_weight_may_be_changed_once_packed_and_need_not_be_contiguous():
+    weight, x, _, _ = operands(3, (66, 34))
+    linear, turned = pack(weight), pack(weight.t().contiguous().t())
+    expected = linear(x)
+    weight.zero_()
+    assert torch.equal(linear(x), expected)
+    assert torch.equal(turned(x), expected)
+
+
+def test_x_and_residual_need_not_be_contiguous():
+    weight, x, _, residual = operands(6, (66, 34))
+    linear = pack(weight)
+    expected = linear(x, residual)
+    assert torch.equal(linear(x.t().contiguous().t(), residual.t().contiguous().t()), expected)
+
+
+def test_no_rows():
+    weight, x, _, _ = operands(0, (66, 34))
+    assert pack(weight)(x).shape == (0, 66)
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    weight, x, _, _ = operands(8, (66, 34))
+    x[2, 5], x[4, 33] = float("nan"), float("inf")
+    y = pack(weight)(x)
+    assert torch.isnan(y[2]).all()
+    assert not torch.isfinite(y[4]).any()
+    assert torch.isfinite(y[[0, 1, 3, 5, 6, 7]]).all()
+
+
+@pytest.mark.parametrize("wrong", ["width", "dtype", "residual shape", "residual dtype"])
+def test_what_does_not_fit_is_refused(wrong):
+    weight, x, _, residual = operands(4, (66, 34))
+    linear = pack(weight)
+    if wrong == "width":
+        x = x[:, :-2]
+    elif wrong == "dtype":
+        x = x.float()
+    elif wrong == "residual shape":
+        residual = residual[:3]
+    else:
+        residual = residual.float()
+    with pytest.raises(ValueError, match="residual" if "residual" in wrong else "x must be"):
+        linear(x, residual)
+
+
+def test_other_weights_go_elsewhere():
+    assert not isinstance(pack(torch.randn(8, 6)), NativeLinear)
+    assert not isinstance(pack(torch.randn(8, 5).bfloat16()), NativeLinear)
+    assert not isinstance(pack(torch.randn(8, 6).half()), NativeLinear)
