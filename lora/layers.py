@@ -109,6 +109,12 @@ class LoraSite:
         self._native = NativeRows(a, b, slice_sizes, live) if is_native(a.dtype, a.device) else None
         self._grouped = _grouped(a, b, slice_sizes, live_on_device)
 
+    def fused(self, adapters: LoraBatch) -> tuple[int, RowSegments] | None:
+        """What `NativeLinear` needs to do `add` in its own call; None where it cannot."""
+        if adapters.native is None or self._native is None:
+            return None
+        return self._native.address, adapters.native
+
     def add(self, y: Tensor, x: Tensor, adapters: LoraBatch) -> None:
         """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place; both are contiguous."""
         if adapters.native is not None and self._native is not None:

@@ -141,6 +141,13 @@ extern "C" int64_t outrider_linear_panel() { return SERVED ? PANEL : 0; }
 
 extern "C" void outrider_linear_pack(const Weight* to, const void* weight) { pack(*to, (const bf16*)weight); }
 
-extern "C" void outrider_linear(const Weight* weight, const void* x, const void* residual, void* y, int64_t rows) {
+struct Site;
+struct Step;
+extern "C" void outrider_lora_add(const Site* site, void* y, const void* x, const Step* step);
+
+// `site`: of the adapters whose deltas are added after that, or null.
+extern "C" void outrider_linear(const Weight* weight, const void* x, const void* residual, void* y, int64_t rows,
+                                const Site* site, const Step* step) {
     multiply({weight, (const bf16*)x, (const bf16*)residual, (bf16*)y}, rows);
+    if (site) outrider_lora_add(site, y, x, step);
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ class _Weight(ctypes.Structure):
         ("panels", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
     )
+
+
+class AdapterTokens(Protocol):
+    """Which tokens of a step use which adapter rows: `kernels.lora.native.RowSegments`."""
+
+    address: int
+    stop: int
+    """Token after the last one of them."""
 
 
 class _Functions(NamedTuple):
@@ -48,7 +56,7 @@ def _functions() -> _Functions | None:
     kernels.outrider_linear_pack.restype = None
     plain, releasing = kernels.outrider_linear, ctypes.CDLL(kernels._name).outrider_linear
     for product in (plain, releasing):
-        product.argtypes = (pointer, pointer, pointer, pointer, ctypes.c_int64)
+        product.argtypes = (*[pointer] * 4, ctypes.c_int64, pointer, pointer)
         product.restype = None
     return _Functions(plain, releasing, kernels.outrider_linear_pack, panel)
 
@@ -87,23 +95,29 @@ class NativeLinear:
         weight = weight.contiguous()
         functions.pack(ctypes.addressof(self._base), weight.data_ptr())
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, site: int = 0, step: AdapterTokens | None = None
+    ) -> Tensor:
         """x Wᵀ + b (+ residual) as a new tensor.
 
         Args:
             x: [T, in] bfloat16.
             residual: [T, out] bfloat16; added before the result is rounded.
+            site: `kernels.lora.native.NativeRows.address` of rows for this projection: their deltas for the tokens of
+                `step` are added by the same call, since one more costs as much as a small product.
 
         Raises:
-            ValueError: x or residual has another shape or dtype.
+            ValueError: x or residual has another shape or dtype, or `step` is of more tokens.
         """
-        return self._product(self._weight, x, residual)
+        return self._product(self._weight, x, residual, site, step)
 
     def without_bias(self, x: Tensor) -> Tensor:
         """x Wᵀ [T, out]."""
         return self._product(self._base, x, None)
 
-    def _product(self, weight: _Weight, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _product(
+        self, weight: _Weight, x: Tensor, residual: Tensor | None, site: int = 0, step: AdapterTokens | None = None
+    ) -> Tensor:
         rows, in_features = x.shape
         if in_features != self.in_features or x.dtype is not torch.bfloat16:
             raise ValueError(f"x must be bfloat16 [T, {self.in_features}]: {x.dtype} {tuple(x.shape)}")
@@ -120,5 +134,10 @@ class NativeLinear:
         functions = _functions()
         assert functions is not None
         product = functions.releasing if rows >= self._releasing else functions.product
-        product(ctypes.addressof(weight), x.data_ptr(), added, y.data_ptr(), rows)
+        address = None
+        if step is not None:
+            if step.stop > rows:
+                raise ValueError(f"x has {rows} tokens, adapters up to token {step.stop}")
+            address = step.address
+        product(ctypes.addressof(weight), x.data_ptr(), added, y.data_ptr(), rows, site or None, address)
         return y

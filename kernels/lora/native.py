@@ -106,7 +106,8 @@ class NativeRows:
         self._add = kernels.outrider_lora_add
         self._add.restype = None
         self._add.argtypes = (ctypes.c_void_p,) * 4
-        self._address = ctypes.addressof(self._site)
+        self.address = ctypes.addressof(self._site)
+        """For `kernels.linear.NativeLinear`, whose calls may take in `add`."""
 
     def add(self, y: Tensor, x: Tensor, segments: RowSegments) -> None:
         """For the tokens of each segment and each slice s, `y[:, s] += (x a[rows, s]ᵀ) b[rows, s]`.
@@ -119,10 +120,10 @@ class NativeRows:
             segments: Of these T tokens. What comes with the same ones again has the same form: checking it costs as
                 much as a small projection, since the weights have swept Python's own memory from the caches.
         """
-        if self._address not in segments.checked:
+        if self.address not in segments.checked:
             self._check(y, x, segments)
-            segments.checked.add(self._address)
-        self._add(self._address, y.data_ptr(), x.data_ptr(), segments.address)
+            segments.checked.add(self.address)
+        self._add(self.address, y.data_ptr(), x.data_ptr(), segments.address)
 
     def _check(self, y: Tensor, x: Tensor, segments: RowSegments) -> None:
         if not (y.is_contiguous() and x.is_contiguous() and x.dtype == y.dtype == self._dtype):

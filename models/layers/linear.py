@@ -27,6 +27,9 @@ class LoraSite(Protocol):
     def add(self, y: Tensor, x: Tensor, adapters: Any) -> None:
         """y [T, out] += each token's adapter applied to x [T, in]."""
 
+    def fused(self, adapters: Any) -> tuple[int, Any] | None:
+        """What `NativeLinear` needs to do that too; None where it cannot."""
+
 
 class GainSite(Protocol):
     """The gains that adapters with trained magnitudes (DoRA) have at one layer."""
@@ -78,11 +81,16 @@ class Linear:
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """x [T, in] to a new tensor [T, out]; `residual` [T, out] is added."""
-        y = self._packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
-        if self.lora is not None and batch.adapters is not None:
-            if self.gains is not None and self.gains.written:
-                self.gains.scale(y, batch.adapters, self.bias, residual)
-            self.lora.add(y, x, batch.adapters)
+        packed, adapters = self._packed, batch.adapters
+        if self.lora is None or adapters is None:
+            return packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
+        has_gains = self.gains is not None and self.gains.written
+        if isinstance(packed, NativeLinear) and not has_gains and (fused := self.lora.fused(adapters)) is not None:
+            return packed(x, residual, *fused)
+        y = packed(x, residual)  # type: ignore[misc]
+        if self.gains is not None and has_gains:
+            self.gains.scale(y, adapters, self.bias, residual)
+        self.lora.add(y, x, adapters)
         return y
 
     def project(self, x: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """The native product against the definition; a row's bits do not depend on the other rows or on the threads."""
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.kernels.linear import NativeLinear, pack, pack_invariant
 from outrider.kernels.linear.native import is_native
+from outrider.kernels.lora.native import NativeRows, RowSegments
 
 pytestmark = pytest.mark.skipif(
     not is_native(torch.zeros(1, 2, dtype=torch.bfloat16)), reason="a processor without AVX512-BF16, or no compiler"
@@ -116,6 +118,20 @@ def test_what_does_not_fit_is_refused(wrong):
         residual = residual.float()
     with pytest.raises(ValueError, match="residual" if "residual" in wrong else "x must be"):
         linear(x, residual)
+
+
+def test_adapters_are_added_by_the_same_call():
+    weight, x, bias, residual = operands(9, (96, 64))
+    generator = torch.Generator().manual_seed(3)
+    arena = torch.randn(20, 64 + 96, generator=generator).mul_(0.2).bfloat16()
+    rows = NativeRows(arena[:, :64].unflatten(1, (1, 64)), arena[:, 64:], (96,), np.ones((20, 1), np.uint8))
+    step = RowSegments([(0, 2, [1, 2, 3]), (3, 9, [7])])
+    linear = pack(weight, bias)
+    expected = linear(x, residual)
+    rows.add(expected, x, step)
+    assert torch.equal(linear(x, residual, rows.address, step), expected)
+    with pytest.raises(ValueError, match="8 tokens, adapters up to token 9"):
+        linear(x[:8], residual[:8], rows.address, step)
 
 
 def test_other_weights_go_elsewhere():
