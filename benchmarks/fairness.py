@@ -68,14 +68,14 @@ class Measured:
 
 
 def arrivals(
-    rates: dict[str, float], seconds: float, options: argparse.Namespace, kind: tuple[int, int]
+    rates: dict[str, float], seconds: float, options: argparse.Namespace, vocab_size: int, number: int, setting: str
 ) -> list[Arrival]:
-    """Poisson arrivals of each tenant, at its rate a second; `kind`: the round's number, by which they differ, and the
-    size of the vocabulary. Prompts share nothing."""
+    """Poisson arrivals of each tenant, at its rate a second. Those of a round, by its `number`, differ in their tokens
+    alone: no prompt has a prefix that the engine may have from another setting."""
     found: list[Arrival] = []
-    number, vocab_size = kind
     for index, (tenant, rate) in enumerate(rates.items()):
         source = random.Random(1000 * number + index)
+        words = random.Random(f"{number} {setting} {index}")
         at = 0.0
         while (at := at + source.expovariate(rate)) < seconds:
             length = source.randint(options.prompt_len // 2, options.prompt_len * 3 // 2)
@@ -84,7 +84,7 @@ def arrivals(
                 temperature=0.0,
                 ignore_eos=True,
             )
-            prompt = [source.randrange(vocab_size) for _ in range(length)]
+            prompt = [words.randrange(vocab_size) for _ in range(length)]
             found.append(Arrival(at, EngineRequest(f"{tenant}/{len(found)}", prompt, params, tenant=tenant)))
     return sorted(found)
 
@@ -177,10 +177,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rounds: list[dict[str, Measured]] = []
     rates: list[dict[str, float]] = []
     for number in range(options.rounds):
-        rates.append(rates_of(capacity(cores["fcfs"], options, vocab_size), options))
-        due = arrivals(rates[-1], options.warm_up + options.seconds, options, (number, vocab_size))
+        rates.append(rates_of(capacity(cores["fcfs"], options, vocab_size, number), options))
         found = {}
         for setting in SETTINGS:
+            due = arrivals(rates[-1], options.warm_up + options.seconds, options, vocab_size, number, setting)
             some = [item for item in due if setting != "quiet" or item.request.tenant != FLOOD]
             core = cores["fcfs" if setting == "fcfs" else "fair"]
             found[setting] = Session(core, some, options.warm_up, options.seconds).run()
@@ -191,9 +191,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return report(rounds, rates, options, cores["fair"].info.num_parameters)
 
 
-def capacity(core: EngineCore, options: argparse.Namespace, vocab_size: int) -> float:
+def capacity(core: EngineCore, options: argparse.Namespace, vocab_size: int, number: int) -> float:
     """Requests a second that the machine serves now, when there are more than enough."""
-    enough = arrivals({FLOOD: 50_000.0}, 0.05, options, (-1, vocab_size))
+    enough = arrivals({FLOOD: 50_000.0}, 0.05, options, vocab_size, number, "capacity")
     measured = Session(core, [arrival._replace(at=0.0) for arrival in enough], CALIBRATION / 2, CALIBRATION).run()
     return measured.tokens_per_second / (options.prompt_len + options.output_len)
 

@@ -17,7 +17,8 @@ struct Weight {
     const bf16* bias;    // [out], or null
 };
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // oneDNN knows tiles, and is faster there
+// With tiles oneDNN is faster; with threads it is where the compiler has none for us.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && defined(_OPENMP)
 
 constexpr int64_t PANEL = 64, VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
 constexpr int ROWS = 6;                 // ROWS * VECS sums, which fit into the registers beside a step's operands

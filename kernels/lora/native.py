@@ -65,8 +65,8 @@ class RowSegments:
         # The addresses are looked up once: that takes as long as a small projection's rows.
         self._step = _Step(self._table.ctypes.data, len(table), self._tokens.ctypes.data, self._rows.ctypes.data)
         self.address = ctypes.addressof(self._step)
-        self.checked: set[int] = set()
-        """The sites that were given tensors which fit."""
+        self.checked: dict[NativeRows, int] = {}
+        """The sites that were given tensors which fit, and of how many tokens."""
 
 
 class NativeRows:
@@ -117,12 +117,14 @@ class NativeRows:
         Args:
             y: [T, out], contiguous; mutated.
             x: [T, in], contiguous.
-            segments: Of these T tokens. What comes with the same ones again has the same form: checking it costs as
-                much as a small projection, since the weights have swept Python's own memory from the caches.
+            segments: Of these T tokens. What comes with the same ones again, and as many tokens, has the same form:
+                checking it costs as much as a small projection, since the weights have swept Python's own memory from
+                the caches.
         """
-        if self.address not in segments.checked:
+        num_tokens = len(x)
+        if segments.checked.get(self) != num_tokens:
             self._check(y, x, segments)
-            segments.checked.add(self.address)
+            segments.checked[self] = num_tokens
         self._add(self.address, y.data_ptr(), x.data_ptr(), segments.address)
 
     def _check(self, y: Tensor, x: Tensor, segments: RowSegments) -> None:

@@ -30,7 +30,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 def library() -> ctypes.PyDLL | None:
     """The kernels, or None: switched off, or not to be built here (said once, in the log).
 
-    Calls keep Python's lock: they are short, and giving it up would let other threads in between two layers. The first
+    Calls keep Python's lock: giving it up would let other threads in between two layers. Long
+    products give it up all the same (`kernels.linear.native`). The first
     call may take seconds, to compile; the result is kept in the user's cache folder.
     """
     if os.environ.get(SWITCH) == "0":

@@ -204,6 +204,7 @@ def serve(config: ProcessConfig) -> int:
     try:
         engine = load_engine(config.engine)(config.args, progress=config.progress)
         # What is there now stays: a collection that looked at it would hold up a step for a tenth of a second.
+        gc.collect()
         gc.freeze()
         link.send(Ready(engine.info))
         EngineLoop(engine, link).run()

@@ -191,10 +191,10 @@ class Turns:
 
     def is_behind(self, request: Request) -> bool:
         """Whether the account of this sequence, which need not run yet, keeps less running for its weight than one that
-        was served more: one that floods need not be waited for."""
+        was served more and has a queue: one that floods need not be spared."""
         account: Account = request.order[0]
         num_then = len(account.running) + (request.status is not Status.RUNNING)
-        return bool(self._ahead_of(account, num_then))
+        return any(other.waiting for other in self._ahead_of(account, num_then))
 
     def displaced_by(self, request: Request) -> Request | None:
         """The running sequence that makes way for a waiting one which finds no room; None: it must wait.

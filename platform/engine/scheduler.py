@@ -261,8 +261,8 @@ class Scheduler:
                 return
             is_full = self._turns.num_running >= self.config.max_num_seqs
             victim = self._turns.displaced_by(request) if is_full else None
-            budget = step.left_for(request, self._turns)
-            if budget <= 0 or (is_full and victim is None):
+            held = step.num_left - step.left_for(request, self._turns)
+            if step.num_left <= held or (is_full and victim is None):
                 self._prefetch()
                 return
             if victim is not None and self._is_under_way(victim):
@@ -278,7 +278,7 @@ class Scheduler:
                 continue
             if victim is not None:
                 self._preempt(victim, step)
-            row = self._start(request, step, budget)
+            row = self._start(request, step, held)
             if row is None:
                 self._take_back(request)
                 for gate in self._gates:
@@ -312,7 +312,7 @@ class Scheduler:
         leader = self._siblings[request.group][0]
         return leader is not request and leader.num_computed < leader.num_prompt_tokens
 
-    def _start(self, request: Request, step: StepBudget, budget: int) -> RowPlan | None:
+    def _start(self, request: Request, step: StepBudget, held: int) -> RowPlan | None:
         """Let a request run; its first row, after what the prefix cache has. None when there is no room for it now."""
         match = self.prefix_cache.match(request)
         request.blocks = match.blocks
@@ -323,7 +323,7 @@ class Scheduler:
         if is_new := request.num_preemptions == 0:
             request.num_cached_tokens = match.num_tokens
         uncomputed = len(request.tokens) - request.num_computed
-        if uncomputed > budget and not self.config.enable_chunked_prefill:
+        if uncomputed > step.num_left - held and not self.config.enable_chunked_prefill:
             return None
         # Admitting a prompt of which only a part fits would only preempt it again a few steps later.
         whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
@@ -332,7 +332,7 @@ class Scheduler:
             if victim is None or self._is_under_way(victim):
                 return None
             self._preempt(victim, step)
-        row = self._fit(request, budget, self._tokens_for_drafts() // (self._turns.num_running + 1))
+        row = self._fit(request, step.num_left - held, self._tokens_for_drafts() // (self._turns.num_running + 1))
         if row is not None:
             self.prefix_cache.count(request, row.start)
             self._turns.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)

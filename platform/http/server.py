@@ -205,6 +205,7 @@ class _Server:
             serving.result()
             raise InvalidRequestError("the HTTP server did not start", param="port")
         await self._announce(llm)
+        gc.collect()
         gc.freeze()  # else a collection looks at all that was imported, and stops every stream meanwhile
         failed = await self._wait_for_the_end(llm)
         app.state.serving.begin_draining()

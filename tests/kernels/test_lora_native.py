@@ -156,3 +156,12 @@ def test_pools_that_are_not_rows_of_one_arena_are_refused():
         NativeRows(a, b, (6,), live)
     with pytest.raises(ValueError, match="slices"):
         NativeRows(a, torch.zeros(4, 8), (6,), live)
+
+
+def test_fewer_tokens_with_the_same_segments_are_refused():
+    pool = Pool(16, (8,), torch.float32)
+    y, x = inputs(pool, 3, torch.float32)
+    segments = RowSegments([(0, 3, [0])])
+    pool.rows.add(y, x, segments)
+    with pytest.raises(ValueError, match="do not fit"):
+        pool.rows.add(y[:2], x[:2], segments)

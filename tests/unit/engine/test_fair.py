@@ -194,6 +194,10 @@ def test_a_tenant_with_less_running_than_one_served_more_is_behind_it():
     assert queue.is_behind(newcomer)  # its prompt goes on as it began
     queue.remove(flood[-1], running=True)
     assert queue.is_behind(newcomer)
+    queue.remove(queue.waiting[0], running=False)
+    assert not queue.is_behind(newcomer)  # nobody floods
+    queue.add(request("a5"))
+    assert queue.is_behind(newcomer)
     queue.remove(flood[-2], running=True)
     assert not queue.is_behind(newcomer)
 
