@@ -17,10 +17,19 @@ struct Weight {
     const bf16* bias;    // [out], or null
 };
 
+struct Call {
+    const Weight* weight;
+    const bf16* x;         // [rows, in]
+    const bf16* residual;  // [rows, out], or null
+    bf16* y;               // [rows, out]
+};
+
+constexpr int64_t PANEL = 64;
+
 // With tiles oneDNN is faster; with threads it is where the compiler has none for us.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && defined(_OPENMP)
 
-constexpr int64_t PANEL = 64, VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
+constexpr int64_t VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
 constexpr int ROWS = 6;                 // ROWS * VECS sums, which fit into the registers beside a step's operands
 constexpr int64_t BLOCK_ROWS = 192;     // that go through a panel before the next one, their inputs being in the cache...
 constexpr int64_t BLOCK_PAIRS = 512;    // ...as is so much of a panel
@@ -57,13 +66,6 @@ inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, 
     else if constexpr (R > 1)
         tiles<R - 1>(rows, x, x_stride, panel, pairs, sums, first);
 }
-
-struct Call {
-    const Weight* weight;
-    const bf16* x;         // [rows, in]
-    const bf16* residual;  // [rows, out], or null
-    bf16* y;               // [rows, out]
-};
 
 // Rows [begin, end) of a panel's outputs.
 void compute(const Call& call, int64_t panel, int64_t begin, int64_t end) {
@@ -122,14 +124,8 @@ constexpr bool SERVED = true;
 
 #else
 
-constexpr int64_t PANEL = 64;
 constexpr bool SERVED = false;
 
-struct Call {
-    const Weight* weight;
-    const bf16 *x, *residual;
-    bf16* y;
-};
 void multiply(const Call&, int64_t) {}
 void pack(const Weight&, const bf16*) {}
 
