@@ -82,6 +82,8 @@ def decode(
 ) -> Decoded:
     """Time steps of these requests together, after their prompts and a few steps; their rest is dropped."""
     warm = 4
+    if loras:  # read first: a request would end while another's adapter is still on its way
+        generate(engine, prompts, 1, loras)
     ids = add(engine, prompts, (warm + steps + 2) * tokens_a_step, loras)
     start(engine, ids)
     for _ in range(warm):
