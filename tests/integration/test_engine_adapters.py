@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import current_thread
 
@@ -176,18 +177,20 @@ def test_pin_and_unpin_a_loaded_adapter(models, make_engine, run, prompts, greed
 
 def test_adapters_are_prefetched_while_the_batch_is_full(models, make_engine, prompts, greedy):
     engine = make_engine(**LORA, max_loras=2, max_num_seqs=1)
-    for name in (None, "a"):
-        engine.add_request(EngineRequest(f"{name}", list(prompts[1]), greedy, [1], lora=models.lora(name)))
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    for name, params in ((None, long), ("a", greedy)):
+        engine.add_request(EngineRequest(f"{name}", list(prompts[1]), params, lora=models.lora(name)))
     levels = set()
-    while any(request.lora is None for request in engine.scheduler.running) or not levels:
+    while engine.has_work() and "device" not in levels:
         engine.step()
+        time.sleep(0.02)  # the loader's thread may have to wait for a core
         levels |= {info.level for info in engine.list_adapters()}
-        if "device" in levels:
-            break
-    assert "device" in levels, "its turn has not come yet, and it is there"
-    assert engine.stats().running_adapters == []
+    running = engine.stats().running_adapters
+    engine.abort(["None"])
     while engine.has_work():
         engine.step()
+    assert "device" in levels, "its turn has not come yet, and it is there"
+    assert running == []
 
 
 def test_more_rows_than_there_is_memory(make_engine):

@@ -79,7 +79,7 @@ def test_500_connections_on_a_bound_of_64(server, accounts, connect, outcome):
     server.wait_for(lambda: not psutil.Process(server.process.pid).net_connections("tcp")[1:])
     with ThreadPoolExecutor(50) as pool:
         clients = list(pool.map(lambda _: connect(request), range(500)))
-        probe = httpx.get(f"{server.url}/health")
+        probe = httpx.get(f"{server.url}/health", timeout=60)
         answers = list(pool.map(rest, clients))
     assert probe.status_code == 200
     served = [answer for answer in answers if answer.startswith(b"HTTP/1.1 200")]
@@ -99,7 +99,7 @@ def test_idle_connections(server, connect, check_served, outcome):
     """The bound is taken by clients that say nothing: they go after the timeout."""
     for _ in range(BOUND):
         connect()
-    refused = httpx.get(f"{server.url}/v1/models")
+    refused = httpx.get(f"{server.url}/v1/models", timeout=60)
     assert refused.status_code == 503
     server.wait_for(lambda: httpx.get(f"{server.url}/v1/models").status_code == 401, 20)
     check_served(server)
