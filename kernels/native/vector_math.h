@@ -30,6 +30,26 @@ inline Vec zip_low(Vec a, Vec b) { return __builtin_shuffle(a, b, VecI32{OUTRIDE
 inline Vec zip_high(Vec a, Vec b) { return __builtin_shuffle(a, b, VecI32{OUTRIDER_HIGH}); }
 #endif
 
+// The lanes of each vector become fewer by half: those of `a` and `b` in turn, each the sum of two half a vector apart.
+inline Vec fold(Vec a, Vec b) { return zip_low(a, b) + zip_high(a, b); }
+
+// What is left of v[0], v[apart]... v[(N - 1) * apart], in turn, after log2(N) times.
+template <int N>
+inline Vec folded(const Vec* v, int apart = 1) {
+    if constexpr (N == 1)
+        return v[0];
+    else
+        return fold(folded<N / 2>(v, 2 * apart), folded<N / 2>(v + apart, 2 * apart));
+}
+
+// Lane i * (LANES / N) is the sum of v[i]. N, a power of two up to LANES, has no influence on the order of a sum.
+template <int N>
+inline Vec sums_of(const Vec* v) {
+    Vec result = folded<N>(v);
+    for (int left = LANES / N; left > 1; left /= 2) result = fold(result, result);
+    return result;
+}
+
 inline VecI32 lane_numbers() { return VecI32{OUTRIDER_COUNT}; }
 
 // `yes` in the lanes where `condition`, a comparison's result, holds.

@@ -94,7 +94,7 @@ def test_work_enough_for_several_threads():
     segments = [(start, start + 6, list(range(start // 2, start // 2 + 16))) for start in range(0, 48, 6)]
     want = pool.expected(y, x, segments)
     pool.rows.add(y, x, RowSegments(segments))
-    torch.testing.assert_close(y.double(), want, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(y.double(), want, atol=3e-2, rtol=2e-2)  # h is rounded too, and has 512 terms
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
