@@ -9,8 +9,8 @@ from typing import Any
 from ...core.errors import InvalidRequestError
 from ...core.speculative_config import MODEL_METHODS
 
-OFF, ADAPTIVE = "off", "adaptive"
-MODES = (OFF, "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", ADAPTIVE)
+OFF, CONTROL, ADAPTIVE = "off", "control", "adaptive"
+MODES = (OFF, CONTROL, "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", ADAPTIVE)
 ONE_DRAFT_A_PASS = frozenset({"draft_model", "eagle", "eagle3"})
 """Drafters that compute one draft after the other; the others make all of them at once."""
 _BASES_OF_ADAPTIVE = ("eagle3", "draft_model", "eagle", "medusa")
@@ -22,19 +22,20 @@ class Mode:
 
     name: str
     method: str
-    """What drafts: for "adaptive" the drafter under the controller; "off" for none."""
+    """What drafts: for "adaptive" the drafter under the controller; "off" for none, as in "control": an engine like that
+    of "off", whose figures beside it show what is noise."""
     config: dict[str, Any]
     """The `speculative_config`."""
 
     @property
     def fixed(self) -> bool:
         """Whether the number of drafts is fixed and more than none."""
-        return self.name not in (OFF, ADAPTIVE)
+        return self.name not in (OFF, CONTROL, ADAPTIVE)
 
 
 def available_modes(models: Mapping[str, str]) -> list[str]:
-    """The modes that need nothing, and those whose model is in `models` (method -> path)."""
-    return [name for name in MODES if name not in MODEL_METHODS or name in models]
+    """The modes that need nothing, and those whose model is in `models` (method -> path); the control is for who asks."""
+    return [name for name in MODES if name != CONTROL and (name not in MODEL_METHODS or name in models)]
 
 
 def make_modes(
@@ -54,6 +55,9 @@ def make_modes(
         if name not in MODES:
             raise InvalidRequestError(f"unknown mode {name!r}; known are {', '.join(MODES)}", param="modes")
         if name == OFF:
+            continue
+        if name == CONTROL:
+            modes.append(Mode(CONTROL, OFF, {"method": OFF}))
             continue
         method = name
         if name == ADAPTIVE:

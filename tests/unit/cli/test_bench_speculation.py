@@ -40,7 +40,12 @@ def test_adaptive_controls_the_best_drafter_there_is(models, base):
 
 def test_what_is_available_depends_on_the_weights():
     assert available_modes({}) == ["off", "ngram", "suffix", "adaptive"]
-    assert set(available_modes(dict.fromkeys(MODES, "x"))) == set(MODES)
+    assert set(available_modes(dict.fromkeys(MODES, "x"))) == {*MODES} - {"control"}
+
+
+def test_the_control_is_another_engine_like_off():
+    off, control = make_modes(["control"], {}, 4, [0.5])
+    assert (control.name, control.method, control.config, control.fixed) == ("control", off.method, off.config, False)
 
 
 @pytest.mark.parametrize(
