@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .invariant import InvariantLinear
 from .invariant import pack_invariant as _pack_invariant
 from .native import NativeLinear, is_native
+from .native import row_squares as _row_squares
 from .torch import PackedLinear
 from .torch import pack as _pack
 
-__all__ = ["InvariantLinear", "NativeLinear", "PackedLinear", "pack", "pack_invariant"]
+__all__ = ["InvariantLinear", "NativeLinear", "PackedLinear", "pack", "pack_invariant", "row_squares"]
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | NativeLinear:
@@ -21,3 +23,12 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | NativeLin
 def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinear | NativeLinear:
     """`pack`, so that the result for a row does not depend on the other rows, bit for bit."""
     return NativeLinear(weight, bias) if is_native(weight) else _pack_invariant(weight, bias)
+
+
+def row_squares(weight: Tensor) -> Tensor:
+    """[out] float32: the squared norm of each row of a weight [out, in]. torch alone takes longer for those of a model
+    than for reading its file."""
+    squares = _row_squares(weight)
+    if squares is None:
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
+    return squares

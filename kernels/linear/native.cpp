@@ -131,7 +131,28 @@ void pack(const Weight&, const bf16*) {}
 
 #endif
 
+// out[r] = the sum of weight[r][i]^2; on every processor.
+template <typename E>
+void row_squares(const E* weight, int64_t rows, int64_t in, float* out) {
+#pragma omp parallel for if (num_threads() > 1)
+    for (int64_t r = 0; r < rows; r++) {
+        Vec squares = zeros();
+        for (int64_t i = 0; i < in; i += LANES) {
+            const Vec value = load(weight + r * in + i, in - i);
+            squares += value * value;
+        }
+        out[r] = sum(squares);
+    }
+}
+
 }  // namespace
+
+extern "C" void outrider_row_squares(const void* weight, int64_t rows, int64_t in, int64_t dtype, float* out) {
+    if (dtype == BFLOAT16)
+        row_squares((const bf16*)weight, rows, in, out);
+    else
+        row_squares((const float*)weight, rows, in, out);
+}
 
 // The outputs that a panel has; 0 where the processor is not for this kernel.
 extern "C" int64_t outrider_linear_panel() { return SERVED ? PANEL : 0; }

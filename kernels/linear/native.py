@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..native import library
+from ..native import DTYPES, library
 
 RELEASING_WORK = 1 << 28
 """Multiply-adds from which a call gives up Python's lock: about a millisecond."""
@@ -70,6 +70,20 @@ def is_native(weight: Tensor) -> bool:
         and weight.numel() > 0
         and _functions() is not None
     )
+
+
+def row_squares(weight: Tensor) -> Tensor | None:
+    """See the package; None where there is no kernel for it."""
+    kernels = library()
+    if kernels is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        return None
+    weight = weight.contiguous()
+    squares = torch.empty(len(weight), dtype=torch.float32)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    kernels.outrider_row_squares.argtypes = (pointer, integer, integer, integer, pointer)
+    kernels.outrider_row_squares.restype = None
+    kernels.outrider_row_squares(weight.data_ptr(), *weight.shape, DTYPES[weight.dtype], squares.data_ptr())
+    return squares
 
 
 class NativeLinear:

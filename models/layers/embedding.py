@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.linear import InvariantLinear, NativeLinear, PackedLinear, pack, pack_invariant
-from .linear import GainSite, LoraSite, row_squares
+from ...kernels.linear import InvariantLinear, NativeLinear, PackedLinear, pack, pack_invariant, row_squares
+from .linear import GainSite, LoraSite
 from .weights import WeightSlot
 
 EMBEDDING = "model.embed_tokens.weight"

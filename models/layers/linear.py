@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.linear import InvariantLinear, NativeLinear, PackedLinear, pack, pack_invariant
+from ...kernels.linear import InvariantLinear, NativeLinear, PackedLinear, pack, pack_invariant, row_squares
 from .weights import WeightSlot
 
 
@@ -122,8 +122,3 @@ class Linear:
                 self._merged = {}
 
         return WeightSlot(shape, load, scale=self.in_features**-0.5)
-
-
-def row_squares(weight: Tensor) -> Tensor:
-    """[out] float32: the squared norm of each row of a weight [out, in]."""
-    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
