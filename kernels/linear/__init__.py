@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .invariant import InvariantLinear
@@ -11,6 +10,7 @@ from .native import NativeLinear, is_native
 from .native import row_squares as _row_squares
 from .torch import PackedLinear
 from .torch import pack as _pack
+from .torch import row_squares as _slow_row_squares
 
 __all__ = ["InvariantLinear", "NativeLinear", "PackedLinear", "pack", "pack_invariant", "row_squares"]
 
@@ -29,6 +29,4 @@ def row_squares(weight: Tensor) -> Tensor:
     """[out] float32: the squared norm of each row of a weight [out, in]. torch alone takes longer for those of a model
     than for reading its file."""
     squares = _row_squares(weight)
-    if squares is None:
-        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
-    return squares
+    return _slow_row_squares(weight) if squares is None else squares

@@ -68,3 +68,8 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     if not _prepacks(weight):
         return PackedLinear(weight, bias, shape, prepacked=False)
     return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias, shape, prepacked=True)
+
+
+def row_squares(weight: Tensor) -> Tensor:
+    """See the package."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()

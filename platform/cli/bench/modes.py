@@ -22,8 +22,8 @@ class Mode:
 
     name: str
     method: str
-    """What drafts: for "adaptive" the drafter under the controller; "off" for none, as in "control": an engine like that
-    of "off", whose figures beside it show what is noise."""
+    """What drafts: for "adaptive" the drafter under the controller; "off" for none, as in "control": an engine like
+    that of "off", whose figures beside it show what is noise."""
     config: dict[str, Any]
     """The `speculative_config`."""
 
@@ -34,7 +34,7 @@ class Mode:
 
 
 def available_modes(models: Mapping[str, str]) -> list[str]:
-    """The modes that need nothing, and those whose model is in `models` (method -> path); the control is for who asks."""
+    """The modes that need nothing, and those whose model is in `models` (method -> path); not the control."""
     return [name for name in MODES if name != CONTROL and (name not in MODEL_METHODS or name in models)]
 
 
