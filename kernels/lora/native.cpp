@@ -2,7 +2,8 @@
 // expand, for all adapters of a step in one call.
 //
 // A token's sums run over its own adapter's rows in their order, always in the same blocks: the result does not depend
-// on the tokens beside it, nor on the number of threads.
+// on the tokens beside it, nor on the number of threads. Sums are in float32; what is shrunk is rounded to the dtype, as
+// PEFT's is, so that bfloat16 is multiplied in pairs.
 #include <algorithm>
 #include <vector>
 
