@@ -35,19 +35,21 @@ constexpr int64_t BLOCK_ROWS = 192;     // that go through a panel before the ne
 constexpr int64_t BLOCK_PAIRS = 512;    // ...as is so much of a panel
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it saves
 constexpr int64_t AHEAD = 4096;         // bytes: of a weight that is read once, what is asked for in advance
+constexpr int64_t LINE = 64;            // bytes
+constexpr int64_t PAIR_LINES = 2 * PANEL * int64_t(sizeof(bf16)) / LINE;  // of a panel's pair
 
-// sums[r * PANEL + i] (+)= x[r] . panel[i] over `pairs` pairs of inputs, for R rows.
-template <int R, bool FIRST>
-inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums) {
+// sums[r * PANEL + i] (+)= x[r] . panel[i] over `pairs` pairs of inputs, for R rows. With each pair LINES lines from
+// `next` on are asked for.
+template <int R, bool FIRST, int LINES>
+inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, const char* next) {
     __m512 c[R][VECS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECS; v++) c[r][v] = FIRST ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
     for (int64_t k = 0; k < pairs; k++, panel += 2 * PANEL) {
         __m512bh weights[VECS];
-        for (int v = 0; v < VECS; v++) {
-            std::memcpy(&weights[v], panel + v * PAIR_LINE, sizeof weights[v]);
-            if (R <= 2) __builtin_prefetch((const char*)(panel + v * PAIR_LINE) + AHEAD);
-        }
+        for (int v = 0; v < VECS; v++) std::memcpy(&weights[v], panel + v * PAIR_LINE, sizeof weights[v]);
+        for (int line = 0; line < LINES; line++) __builtin_prefetch(next + line * LINE);
+        next += LINES * LINE;
         for (int r = 0; r < R; r++) {
             int32_t pair;
             std::memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
@@ -59,16 +61,18 @@ inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pai
         for (int v = 0; v < VECS; v++) _mm512_storeu_ps(sums + r * PANEL + v * LANES, c[r][v]);
 }
 
-template <int R>
-inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, bool first) {
+template <int R, int LINES>
+inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, bool first,
+                  const char* next) {
     if (rows == R)
-        first ? tile<R, true>(x, x_stride, panel, pairs, sums) : tile<R, false>(x, x_stride, panel, pairs, sums);
+        first ? tile<R, true, LINES>(x, x_stride, panel, pairs, sums, next)
+              : tile<R, false, LINES>(x, x_stride, panel, pairs, sums, next);
     else if constexpr (R > 1)
-        tiles<R - 1>(rows, x, x_stride, panel, pairs, sums, first);
+        tiles<R - 1, LINES>(rows, x, x_stride, panel, pairs, sums, first, next);
 }
 
-// Rows [begin, end) of a panel's outputs.
-void compute(const Call& call, int64_t panel, int64_t begin, int64_t end) {
+// Rows [begin, end) of a panel's outputs. `is_last`: the thread reads no weights behind it.
+void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool is_last) {
     static thread_local float sums[BLOCK_ROWS * PANEL];
     const int64_t in = call.weight->in_features, out = call.weight->out_features, num_pairs = in / 2;
     // Tiles of equal heights: a last one of one row would read all of the weights again for it.
@@ -76,10 +80,19 @@ void compute(const Call& call, int64_t panel, int64_t begin, int64_t end) {
     for (int64_t k = 0; k < num_pairs; k += BLOCK_PAIRS) {
         const bf16* weights = call.weight->panels + (panel * num_pairs + k) * 2 * PANEL;
         const int64_t pairs = std::min(BLOCK_PAIRS, num_pairs - k);
+        // Only the first tile waits for the memory, which would idle while the others find the weights in the cache: so
+        // these ask for the next block. One tile alone asks for what it reads next.
+        const char* next = (const char*)weights + (num_tiles == 1 ? AHEAD : pairs * PAIR_LINES * LINE);
+        const int lines = is_last && k + pairs == num_pairs ? 0 : num_tiles == 1 ? 4 : num_tiles < 4 ? 2 : 1;
         for (int64_t t = 0; t < num_tiles; t++) {
             const int64_t first = (end - begin) * t / num_tiles, last = (end - begin) * (t + 1) / num_tiles;
-            tiles<ROWS>(int(last - first), call.x + (begin + first) * in + 2 * k, in, weights, pairs,
-                        sums + first * PANEL, k == 0);
+            const auto run = [&](auto of) {
+                of(int(last - first), call.x + (begin + first) * in + 2 * k, in, weights, pairs, sums + first * PANEL, k == 0, next);
+            };
+            if (lines == 4) run(tiles<ROWS, 4>);
+            else if (lines == 2 && t < 2) run(tiles<ROWS, 2>), next += pairs * 2 * LINE;
+            else if (lines == 1 && t < 4) run(tiles<ROWS, 1>), next += pairs * LINE;
+            else run(tiles<ROWS, 0>);
         }
     }
     const int64_t column = panel * PANEL, width = std::min(PANEL, out - column);
@@ -96,10 +109,12 @@ void multiply(const Call& call, int64_t rows) {
     const int64_t num_panels = (call.weight->out_features + PANEL - 1) / PANEL;
     const bool parallel = rows * call.weight->in_features * call.weight->out_features >= MIN_PARALLEL_WORK;
 #pragma omp parallel if (parallel && num_threads() > 1)
-    for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS) {
-#pragma omp for schedule(static) nowait
-        for (int64_t panel = 0; panel < num_panels; panel++)
-            compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows));
+    {
+        const int64_t first = num_panels * thread_number() / team_size();
+        const int64_t last = num_panels * (thread_number() + 1) / team_size();
+        for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
+            for (int64_t panel = first; panel < last; panel++)
+                compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last);
     }
 }
 

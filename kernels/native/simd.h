@@ -108,4 +108,20 @@ inline int num_threads() {
 #endif
 }
 
+// Within a parallel region.
+inline int thread_number() {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+inline int team_size() {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
 }  // namespace outrider
