@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,8 @@ from .torch import LayerKV
 
 MAX_HEAD_DIM = 256
 
+_ITEM = 8
+"""Bytes of an int64."""
 _POINTERS = ("slots", "query_lens", "starts", "token_starts", "table_starts", "blocks")
 _SIZES = ("num_tokens", "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "first_key")
 
@@ -56,8 +60,24 @@ def is_native(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
 class NativeStep:
     """The rows of a step as the kernel reads them, made once for all layers."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, block_size: int, rows: RowArrays, first_key: int = 0) -> None:
-        """No query sees positions before `first_key`."""
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        block_size: int,
+        query_lens: Sequence[int],
+        starts: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        first_key: int = 0,
+    ) -> None:
+        """B rows of T tokens, one after the other.
+
+        Args:
+            query_lens: [B], at least 1, their sum being T.
+            starts: [B], each row's first position.
+            block_tables: [B], with enough blocks for starts + query_lens positions.
+            first_key: No query sees positions before it.
+        """
         kernels = library()
         assert kernels is not None, "is_native says when this may be made"
         self._attend = kernels.outrider_attention
@@ -71,10 +91,25 @@ class NativeStep:
             )
         self._shape = shape
         self._dtype = dtype
-        self._num_tokens = len(rows.slots)
-        self._rows = rows  # kept alive
-        sizes = (self._num_tokens, len(rows.starts), *shape, block_size, DTYPES[dtype], first_key)
-        self._struct = _Step(*sizes, *(array.ctypes.data for array in rows))
+        # Plain lists: a step of few rows would spend longer on a call of numpy for each of these than on the rows.
+        slots: list[int] = []
+        blocks: list[int] = []
+        token_starts, table_starts = [], []
+        for count, start, table in zip(query_lens, starts, block_tables, strict=True):
+            token_starts.append(len(slots))
+            table_starts.append(len(blocks))
+            end = start + count
+            num_blocks = -(-end // block_size)
+            for index in range(start // block_size, num_blocks):
+                first, shift = index * block_size, (table[index] - index) * block_size
+                slots += range(shift + max(start, first), shift + min(end, first + block_size))
+            blocks += table[:num_blocks]
+        self._num_tokens = len(slots)
+        parts = (slots, query_lens, starts, token_starts, table_starts, blocks)
+        self._rows = np.array(list(chain.from_iterable(parts)), dtype=np.int64)  # kept alive
+        sizes = (self._num_tokens, len(starts), *shape, block_size, DTYPES[dtype], first_key)
+        addresses = accumulate((_ITEM * len(part) for part in parts[:-1]), initial=self._rows.ctypes.data)
+        self._struct = _Step(*sizes, *addresses)
         self._address = ctypes.addressof(self._struct)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, window: int | None) -> Tensor:

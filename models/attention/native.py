@@ -11,7 +11,6 @@ from ...kernels.paged_attention import LayerKV, NativeStep, Shape, is_native
 from ...kernels.rope import Rotation
 from ..batch import SequenceRows
 from . import AttentionSpec
-from .tables import RowTables
 
 if TYPE_CHECKING:
     from ..layers.norm import RMSNorm
@@ -35,8 +34,8 @@ class NativeAttention:
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> NativeStep:
         """See AttentionBackend."""
-        arrays = RowTables(rows, block_size).arrays(positions)
-        return NativeStep(self._shape, self._dtype, block_size, arrays, rows.first_key)
+        ragged = rows.query_lens, rows.starts, rows.block_tables
+        return NativeStep(self._shape, self._dtype, block_size, *ragged, rows.first_key)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: NativeStep, window: int | None) -> Tensor:
         """See AttentionBackend."""

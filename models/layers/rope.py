@@ -42,8 +42,8 @@ class RotaryEmbedding:
         """(cos, sin), each [T, 1, D] as `kernels.rope` wants them, for `positions` [T], all below `end`."""
         if end > self._table.shape[0]:
             self._table = self._compute(1 << (end - 1).bit_length())
-        both = self._table.index_select(0, positions)
-        return both[:, 0:1], both[:, 1:2]
+        cos, sin = self._table.index_select(0, positions).split(1, dim=1)
+        return cos, sin
 
     def _compute(self, count: int) -> Tensor:
         """[count, 2, D]: cosines, and sines with the first half negated."""
