@@ -104,6 +104,11 @@ class PassGraphs:
             return None
         return GraphedPass(self, model, attention, kv, compute, preparers, options or PassOptions())
 
+    def row_logits(self, vocab_size: int, device: torch.device) -> Tensor:
+        """[rows of the largest shape, vocab_size] float32: where passes put logits of their rows' last tokens, so that
+        each graph need not keep its own."""
+        return torch.empty(bucket(self.limits.max_rows), vocab_size, dtype=torch.float32, device=device)
+
     def capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
         """`work` as a graph; None when there are enough of them, or it could not be captured: said once, in the log."""
         if self.disabled or self.num_captured >= self.limits.max_graphs:
@@ -143,6 +148,53 @@ class PassInputs(NamedTuple):
 
 Compute = Callable[[ForwardBatch, PassInputs], tuple[Tensor, ...]]
 """The pass itself, [tokens, ...] or [rows, ...] each. It reads no host value that may differ the next time."""
+
+
+class GraphedRows:
+    """Work on rows of states alone, captured for each number of rows when it first comes: what heads without layers of
+    their own do. Not thread-safe, and one at a time."""
+
+    def __init__(
+        self,
+        graphs: PassGraphs,
+        states: Tensor,
+        compute: Callable[[Tensor, Any, int], tuple[Tensor, ...]],
+        prepare: Preparer,
+    ) -> None:
+        """
+        Args:
+            states: [max rows, H], where the work finds its rows: the first of them.
+            compute: The work, from states [rows, H], their adapters, and how many parts of it are wanted. It reads no
+                host value that may differ the next time.
+            prepare: For the rows' adapters.
+        """
+        self._graphs, self._states, self._compute, self._prepare = graphs, states, compute, prepare
+        self._captured: dict[tuple[int, int, bool], Captured] = {}
+
+    def run(self, states: Tensor, adapters: Sequence[Any], count: int) -> tuple[Tensor, ...] | None:
+        """The work on `states` [B, H] of rows with these adapters, padded; None, and nothing is done, when it must run
+        without a graph.
+
+        Returns:
+            What `compute` gave, good until the next time. Entries beyond the rows mean nothing.
+        """
+        num_rows, rows = len(states), bucket(len(states))
+        if rows > len(self._states):
+            return None
+        batch = self._prepare([*((adapter, 1) for adapter in adapters), *[(None, 1)] * (rows - num_rows)])
+        if batch is not None and not batch.replayable:
+            return None
+        self._states[:num_rows].copy_(states)
+        key = (rows, count, batch is not None)
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._graphs.capture(lambda: self._compute(self._states[:rows], batch, count))
+            if captured is None:
+                return None
+            self._captured[key] = captured
+        captured.replay()
+        self._graphs.num_replayed += 1
+        return captured.outputs
 
 
 class _Key(NamedTuple):

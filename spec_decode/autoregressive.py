@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.staging import to_device
 from ..platform.core.request import NO_DRAFTS
-from .drawing import Drafting, join_drafts
+from .drawing import Drafting, PassOutput, join_drafts
 from .proposer import DraftRow, Proposal
 from .verification import choose_rule
 
@@ -44,18 +44,18 @@ class CatchUpLimits:
 
 
 class TokenDrafter(Protocol):
-    """A network that drafts one token after the other. The state is what it hands itself from pass to pass."""
+    """A network that drafts one token after the other. Hidden states are what it hands itself from pass to pass."""
 
-    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> Tensor:
-        """Compute the known tokens `chunks` of each of B sequences from position `start` on: the state [B, ...]."""
+    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
+        """Compute the known tokens `chunks` of each of B sequences from position `start` on."""
         ...
 
-    def go_on(self, sequences: Sequence[Drafting], state: Tensor) -> Tensor:
-        """Compute the last draft of each of B sequences, of which `state` made it: the next state."""
+    def go_on(self, sequences: Sequence[Drafting], hidden: Tensor) -> PassOutput:
+        """Compute the last draft of each of B sequences, which was made of `hidden` [B, H]."""
         ...
 
-    def draw(self, sequences: Sequence[Drafting], state: Tensor) -> None:
-        """Append one draft to each of B sequences."""
+    def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
+        """Append one draft to each of B sequences, from what their last pass left."""
         ...
 
 
@@ -102,9 +102,11 @@ def _drafting(row: DraftRow, limits: CatchUpLimits) -> Drafting:
     return Drafting(row, rule, num_wanted, start=min(start, num_tokens - 1), end=num_tokens)
 
 
-def _catch_up(drafter: TokenDrafter, sequences: list[Drafting], budget: int) -> tuple[list[Drafting], Tensor] | None:
+def _catch_up(
+    drafter: TokenDrafter, sequences: list[Drafting], budget: int
+) -> tuple[list[Drafting], PassOutput] | None:
     """One pass over what `sequences` lag, as far as the budget reaches: those that got through and want drafts, with
-    their state."""
+    what it left of them."""
     behind: list[Drafting] = []
     chunks: list[list[int]] = []
     for sequence in sorted(sequences, key=lambda s: s.end - s.start):
@@ -115,24 +117,25 @@ def _catch_up(drafter: TokenDrafter, sequences: list[Drafting], budget: int) -> 
             chunks.append(sequence.row.tokens[sequence.start : sequence.start + count])
     if not behind:
         return None
-    state = drafter.begin(behind, chunks)
+    output = drafter.begin(behind, chunks)
     for sequence, chunk in zip(behind, chunks, strict=True):
         sequence.start += len(chunk)
-    return _select(behind, state, [i for i, s in enumerate(behind) if s.start == s.end and s.num_wanted])
+    return _select(behind, output, [i for i, s in enumerate(behind) if s.start == s.end and s.num_wanted])
 
 
-def _draft(drafter: TokenDrafter, drafting: list[Drafting], state: Tensor, drafts_count: bool) -> None:
+def _draft(drafter: TokenDrafter, drafting: list[Drafting], output: PassOutput, drafts_count: bool) -> None:
     while drafting:
-        drafter.draw(drafting, state)
+        drafter.draw(drafting, output)
         more = [i for i, s in enumerate(drafting) if s.num_drafts < s.num_wanted]
-        drafting, state = _select(drafting, state, more)
+        drafting, output = _select(drafting, PassOutput(output.hidden), more)
         if drafting:
-            state = drafter.go_on(drafting, state)
+            output = drafter.go_on(drafting, output.hidden)
             for sequence in drafting:
                 sequence.start += drafts_count
 
 
-def _select(sequences: list[Drafting], state: Tensor, keep: list[int]) -> tuple[list[Drafting], Tensor]:
+def _select(sequences: list[Drafting], output: PassOutput, keep: list[int]) -> tuple[list[Drafting], PassOutput]:
     if len(keep) == len(sequences):
-        return sequences, state
-    return [sequences[i] for i in keep], state[to_device(np.array(keep, dtype=np.int64), state.device)]
+        return sequences, output
+    index = to_device(np.array(keep, dtype=np.int64), output.hidden.device)
+    return [sequences[i] for i in keep], output.rows(index)

@@ -19,7 +19,7 @@ from ..models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ..platform.core.errors import InvalidRequestError
 from ..platform.core.speculative_config import SpeculativeConfig
 from .autoregressive import CatchUpLimits, propose, warn_of_short_reach
-from .drawing import Drafting, EditLogits, draw, last_drafts
+from .drawing import Drafting, EditLogits, PassOutput, draw, last_drafts, most_likely_ids
 from .factory import ProposerContext
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
 
@@ -103,6 +103,8 @@ class DraftModelProposer:
         self._prepare_adapters = prepare_adapters
         if self._graphs is not None:
             self._passes = self._graphs.of(self._model, kv, self._compute, [prepare_adapters])
+            if self._passes is not None:
+                self._logits = self._graphs.row_logits(self._model.config.vocab_size, self._model.device)
         self._limits = CatchUpLimits(
             block_size=kv[0].k.shape[2],
             num_positions=self._model.config.max_position_embeddings,
@@ -122,19 +124,20 @@ class DraftModelProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: tokens can be computed at any time."""
 
-    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> Tensor:
-        """See `TokenDrafter`; the state is the last tokens' hidden states [B, H]."""
+    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
+        """See `TokenDrafter`."""
         return self._forward(sequences, chunks, [s.start for s in sequences])
 
-    def go_on(self, sequences: Sequence[Drafting], state: Tensor) -> Tensor:
+    def go_on(self, sequences: Sequence[Drafting], hidden: Tensor) -> PassOutput:
         """See `TokenDrafter`; all that the model remembers is in its KV."""
         starts = [len(s.row.tokens) + s.num_drafts - 1 for s in sequences]
         token_ids, late = last_drafts(sequences)
         return self._forward(sequences, token_ids, starts, late)
 
-    def draw(self, sequences: Sequence[Drafting], state: Tensor) -> None:
+    def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
         """See `TokenDrafter`."""
-        draw(sequences, self._model.compute_logits(state), edit=self._edit_logits)
+        logits = self._model.compute_logits(output.hidden) if output.logits is None else output.logits
+        draw(sequences, logits, edit=self._edit_logits, best=output.best)
 
     def _forward(
         self,
@@ -142,8 +145,8 @@ class DraftModelProposer:
         token_ids: list[list[int]],
         starts: list[int],
         late: Sequence[LateTokens] = (),
-    ) -> Tensor:
-        """Compute `token_ids` of each of B sequences from position `starts` on: the last ones' hidden states [B, H]."""
+    ) -> PassOutput:
+        """Compute `token_ids` of each of B sequences from position `starts` on."""
         rows = SequenceRows(
             token_ids=[token for chunk in token_ids for token in chunk],
             query_lens=[len(chunk) for chunk in token_ids],
@@ -154,11 +157,13 @@ class DraftModelProposer:
         handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
         found = None if self._passes is None else self._passes.run(rows, handles)
         if found is not None:
-            return found[0][: len(sequences)]
+            return PassOutput(*(part[: len(sequences)] for part in found))
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
         hidden = self._model.forward(batch).hidden
-        return hidden[to_device(np.cumsum(rows.query_lens) - 1, hidden.device)]
+        return PassOutput(hidden[to_device(np.cumsum(rows.query_lens) - 1, hidden.device)])
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """What is captured: hidden states [rows, H] of the rows' last tokens."""
-        return (self._model.forward(batch).hidden.index_select(0, inputs.last),)
+        """What is captured: a `PassOutput` of all rows."""
+        hidden = self._model.forward(batch).hidden.index_select(0, inputs.last)
+        logits = self._model.compute_logits(hidden, out=self._logits[: len(hidden)])
+        return hidden, logits, most_likely_ids(logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +68,22 @@ class Drafting:
         return self.row.tokens[len(self.row.request.tokens) :] + drafts
 
 
+class PassOutput(NamedTuple):
+    """What a drafter's pass leaves of B sequences."""
+
+    hidden: Tensor
+    """[B, H] of their last tokens."""
+    logits: Tensor | None = None
+    """[B, V] or [B, Vd] float32 of the next tokens, where the pass made them too: good until the next pass, and a draw
+    may change them."""
+    best: Tensor | None = None
+    """[B] int64: the most likely of these tokens, by the target's ids; good until the next pass."""
+
+    def rows(self, index: Tensor) -> PassOutput:
+        """That of some of the sequences."""
+        return PassOutput(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
     """A drafter's own vocabulary: Vd of the target's V tokens."""
@@ -87,6 +104,7 @@ def draw(
     logits: Tensor,
     vocabulary: DraftVocabulary | None = None,
     edit: EditLogits | None = None,
+    best: Tensor | None = None,
 ) -> None:
     """Append one draft to each of B sequences.
 
@@ -96,7 +114,11 @@ def draw(
     Args:
         logits: [B, V] float32, or [B, Vd] with a `vocabulary`; may be changed.
         edit: for requests with such parameters. A drafter that did not know of a mask would be wrong most of the time.
+        best: `most_likely_ids` of the logits, where they are known already; may be overwritten later.
     """
+    if best is not None and takes_best(sequences, edit):
+        _append_late(sequences, OnDevice(best.clone()))
+        return
     edited = [] if edit is None else [i for i, s in enumerate(sequences) if s.row.request.edits_logits]
     if edited and edit is not None:
         logits, vocabulary = logits if vocabulary is None else vocabulary.widen(logits), None
@@ -107,12 +129,10 @@ def draw(
     greedy = all(s.rule is Rule.GREEDY for s in sequences)
     if stays_on_device(logits):
         if greedy:
-            best = logits.argmax(dim=-1)
-            source = OnDevice(best if vocabulary is None else vocabulary.target_ids[best])
+            source = OnDevice(most_likely_ids(logits, vocabulary))
         else:
             source = OnDevice(_sample(sequences, logits if vocabulary is None else vocabulary.widen(logits)))
-        for place, sequence in enumerate(sequences):
-            sequence.late_ids.append((source, place))
+        _append_late(sequences, source)
         return
     if greedy:
         known, _ = most_likely(logits)
@@ -121,6 +141,33 @@ def draw(
         tokens = _sample(sequences, logits if vocabulary is None else vocabulary.widen(logits)).tolist()
     for sequence, token in zip(sequences, tokens, strict=True):
         sequence.draft_ids.append(token)
+
+
+def most_likely_ids(logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
+    """[..., V] or [..., Vd] to the target's id [...] of the largest; the host does not wait."""
+    best = logits.argmax(dim=-1)
+    return best if vocabulary is None else vocabulary.target_ids[best]
+
+
+def takes_best(sequences: Sequence[Drafting], edit: EditLogits | None) -> bool:
+    """Whether the next draft of each sequence is the most likely token of its logits as they are."""
+    return all(s.rule is Rule.GREEDY and (edit is None or not s.row.request.edits_logits) for s in sequences)
+
+
+def append_best(sequences: Sequence[Drafting], best: Tensor) -> None:
+    """Append to each of B sequences as many drafts as it wants, all of which are known.
+
+    Args:
+        best: [k or more, B] int64 on the device: the most likely tokens, by the target's ids; may be overwritten later.
+    """
+    source = OnDevice(best.flatten().clone())
+    for place, sequence in enumerate(sequences):
+        sequence.late_ids += [(source, draft * best.shape[1] + place) for draft in range(sequence.num_wanted)]
+
+
+def _append_late(sequences: Sequence[Drafting], source: OnDevice) -> None:
+    for place, sequence in enumerate(sequences):
+        sequence.late_ids.append((source, place))
 
 
 def stays_on_device(logits: Tensor) -> bool:

@@ -32,7 +32,7 @@ from ..platform.core.speculative_config import SpeculativeConfig
 from . import autoregressive
 from .autoregressive import CatchUpLimits
 from .checkpoint import fill, fill_randomly, read_tensors
-from .drawing import Drafting, EditLogits, draw, last_drafts
+from .drawing import Drafting, EditLogits, PassOutput, draw, last_drafts, most_likely_ids
 from .eagle_config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
 from .eagle_model import EagleHead, LastRows
 from .factory import ProposerContext
@@ -135,6 +135,8 @@ class EagleProposer:
             layer = self._head.config.layer
             options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
             self._passes = self._graphs.of(self._head, self._kv, self._compute, [prepare_adapters], options)
+            if self._passes is not None:
+                self._logits = self._graphs.row_logits(self._head.config.draft_vocab_size, self._head.device)
         self._limits = CatchUpLimits(
             block_size=kv[0].k.shape[2],
             num_positions=self._head.config.layer.max_position_embeddings + 1,  # the first one is not computed
@@ -163,8 +165,8 @@ class EagleProposer:
             assert target.hidden is not None
             self._store.append(rows, (target.hidden,))
 
-    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> Tensor:
-        """See `TokenDrafter`; the state is the head's output [B, H]."""
+    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
+        """See `TokenDrafter`; hidden states are the head's output."""
         self._store.flush()
         slots = [
             self._store.slots(s.row.block_table, s.start - 1, s.start - 1 + len(chunk))
@@ -173,15 +175,16 @@ class EagleProposer:
         hidden = self._store.read(np.concatenate(slots))
         return self._forward(sequences, chunks, [s.start for s in sequences], hidden)
 
-    def go_on(self, sequences: Sequence[Drafting], state: Tensor) -> Tensor:
+    def go_on(self, sequences: Sequence[Drafting], hidden: Tensor) -> PassOutput:
         """See `TokenDrafter`."""
         starts = [len(s.row.tokens) + s.num_drafts - 1 for s in sequences]
         token_ids, late = last_drafts(sequences)
-        return self._forward(sequences, token_ids, starts, state, late)
+        return self._forward(sequences, token_ids, starts, hidden, late)
 
-    def draw(self, sequences: Sequence[Drafting], state: Tensor) -> None:
+    def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
         """See `TokenDrafter`."""
-        draw(sequences, self._head.logits(state), self._head.vocabulary, self._edit_logits)
+        logits = self._head.logits(output.hidden) if output.logits is None else output.logits
+        draw(sequences, logits, self._head.vocabulary, self._edit_logits, output.best)
 
     def _forward(
         self,
@@ -190,9 +193,9 @@ class EagleProposer:
         starts: list[int],
         hidden: Tensor,
         late: Sequence[LateTokens] = (),
-    ) -> Tensor:
+    ) -> PassOutput:
         """Compute `token_ids` of each of B sequences from position `starts` on, with the hidden states [T, H] before
-        them: the output at the last ones, [B, H]."""
+        them."""
         rows = SequenceRows(
             token_ids=[token for chunk in token_ids for token in chunk],
             query_lens=[len(chunk) for chunk in token_ids],
@@ -204,15 +207,17 @@ class EagleProposer:
         handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
         found = None if self._passes is None else self._passes.run(rows, handles, hidden)
         if found is not None:
-            return found[0][: len(sequences)]
+            return PassOutput(*(part[: len(sequences)] for part in found))
         adapters = self._prepare_adapters(handles)
         batch = build_batch(rows, self._head, self._kv, adapters)
-        return self._head.forward(batch, hidden, self._last(rows, handles, adapters))
+        return PassOutput(self._head.forward(batch, hidden, self._last(rows, handles, adapters)))
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """What is captured: the output [rows, H] at the rows' last tokens."""
+        """What is captured: a `PassOutput` of all rows."""
         assert inputs.states is not None
-        return (self._head.forward(batch, inputs.states, None).index_select(0, inputs.last),)
+        hidden = self._head.forward(batch, inputs.states, None).index_select(0, inputs.last)
+        logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
+        return hidden, logits, most_likely_ids(logits, self._head.vocabulary)
 
     def _last(self, rows: SequenceRows, handles: list[tuple[Any, int]], adapters: Any) -> LastRows | None:
         if len(rows.token_ids) == len(rows.query_lens):

@@ -223,11 +223,15 @@ class EagleHead:
         x = self._down.forward(silu_mul(self._gate_up.forward(self._post_norm(x), rows)), rows, residual=x)
         return self._final_norm(x) if self.config.norm_output else x
 
-    def logits(self, state: Tensor) -> Tensor:
-        """float32 logits of the next token, [B, draft vocabulary], from what `forward` gave, [B, H]."""
+    def logits(self, state: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32 logits of the next token, [B, draft vocabulary], from what `forward` gave, [B, H]; in `out` if
+        given."""
         if self.config.eagle3 and not self.config.norm_output:
             state = self._final_norm(state)
-        return self._target.compute_logits(state) if self._head is None else self._head(state).float()
+        if self._head is None:
+            return self._target.compute_logits(state, out=out)
+        logits = self._head(state)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self._embedding is None:

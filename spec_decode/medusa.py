@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..kernels.staging import to_device
 from ..models.batch import LayerKV
 from ..models.config import read_json
+from ..models.graphs import GraphedRows, bucket
 from ..platform.core.speculative_config import SpeculativeConfig
 from .checkpoint import fill, fill_randomly, read_tensors, refuse
-from .drawing import Drafting, EditLogits, draw, join_drafts
+from .drawing import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
 from .factory import ProposerContext
 from .medusa_model import MedusaHeads, canonical_names, read_medusa_config, with_tensors
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
 from .verification import choose_rule
 
+if TYPE_CHECKING:
+    from ..models.graphs import PassGraphs
+
+MAX_LOGITS_BYTES = 256 << 20
+"""Of what captured heads keep. For more rows the device has so much to do that the host keeps ahead of it."""
 _WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
@@ -48,7 +57,7 @@ def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaPr
     else:
         fill(path, heads.weight_slots(), stored)
     invariant = config.rejection_sample_method == "invariant"
-    return MedusaProposer(heads, invariant=invariant, edit_logits=context.edit_logits)
+    return MedusaProposer(heads, invariant=invariant, edit_logits=context.edit_logits, graphs=context.graphs)
 
 
 class MedusaProposer:
@@ -57,9 +66,19 @@ class MedusaProposer:
     Head i draws from its own q, whatever the heads before it drew: both verification rules ask for no more.
     """
 
-    def __init__(self, heads: MedusaHeads, *, invariant: bool = False, edit_logits: EditLogits | None = None) -> None:
-        """`invariant`: the drafter-invariant rule holds for all requests."""
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        *,
+        invariant: bool = False,
+        edit_logits: EditLogits | None = None,
+        graphs: PassGraphs | None = None,
+    ) -> None:
+        """`invariant`: the drafter-invariant rule holds for all requests. `graphs`: for few rows the heads are captured
+        there."""
         self._heads = heads
+        self._graphs = graphs
+        self._passes: GraphedRows | None = None
         self._invariant = invariant
         self._edit_logits = edit_logits
         self._prepare_adapters: AdapterPreparer = no_adapters
@@ -72,6 +91,13 @@ class MedusaProposer:
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Nothing of the cache."""
         self._prepare_adapters = prepare_adapters
+        if self._graphs is not None:
+            config, device = self._heads.config, self._heads.device
+            fitting = MAX_LOGITS_BYTES // (4 * config.num_heads * config.vocab_size)
+            rows = min(bucket(self._graphs.limits.max_rows), fitting)
+            self._logits = torch.empty(config.num_heads * rows * config.vocab_size, dtype=torch.float32, device=device)
+            states = torch.zeros(rows, config.hidden_size, dtype=config.dtype, device=device)
+            self._passes = GraphedRows(self._graphs, states, self._compute, prepare_adapters)
 
     def forget_adapter(self, digest: bytes) -> None:
         """Nothing outlives a step."""
@@ -98,6 +124,11 @@ class MedusaProposer:
         assert target.hidden is not None
         last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
         hidden = target.hidden.index_select(0, to_device(np.array(last), target.hidden.device))
+        if self._passes is not None:
+            found = self._passes.run(hidden, [s.row.request.adapter for s in drafting], drafting[0].num_wanted)
+            if found is not None:
+                self._draw(drafting, *found)
+                return
         count, adapters = -1, None
         for head in range(drafting[0].num_wanted):
             wanted = [s for s in drafting if s.num_wanted > head]
@@ -106,3 +137,22 @@ class MedusaProposer:
                 adapters = self._prepare_adapters([(s.row.request.adapter, 1) for s in wanted])
             draw(wanted, self._heads.logits(head, hidden[:count], adapters), edit=self._edit_logits)
         join_drafts(drafting)
+
+    def _draw(self, drafting: list[Drafting], logits: Tensor, best: Tensor) -> None:
+        """Drafts from what `_compute` gave for these rows first, those who want most before the others."""
+        if takes_best(drafting, self._edit_logits):
+            append_best(drafting, best)
+            return
+        for head in range(drafting[0].num_wanted):
+            wanted = [s for s in drafting if s.num_wanted > head]
+            draw(wanted, logits[head, : len(wanted)], edit=self._edit_logits)
+        join_drafts(drafting)
+
+    def _compute(self, hidden: Tensor, adapters: Any, num_heads: int) -> tuple[Tensor, ...]:
+        """What is captured: logits [num_heads, rows, V] float32 of the first heads, and the most likely tokens
+        [num_heads, rows]."""
+        shape = (num_heads, len(hidden), self._heads.config.vocab_size)
+        logits = self._logits[: math.prod(shape)].view(shape)
+        for head in range(num_heads):
+            self._heads.logits(head, hidden, adapters, out=logits[head])
+        return logits, most_likely_ids(logits)

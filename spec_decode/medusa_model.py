@@ -124,6 +124,7 @@ class MedusaHeads:
 
     def __init__(self, config: MedusaConfig, device: str) -> None:
         self.config = config
+        self.device = torch.device(device)
         self._blocks: list[list[Linear]] = []
         self._lm_heads: list[Linear] = []
         for head in range(config.num_heads):
@@ -153,10 +154,12 @@ class MedusaHeads:
             slots |= linear.weight_slots()
         return slots
 
-    def logits(self, head: int, hidden: Tensor, adapters: Any) -> Tensor:
-        """float32 logits [B, V] of head `head` from hidden states [B, H]; `adapters` of these B rows."""
+    def logits(self, head: int, hidden: Tensor, adapters: Any, out: Tensor | None = None) -> Tensor:
+        """float32 logits [B, V] of head `head` from hidden states [B, H], in `out` if given; `adapters` of these B
+        rows."""
         rows = Adapters(adapters)
         x = hidden
         for linear in self._blocks[head]:
             x = x + F.silu(linear.forward(x, rows))
-        return self._lm_heads[head].forward(x, rows).float()
+        logits = self._lm_heads[head].forward(x, rows)
+        return logits.float() if out is None else out.copy_(logits)

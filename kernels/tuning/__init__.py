@@ -7,7 +7,7 @@ row's rounding must not depend on the rows beside it. Importing this package imp
 
 from .configs import KINDS, KernelConfig, bucket
 from .files import ConfigEntry, ConfigFile, DeviceName, KernelConfigError
-from .store import VARIABLE, Configs, check_source, configs_of, tuned, using
+from .store import VARIABLE, Configs, check_source, configs_of, tuned, use_source, using
 
 __all__ = [
     "KINDS",
@@ -22,5 +22,6 @@ __all__ = [
     "check_source",
     "configs_of",
     "tuned",
+    "use_source",
     "using",
 ]

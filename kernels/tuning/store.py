@@ -114,6 +114,21 @@ def _configs(file: ConfigFile, path: Path) -> Configs:
     return Configs({key: entry.config for key, entry in file.entries.items()}, path)
 
 
+def use_source(named: str | None) -> None:
+    """Let this process and those that it starts find `named`, a file or a folder; None: what the variable names, if
+    anything.
+
+    Raises:
+        KernelConfigError: a file is broken, or there is none.
+    """
+    named = named or os.environ.get(VARIABLE)
+    if not named:
+        return
+    check_source(named)
+    os.environ[VARIABLE] = str(Path(named).resolve())
+    _configs_of.cache_clear()
+
+
 def check_source(named: str) -> None:
     """Read every file of `named`, a file or a folder.
 

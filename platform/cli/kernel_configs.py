@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
-from ...kernels.tuning import VARIABLE, KernelConfigError, check_source
-from ..core.errors import InvalidRequestError
+from ...kernels.tuning import VARIABLE
+from ..client import kernel_configs
 
 
 def add_kernel_configs_option(group: argparse._ArgumentGroup) -> None:
@@ -26,11 +24,4 @@ def use_kernel_configs(namespace: argparse.Namespace) -> None:
     Raises:
         InvalidRequestError: a file cannot be used; the message names it and the field.
     """
-    named = namespace.kernel_configs or os.environ.get(VARIABLE)
-    if not named:
-        return
-    try:
-        check_source(named)
-    except KernelConfigError as error:
-        raise InvalidRequestError(str(error), param="kernel_configs") from error
-    os.environ[VARIABLE] = str(Path(named).resolve())
+    kernel_configs.use_kernel_configs(namespace.kernel_configs)

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
@@ -27,6 +28,7 @@ from .engine_factory import (
     load_text_side,
 )
 from .input_processor import InputProcessor, Prompt, RequestOptions
+from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
 
@@ -56,7 +58,8 @@ class _KnownAdapters(Mapping[str, LoRARequest]):
 class LLM:
     """Loads a model and generates text, many prompts at a time.
 
-    `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. Not thread-safe.
+    `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
+    `outrider tune`, or a folder of them, for the GPU kernels of this process. Not thread-safe.
 
         with LLM("Qwen/Qwen3-0.6B", enable_lora=True) as llm:
             outputs = llm.generate("Hello", SamplingParams(max_tokens=20))
@@ -67,7 +70,15 @@ class LLM:
         OutriderError: the typed error for an option or a model that cannot be used.
     """
 
-    def __init__(self, model: str | None = None, *, sources: AdapterSources | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        sources: AdapterSources | None = None,
+        kernel_configs: str | PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        use_kernel_configs(None if kernel_configs is None else fspath(kernel_configs))
         self._start(engine_args("LLM", model, options), DEFAULT_ENGINE, sources)
 
     @classmethod

@@ -80,13 +80,13 @@ class CallTape:
         """Of each capture."""
 
     def capture(self, work: Work) -> Captured:
-        """See GraphBackend. The outputs hold NaN until the first replay."""
+        """See GraphBackend. The outputs hold NaN, or numbers that are no ids, until the first replay."""
         work()
         recorder = _Recorder()
         with _launches_of(recorder), recorder:
             outputs = work()
         for output in outputs:
-            output.fill_(torch.nan)
+            output.fill_(torch.nan if output.is_floating_point() else -1)
         self.num_calls.append(len(recorder.calls))
         return Captured(outputs, recorder.replay)
 

@@ -33,6 +33,7 @@ SHAPE = {
     **{"hidden_act": "silu", "dtype": "float32", "model_type": "llama"},
 }
 SIZES = {"q_proj": (HIDDEN, HIDDEN), "v_proj": (HIDDEN, HIDDEN // 2), "down_proj": (INNER, HIDDEN)}
+SIZES |= {"o_proj": (HIDDEN, HIDDEN), "0.0.linear": (HIDDEN, HIDDEN), "1.0.linear": (HIDDEN, HIDDEN)}
 
 
 def write_model(folder: Path, layers: int, **more: Any) -> Path:
@@ -43,13 +44,15 @@ def write_model(folder: Path, layers: int, **more: Any) -> Path:
     return folder
 
 
-def write_adapter(folder: Path, rank: int, layers: int, names: list[str], *, head: bool = False) -> Path:
+def write_adapter(
+    folder: Path, rank: int, layers: int, names: list[str], *, head: bool = False, prefix: str = "model."
+) -> Path:
     generator = torch.Generator().manual_seed(rank)
-    modules = {}
+    modules = {name: SIZES[name] for name in names if not layers}
     for layer in range(layers):
         for name in names:
             part = "mlp" if name == "down_proj" else "self_attn"
-            modules[f"model.layers.{layer}.{part}.{name}"] = SIZES[name]
+            modules[f"{prefix}layers.{layer}.{part}.{name}"] = SIZES[name]
     if head:
         modules["lm_head"] = (HIDDEN, VOCAB)
     tensors = {}
@@ -72,12 +75,41 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "target": write_model(root / "target", 2),
         "draft_model": write_model(root / "draft", 2),  # the target's own weights, without its adapters
         "eagle3": write_model(root / "eagle3", 1, **eagle3, eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+        "medusa": write_heads(root / "medusa"),
         "narrow": write_adapter(root / "narrow", 3, 2, ["q_proj", "down_proj"]),
         "wide": write_adapter(root / "wide", 17, 2, ["q_proj", "v_proj"], head=True),
     }
     write_adapter(root / "narrow" / "draft" / "draft_model", 2, 2, ["v_proj"])
+    write_adapter(root / "narrow" / "draft" / "eagle3", 2, 1, ["o_proj"], prefix="")
     write_adapter(root / "wide" / "draft" / "draft_model", 4, 1, ["q_proj"])
+    write_adapter(root / "wide" / "draft" / "medusa", 5, 0, ["0.0.linear", "1.0.linear"])
     return made
+
+
+def write_heads(folder: Path) -> Path:
+    """Two Medusa heads, for dummy weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    return folder
+
+
+Drafted = dict[tuple[str, tuple[int, ...]], list[int]]
+"""By request and what it said before."""
+
+
+def watch_drafts(engine: EngineCore, drafted: Drafted) -> None:
+    """Keep what is drafted."""
+    proposer = engine._runner._proposer
+    propose = proposer.propose
+
+    def watched(rows: Any, target: Any) -> Any:
+        proposals = propose(rows, target)
+        for row, proposal in zip(rows, proposals, strict=True):
+            if row.sampled and row.max_drafts:
+                drafted[row.request.request_id, tuple(row.tokens)] = list(proposal.drafts.token_ids)
+        return proposals
+
+    proposer.propose = watched
 
 
 def take(engine: EngineCore, outputs: dict[str, list[int]]) -> None:
@@ -89,8 +121,8 @@ def take(engine: EngineCore, outputs: dict[str, list[int]]) -> None:
 
 def run(
     files: dict[str, Path], device: str, method: str | None, *, adapted: bool, overlapping: bool = False
-) -> list[list[int]]:
-    """Requests of several lengths, one of them without an adapter; their tokens."""
+) -> tuple[list[list[int]], Drafted]:
+    """Requests of several lengths, one of them without an adapter; their tokens, and what was drafted for them."""
     speculative = None
     if method is not None:
         speculative = {"method": method, "num_speculative_tokens": 2}
@@ -104,6 +136,8 @@ def run(
     )  # fmt: skip
     adapters = [LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide")]
     outputs: dict[str, list[int]] = {}
+    drafted: Drafted = {}
+    watch_drafts(engine, drafted)
     prompts = [[5, 6, 7, 8] * 2, [9, 3, 9], [40, 41, 40]]
     choices = [adapters[0], None, adapters[1]] if adapted else [None] * 3
     for index, (prompt, lora) in enumerate(zip(prompts, choices, strict=True)):
@@ -114,8 +148,10 @@ def run(
     while engine.has_work():
         take(engine, outputs)
     engine.check_integrity()
+    if adapted and method is not None:
+        assert "loaded" in {info.draft for info in engine.list_adapters()}
     engine.shutdown()
-    return list(outputs.values())
+    return list(outputs.values()), drafted
 
 
 @pytest.fixture
@@ -127,7 +163,6 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
     if device == "cuda":
         return made
-        return
     for module in (arena, batching, dora, preparing):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
@@ -141,7 +176,13 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
 
 @pytest.mark.parametrize(
     ("method", "adapted", "overlapping"),
-    [("draft_model", True, False), ("eagle3", False, True), (None, True, True)],
+    [
+        ("draft_model", True, False),
+        ("eagle3", True, False),
+        ("eagle3", False, True),
+        ("medusa", True, True),
+        (None, True, True),
+    ],
 )
 def test_text_is_the_same(
     files: dict[str, Path],
@@ -152,10 +193,13 @@ def test_text_is_the_same(
     overlapping: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = run(files, device, method, adapted=adapted, overlapping=overlapping)
+    found, drafted = run(files, device, method, adapted=adapted, overlapping=overlapping)
     assert graphs.num_replayed >= 4
     assert graphs.num_captured < graphs.num_replayed
     if isinstance(graphs.backend, CallTape):
-        assert min(graphs.backend.num_calls) > 10  # whole passes
+        assert min(graphs.backend.num_calls) > (5 if method == "medusa" else 10)  # whole passes, and all heads at once
     monkeypatch.undo()
-    assert found == run(files, "cpu", None, adapted=adapted)  # without graphs and without drafts
+    assert found == run(files, "cpu", None, adapted=adapted)[0]  # without graphs and without drafts
+    if method is not None:
+        assert any(drafted.values())
+        assert drafted == run(files, "cpu", method, adapted=adapted)[1]

@@ -1,13 +1,18 @@
 """`LLM` over the fake engine: prompts, pairing, order, errors, progress, adapters."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fake_engine
 import pytest
 
+from outrider.kernels.tuning import VARIABLE, DeviceName
+from outrider.kernels.tuning.files import ConfigFile
+from outrider.platform.client import llm as llm_module
 from outrider.platform.client.engine_factory import engine_args
 from outrider.platform.client.llm import LLM
 from outrider.platform.core.config import EngineArgs
@@ -43,6 +48,23 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 SHORT = SamplingParams(max_tokens=2)
+
+
+def test_kernel_configs_are_found_or_refused(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "DEFAULT_ENGINE", "fake_engine:FakeEngine")
+    monkeypatch.setenv(VARIABLE, "")
+    with LLM(model_path):
+        assert os.environ[VARIABLE] == ""
+    ConfigFile(DeviceName("x", (9, 0)), "3.6.0", "2026-01-31").write(tmp_path / "x.json")
+    monkeypatch.chdir(tmp_path)
+    with LLM(model_path, kernel_configs=Path("x.json")) as made:
+        assert os.environ[VARIABLE] == str(tmp_path / "x.json")
+        assert ids_of(made.generate([7, 6, 5], SHORT, use_tqdm=False)) == [[7, 6]]
+    (tmp_path / "x.json").write_text('{"version": 7}')
+    for options in ({"kernel_configs": str(tmp_path)}, {}):  # by the keyword, and by the variable
+        with pytest.raises(InvalidRequestError, match=r"x.json: version: must be 1, got 7") as raised:
+            LLM(model_path, **options)
+        assert raised.value.param == "kernel_configs"
 
 
 def test_one_prompt_and_many(llm: LLM) -> None:
