@@ -25,6 +25,7 @@ struct Call {
 };
 
 constexpr int64_t PANEL = 64;
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it saves
 
 // With tiles oneDNN is faster; with threads it is where the compiler has none for us.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && defined(_OPENMP)
@@ -33,7 +34,6 @@ constexpr int64_t VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
 constexpr int ROWS = 6;                 // ROWS * VECS sums, which fit into the registers beside a step's operands
 constexpr int64_t BLOCK_ROWS = 192;     // that go through a panel before the next one, their inputs being in the cache...
 constexpr int64_t BLOCK_PAIRS = 512;    // ...as is so much of a panel
-constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it saves
 constexpr int64_t AHEAD = 4096;         // bytes: of a weight that is read once, what is asked for in advance
 constexpr int64_t LINE = 64;            // bytes
 constexpr int64_t PAIR_LINES = 2 * PANEL * int64_t(sizeof(bf16)) / LINE;  // of a panel's pair
@@ -44,7 +44,8 @@ template <int R, bool FIRST, int LINES>
 inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, const char* next) {
     __m512 c[R][VECS];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECS; v++) c[r][v] = FIRST ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
+        for (int v = 0; v < VECS; v++)
+            c[r][v] = FIRST ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
     for (int64_t k = 0; k < pairs; k++, panel += 2 * PANEL) {
         __m512bh weights[VECS];
         for (int v = 0; v < VECS; v++) std::memcpy(&weights[v], panel + v * PAIR_LINE, sizeof weights[v]);
@@ -83,16 +84,18 @@ void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool i
         // Only the first tile waits for the memory, which would idle while the others find the weights in the cache: so
         // these ask for the next block. One tile alone asks for what it reads next.
         const char* next = (const char*)weights + (num_tiles == 1 ? AHEAD : pairs * PAIR_LINES * LINE);
-        const int lines = is_last && k + pairs == num_pairs ? 0 : num_tiles == 1 ? 4 : num_tiles < 4 ? 2 : 1;
+        const int lines = is_last && k + pairs == num_pairs ? 0 : num_tiles == 1 ? PAIR_LINES : num_tiles < 4 ? 2 : 1;
         for (int64_t t = 0; t < num_tiles; t++) {
             const int64_t first = (end - begin) * t / num_tiles, last = (end - begin) * (t + 1) / num_tiles;
-            const auto run = [&](auto of) {
-                of(int(last - first), call.x + (begin + first) * in + 2 * k, in, weights, pairs, sums + first * PANEL, k == 0, next);
-            };
-            if (lines == 4) run(tiles<ROWS, 4>);
-            else if (lines == 2 && t < 2) run(tiles<ROWS, 2>), next += pairs * 2 * LINE;
-            else if (lines == 1 && t < 4) run(tiles<ROWS, 1>), next += pairs * LINE;
-            else run(tiles<ROWS, 0>);
+            const int height = int(last - first);
+            const bf16* x = call.x + (begin + first) * in + 2 * k;
+            float* to = sums + first * PANEL;
+            const bool asks = t < PAIR_LINES / std::max(lines, 1);  // else all of the block is asked for
+            if (!asks || !lines) tiles<ROWS, 0>(height, x, in, weights, pairs, to, k == 0, next);
+            else if (lines == 1) tiles<ROWS, 1>(height, x, in, weights, pairs, to, k == 0, next);
+            else if (lines == 2) tiles<ROWS, 2>(height, x, in, weights, pairs, to, k == 0, next);
+            else tiles<ROWS, PAIR_LINES>(height, x, in, weights, pairs, to, k == 0, next);
+            next += lines * pairs * LINE;
         }
     }
     const int64_t column = panel * PANEL, width = std::min(PANEL, out - column);
@@ -149,7 +152,7 @@ void pack(const Weight&, const bf16*) {}
 // out[r] = the sum of weight[r][i]^2; on every processor.
 template <typename E>
 void row_squares(const E* weight, int64_t rows, int64_t in, float* out) {
-#pragma omp parallel for if (num_threads() > 1)
+#pragma omp parallel for if (rows * in >= MIN_PARALLEL_WORK && num_threads() > 1)
     for (int64_t r = 0; r < rows; r++) {
         Vec squares = zeros();
         for (int64_t i = 0; i < in; i += LANES) {

@@ -103,7 +103,7 @@ class NativeStep:
             for index in range(start // block_size, num_blocks):
                 first, shift = index * block_size, (table[index] - index) * block_size
                 slots += range(shift + max(start, first), shift + min(end, first + block_size))
-            blocks += table[:num_blocks]
+            blocks.extend(table[:num_blocks])
         self._num_tokens = len(slots)
         parts = (slots, query_lens, starts, token_starts, table_starts, blocks)
         self._rows = np.array(list(chain.from_iterable(parts)), dtype=np.int64)  # kept alive

@@ -59,7 +59,7 @@ class LLM:
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
-    `outrider tune`, or a folder of them, for the GPU kernels of this process. Not thread-safe.
+    `outrider tune`, or a folder of them, for the GPU kernels of this process, of later objects too. Not thread-safe.
 
         with LLM("Qwen/Qwen3-0.6B", enable_lora=True) as llm:
             outputs = llm.generate("Hello", SamplingParams(max_tokens=20))
@@ -78,8 +78,9 @@ class LLM:
         kernel_configs: str | PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        args = engine_args("LLM", model, options)
         use_kernel_configs(None if kernel_configs is None else fspath(kernel_configs))
-        self._start(engine_args("LLM", model, options), DEFAULT_ENGINE, sources)
+        self._start(args, DEFAULT_ENGINE, sources)
 
     @classmethod
     def from_engine_args(

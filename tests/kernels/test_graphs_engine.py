@@ -135,6 +135,8 @@ def run(
         )
     )  # fmt: skip
     adapters = [LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide")]
+    for lora in adapters if adapted else ():
+        engine.load_adapter(lora, pinned=True)  # there from the first step on: which shapes come is not left to chance
     outputs: dict[str, list[int]] = {}
     drafted: Drafted = {}
     watch_drafts(engine, drafted)
@@ -142,7 +144,7 @@ def run(
     choices = [adapters[0], None, adapters[1]] if adapted else [None] * 3
     for index, (prompt, lora) in enumerate(zip(prompts, choices, strict=True)):
         heat, seed = (0.8, index) if index == 0 else (0.0, None)
-        params = SamplingParams(temperature=heat, seed=seed, max_tokens=(4, 4, 3)[index], ignore_eos=True)
+        params = SamplingParams(temperature=heat, seed=seed, max_tokens=(8, 8, 5)[index], ignore_eos=True)
         engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
         outputs[str(index)] = []
     while engine.has_work():
