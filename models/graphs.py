@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -77,6 +77,9 @@ class PassLimits(NamedTuple):
     max_graphs: int = MAX_GRAPHS
 
 
+K = TypeVar("K")
+
+
 @dataclass(slots=True)
 class PassGraphs:
     """What all captured passes of an engine share, and how often they came."""
@@ -109,7 +112,7 @@ class PassGraphs:
         each graph need not keep its own."""
         return torch.empty(bucket(self.limits.max_rows), vocab_size, dtype=torch.float32, device=device)
 
-    def capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
+    def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
         """`work` as a graph; None when there are enough of them, or it could not be captured: said once, in the log."""
         if self.disabled or self.num_captured >= self.limits.max_graphs:
             return None
@@ -123,6 +126,19 @@ class PassGraphs:
         self.num_captured += 1
         self.capture_seconds += time.perf_counter() - started
         return captured
+
+    def run(self, kept: dict[K, Captured], key: K, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+        """What the graph of this key in `kept` gives, captured from `work` if it is not there yet; None when it cannot
+        be."""
+        captured = kept.get(key)
+        if captured is None:
+            captured = self._capture(work)
+            if captured is None:
+                return None
+            kept[key] = captured
+        captured.replay()
+        self.num_replayed += 1
+        return captured.outputs
 
 
 class PassOptions(NamedTuple):
@@ -186,15 +202,7 @@ class GraphedRows:
             return None
         self._states[:num_rows].copy_(states)
         key = (rows, count, batch is not None)
-        captured = self._captured.get(key)
-        if captured is None:
-            captured = self._graphs.capture(lambda: self._compute(self._states[:rows], batch, count))
-            if captured is None:
-                return None
-            self._captured[key] = captured
-        captured.replay()
-        self._graphs.num_replayed += 1
-        return captured.outputs
+        return self._graphs.run(self._captured, key, lambda: self._compute(self._states[:rows], batch, count))
 
 
 class _Key(NamedTuple):
@@ -257,15 +265,7 @@ class GraphedPass:
             return None
         self._fill(shape, rows, states)
         key = _Key(shape, tuple(batch is not None for batch in adapters))
-        captured = self._captured.get(key)
-        if captured is None:
-            captured = self._graphs.capture(lambda: self._work(shape, adapters))
-            if captured is None:
-                return None
-            self._captured[key] = captured
-        captured.replay()
-        self._graphs.num_replayed += 1
-        return captured.outputs
+        return self._graphs.run(self._captured, key, lambda: self._work(shape, adapters))
 
     def _shape(self, rows: SequenceRows) -> PassShape | None:
         limits = self._graphs.limits
