@@ -247,7 +247,7 @@ class AdapterManager:
             if not self._refusals:
                 self._refused_until = self._clock() + LOOK_SECONDS
             self._refusals[version] = _Refusal(request.order, reason)
-            if not self._is_moving(version):
+            if not self._residency.is_moving(version):
                 self._aging.set_short(version)
         return reason
 
@@ -266,11 +266,6 @@ class AdapterManager:
         if not pool.is_ready(digest):
             return LOADING
         return None if pool.can_run(digest) else SEATS
-
-    def _is_moving(self, version: AdapterVersion) -> bool:
-        """Whether the version is being read or written: it has the room that it needs for that."""
-        digest, pool = version.digest, self._residency.pool
-        return version.loading or (digest in pool and not pool.is_ready(digest))
 
     def release(self, request: Request) -> None:
         """The request was preempted, or found no room elsewhere: it holds no rows, stays bound to its version and waits
@@ -301,8 +296,8 @@ class AdapterManager:
     # --- the runner's feature ---
 
     def prepare(self, rows: PlanRows) -> LoraBatch | None:
-        """What the target's forward pass needs for rows of (request.adapter, number of tokens); None when all are the
-        base model's. Every adapter named must be that of an admitted request."""
+        """What the target's forward pass needs for rows of (adapter of an admitted request, number of tokens); None
+        when all are the base model's."""
         return self._steps.prepare(rows)
 
     def prepare_head(self, rows: PlanRows) -> LoraBatch | None:
@@ -320,6 +315,10 @@ class AdapterManager:
             return b""
         assert version.digest is not None, "the adapter has not been read yet"
         return version.digest
+
+    def start_reader(self) -> None:
+        """Start the process that reads adapters, where it pays, before it is needed: its start disturbs steps."""
+        self._transfers.start_reader()
 
     def close(self) -> None:
         """Stop the loader's threads and the reader process."""

@@ -35,6 +35,11 @@ class Placer:
         self._stream: torch.cuda.Stream | None = None  # beside the one that steps use
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether rows are in a GPU's memory."""
+        return self._device.type == "cuda"
+
+    @property
     def layouts(self) -> list[ModelLayout]:
         """Of the target's rows and of the drafter's."""
         return [sites.layout for sites in self._sites]
@@ -47,18 +52,18 @@ class Placer:
     def adopt(self, adapter: Adapter, packed: Sequence[PackedModules]) -> HostEntry:
         """An adapter that is packed already, whose own tensors are not kept; for a GPU in memory that it can read by
         itself (pinned)."""
-        if self._device.type == "cuda":
+        if self.on_gpu:
             packed = [_pinned(part) for part in packed]
         target, draft = (PackedWeights(sites.layout, part) for sites, part in zip(self._sites, packed, strict=True))
         num_bytes = sum(part.num_bytes for part in packed)
         return HostEntry(replace(adapter, modules=target, draft_modules=draft), tuple(packed), num_bytes)
 
     def writing(self, allocation: Allocation, entry: HostEntry) -> Callable[[], None]:
-        """The work of writing an adapter's rows, for one of the loader's threads; made by the thread that steps.
+        """The work of writing an adapter's rows, for any thread; made by the thread that steps.
 
         When it returns, the rows are written and may be used by any stream.
         """
-        if self._device.type != "cuda":
+        if not self.on_gpu:
             return lambda: self._write(allocation, entry)
         # Steps under way may still read these rows for their former owner.
         before = torch.cuda.Event()

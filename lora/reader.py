@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SWITCH = "OUTRIDER_LORA_READER"
 """Environment variable: "0" reads adapters in a thread of the engine's process alone."""
 
-READS_BEFORE = 3
+READS_BEFORE = 8
 """Adapters that are read without it first: who has no more of them does not pay for a process."""
 START_SECONDS = 60.0
 """Within which it must be ready..."""
@@ -38,6 +38,8 @@ READ_SECONDS = 10.0
 """...and answer, and for each..."""
 BYTES_A_SECOND = 20 << 20
 """...of the adapter's files a second more."""
+NICE = 5
+"""So much nicer than this process is the other: requests that run come before one that waits for its adapter."""
 MAX_FAILURES = 3
 """In a row: then it is not started again."""
 
@@ -123,7 +125,7 @@ class AdapterReader:
     # --- the process ---
 
     def wait_ready(self, timeout: float) -> bool:
-        """Start the process, and wait until it can read. For tests and measurements."""
+        """Start the process, whatever was read so far, and wait until it can read; with 0 only start it."""
         end = time.monotonic() + timeout
         with self._lock:
             self.num_reads = max(self.num_reads, READS_BEFORE + 1)
@@ -160,6 +162,8 @@ class AdapterReader:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
+                # From its first instruction on: its imports are a second of work.
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
             except OSError as error:
                 self._failed(f"it cannot be started: {error}")
 

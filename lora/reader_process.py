@@ -29,7 +29,6 @@ from .pacing import ProcessorTurns, give_way, take_turns
 from .reader_messages import Setup, encode_adapter, make_files, make_layouts, receive, send
 
 _PARENT_MS = 1000
-_NICE = 5
 _PIECE = 1 << 19
 """Bytes that are written at once."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -99,11 +98,11 @@ def serve(connection: socket.socket) -> None:
         finally:
             if memory is not None:
                 os.close(memory)
+        give_way()
 
 
 def _stand_back() -> None:
-    """Let the engine's threads go first: requests that run come before one that waits for its adapter."""
-    os.nice(_NICE)
+    """Let the engine's threads go first."""
     with contextlib.suppress(OSError):  # no /proc
         take_turns(ProcessorTurns())
 

@@ -20,7 +20,7 @@ from .peft_config import adapter_error
 from .placing import HostEntry
 from .pool import Allocation, RowPool
 from .registry import AdapterRegistry
-from .versions import Order
+from .versions import AdapterVersion, Order
 
 LEAST_URGENT: Order = (math.inf, math.inf)
 MOST_URGENT: Order = (-math.inf, -math.inf)
@@ -51,6 +51,10 @@ class Residency:
     def level(self, digest: bytes | None) -> str:
         """The highest tier that holds the content: "device", "host" or "disk"."""
         return "device" if self.pool.is_ready(digest) else "host" if digest in self.host else "disk"
+
+    def is_moving(self, version: AdapterVersion) -> bool:
+        """Whether the version is being read or written: it has the room that it needs for that."""
+        return version.loading or (version.digest in self.pool and not self.pool.is_ready(version.digest))
 
     def changed(self) -> None:
         """Room may have come free."""

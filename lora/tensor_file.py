@@ -12,17 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..platform.core.errors import OutriderError
+from .pacing import give_way
 from .peft_config import adapter_error, shown
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 # A header is a line of JSON for each tensor; an adapter of a large model has ten thousand of 150 bytes.
 _MAX_HEADER_BYTES = 16 << 20
-
+_PIECE = 1 << 19
+"""Bytes that are read at once."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -87,11 +90,25 @@ def _check_header(file: Path) -> None:
         )
 
 
+def _content(file: Path) -> NDArray[np.uint8]:
+    """All of a file, in pieces: others get their turn in between."""
+    with file.open("rb", buffering=0) as opened:
+        content = np.empty(os.fstat(opened.fileno()).st_size, np.uint8)
+        rest = content.data
+        while rest.nbytes:
+            count = opened.readinto(rest[:_PIECE])
+            if not count:
+                raise EOFError(f"it has become shorter by {rest.nbytes} bytes")
+            rest = rest[count:]
+            give_way()
+    return content
+
+
 def _read_safetensors(file: Path) -> TensorFile:
     """All of it in one read, and its tensors as views: the library takes 50 µs for each of hundreds."""
     with safe_open(str(file), framework="pt", device="cpu") as opened:  # checks the header: sizes, and no gaps
         del opened
-    content = torch.from_numpy(np.fromfile(file, np.uint8))
+    content = torch.from_numpy(_content(file))
     size = int.from_bytes(content[:8].numpy().tobytes(), "little")
     header: dict[str, Any] = json.loads(content[8 : 8 + size].numpy().tobytes())
     header.pop("__metadata__", None)

@@ -18,6 +18,9 @@ from .pool import Allocation
 from .reader import AdapterReader
 from .versions import AdapterVersion, VersionPart
 
+AT_ONCE_BYTES = 4 << 20
+"""What is copied in half a millisecond. A thread takes two or three, beside a step whose threads want every core."""
+
 
 class Read(NamedTuple):
     """An adapter's files have been read, or cannot be; a mix has been made, or cannot be."""
@@ -56,6 +59,11 @@ class Transfers:
         self._loader: Loader[AdapterVersion | Allocation] = Loader()
         self.num_reads = 0
         """Under way."""
+
+    def start_reader(self) -> None:
+        """Start the reader process, if there is to be one, before it is needed."""
+        if self.reader is not None:
+            self.reader.wait_ready(0)
 
     def reading(self, source: AdapterSource) -> Callable[[], HostEntry]:
         """The work of reading and checking an adapter, for any thread. AdapterError comes out of it."""
@@ -104,9 +112,12 @@ class Transfers:
             return _Mixed(None, error, (*read,))
 
     def write(self, allocation: Allocation, entry: HostEntry) -> None:
-        """Write an adapter's rows."""
-        work = self._placer.writing(allocation, entry)
-        self._loader.submit(allocation, work, "write the adapter to the device", short=True)
+        """Write an adapter's rows: a small one's at once, where rows are in host memory."""
+        work, what = self._placer.writing(allocation, entry), "write the adapter to the device"
+        if not self._placer.on_gpu and entry.num_bytes <= AT_ONCE_BYTES:
+            self._loader.do(allocation, work, what)
+        else:
+            self._loader.submit(allocation, work, what, short=True)
 
     def poll(self) -> Iterator[Read | Written]:
         """What has ended since the last call, without waiting. Each counts as under way until its turn: what the one

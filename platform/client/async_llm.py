@@ -24,6 +24,7 @@ from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id
 from .ipc import Abort, Add
+from .news import News
 from .output_processor import OutputProcessor, RequestState
 from .shared_prefixes import SharedPrefixes
 from .supervisor import Callbacks, EngineSpec, Supervisor
@@ -76,9 +77,7 @@ class AsyncLLM:
         self._info: EngineInfo | None = None
         self._input_processor: InputProcessor | None = None
         self._output_processor: OutputProcessor | None = None
-        self._news: dict[str, asyncio.Event] = {}  # one a running request: set when its state has changed
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._news = News()
         self._demo_adapters: dict[str, LoRARequest] = {}
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -120,6 +119,7 @@ class AsyncLLM:
         self._input_processor = InputProcessor(tokenizer, info, eos_token_ids)
         self._output_processor = OutputProcessor(tokenizer)
         self._demo_adapters = demo_lora_requests(self._args)
+        self._news.shares_cores = info.device == "cpu"
         self._info = info
         return info
 
@@ -185,7 +185,7 @@ class AsyncLLM:
         """
         self._draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            await asyncio.wait_for(self._news.idle.wait(), timeout)
         except TimeoutError:
             return False
         return True
@@ -229,7 +229,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt, yielding outputs until one is finished. Leaving the iterator aborts the request.
 
-        A consumer that is slower than the engine gets fewer, larger outputs.
+        A consumer that is slower than the engine gets fewer, larger outputs; so do all when many are told of short
+        steps (`news`).
 
         Args:
             lora_request: the adapter, or the name of one that has been loaded; with a scale as `(adapter, 0.5)`; a
@@ -255,8 +256,7 @@ class AsyncLLM:
         engine = self._supervisor.ready_engine()
         assert self._output_processor is not None
         state = self._output_processor.add(request_id, requests, _text_of(prompt))
-        news = self._news[request_id] = asyncio.Event()
-        self._idle.clear()
+        news = self._news.open(request_id)
         try:
             engine.send(Add(requests))
             while True:
@@ -265,12 +265,12 @@ class AsyncLLM:
                 if state.error is None:  # else that comes next
                     news.clear()
                 if output.finished:
-                    self._forget(request_id, news)
+                    self._news.close(request_id, news)
                 yield output
                 if output.finished:
                     return
         finally:
-            self._forget(request_id, news)
+            self._news.close(request_id, news)
             if not state.finished:
                 self._send_aborts(self._output_processor.abort(request_id))
 
@@ -302,23 +302,12 @@ class AsyncLLM:
         """End a running request; its iterator gets a last output, with finish reason "abort". Ignores unknown ids."""
         if self._output_processor is not None:
             self._send_aborts(self._output_processor.abort(request_id))
-            self._wake(request_id)
+            self._news.tell(request_id)
 
     def _send_aborts(self, request_ids: list[str]) -> None:
         if request_ids:
             with contextlib.suppress(EngineDeadError, ShuttingDownError):  # then nothing is running
                 self._supervisor.ready_engine().send(Abort(request_ids))
-
-    def _forget(self, request_id: str, news: asyncio.Event) -> None:
-        if self._news.get(request_id) is news:  # not a later request with the same id
-            del self._news[request_id]
-        if not self._news:
-            self._idle.set()
-
-    def _wake(self, request_id: str) -> None:
-        news = self._news.get(request_id)
-        if news is not None:
-            news.set()
 
     # --- what the supervisor tells --------------------------------------------------------------------------------
 
@@ -327,13 +316,12 @@ class AsyncLLM:
             return
         processed = self._output_processor.process(deltas)
         self._send_aborts(processed.aborts)
-        for state in processed.touched:
-            self._wake(state.request_id)
+        self._news.tell_all(processed.touched)
 
     def _on_death(self, error: OutriderError) -> None:
         failed: list[RequestState] = [] if self._output_processor is None else self._output_processor.fail_all(error)
         for state in failed:
-            self._wake(state.request_id)
+            self._news.tell(state.request_id)
 
     async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
         """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.

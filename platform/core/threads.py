@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-LARGE_WEIGHTS = 256 << 20
+LARGE_WEIGHTS = 32 << 20
 """Bytes of weights from which a model's steps are so long that every core should compute them."""
 
 _left_free = False
@@ -16,7 +16,7 @@ def leave_a_core_free() -> None:
     before torch is imported.
 
     The API process and its clients need a core too. Where they share the engine's, each parallel region waits for a
-    thread that is not running while the others spin: a small model's regions take microseconds, and such a wait takes
+    thread that is not running while the others spin: a tiny model's regions take microseconds, and such a wait takes
     milliseconds (docs/architecture.md, Processes).
     """
     global _left_free
@@ -28,9 +28,14 @@ def leave_a_core_free() -> None:
 def threads_for(weight_bytes: int) -> int | None:
     """How many threads should compute from now on; None where it stays as it is.
 
-    A large model's regions are long against such waits, so it also takes the core that `leave_a_core_free` has left.
+    A larger model's regions are long against such waits, so it also takes the core that `leave_a_core_free` has left.
     """
     return len(os.sched_getaffinity(0)) if _left_free and weight_bytes >= LARGE_WEIGHTS else None
+
+
+def beside_a_server() -> bool:
+    """Whether this process has called `leave_a_core_free`, and the user has left its threads to it."""
+    return _left_free
 
 
 def give_way() -> None:

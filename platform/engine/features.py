@@ -51,6 +51,9 @@ class NoAdapters:
 
     prepare_head = prepare_draft = prepare
 
+    def start_reader(self) -> None:
+        """Nothing is read."""
+
     def namespace(self, request: Request) -> bytes:
         """The base model's."""
         return b""

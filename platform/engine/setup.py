@@ -25,7 +25,7 @@ from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
-from ..core.threads import LARGE_WEIGHTS, threads_for
+from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
 from .block_pool import BlockPool
 from .device_queue import make_queue
 from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
@@ -99,6 +99,8 @@ def build(
     )
     scheduler = _make_scheduler(config, proposer, adapters)
     _warm_up(config, scheduler, runner, drafter)
+    if beside_a_server() and _takes_every_core(config, model):
+        adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
     return EngineParts(config, info, scheduler, runner, adapters)
 
@@ -122,6 +124,10 @@ def _choose_threads(model: Decoder, dtype: torch.dtype) -> None:
 
 def _weight_bytes(model: Decoder, dtype: torch.dtype) -> int:
     return model.num_parameters * dtype.itemsize
+
+
+def _takes_every_core(config: EngineConfig, model: Decoder) -> bool:
+    return _weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
 
 
 def _warm_up(config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, drafter: Proposer) -> None:
@@ -174,7 +180,7 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
         batch_invariant=config.batch_invariant,
         reader_process=reader.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
-            long_steps=_weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS,
+            long_steps=_takes_every_core(config, model),
         ),
     )
     try:

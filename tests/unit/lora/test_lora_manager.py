@@ -321,6 +321,7 @@ def test_loading_does_not_block_and_close_ends_the_threads(make_manager, folder,
         return real(*args, **options)
 
     monkeypatch.setattr(files_module, "parse", parse)
+    monkeypatch.setattr("outrider.lora.transfers.AT_ONCE_BYTES", 0)
     manager = make_manager()
     request = make_request("a", folder("a"))
     manager.resolve(request)

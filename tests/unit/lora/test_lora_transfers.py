@@ -19,8 +19,10 @@ from .conftest import SIZES, admitted, level, make_request, settle, write_adapte
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Writes to the device wait for `gate.set()`."""
+    """Writes to the device are a thread's, and wait for `gate.set()`."""
     from outrider.lora.placing import Placer
+
+    monkeypatch.setattr("outrider.lora.transfers.AT_ONCE_BYTES", 0)
 
     event, real = threading.Event(), Placer._write
 
@@ -300,6 +302,37 @@ def test_short_jobs_do_not_wait_for_long_ones():
         order += [done.ticket for done in loader.wait(10)]
     assert order == ["write 1", "write 2", "read 1", "read 2"]
     loader.close()
+
+
+def test_what_is_done_at_once_is_handed_over_like_the_rest():
+    loader, going, threads = Loader(), threading.Event(), []
+    loader.submit("read", lambda: going.wait(10), "read")
+    loader.do("write", lambda: threads.append(threading.current_thread()), "write")
+    loader.do("broken", lambda: 1 // 0, "write x")
+    assert threads == [threading.current_thread()]
+    assert loader.num_in_flight == 3
+    written, broken = loader.poll()
+    assert (written.ticket, written.error, broken.ticket) == ("write", None, "broken")
+    assert "cannot write x: ZeroDivisionError" in broken.error.message
+    assert loader.num_in_flight == 1
+    going.set()
+    assert [done.ticket for done in loader.wait(10)] == ["read"]
+    loader.close()
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["large", "small"])
+def test_small_adapters_are_written_by_the_thread_that_steps(make_manager, tmp_path, monkeypatch, limit):
+    monkeypatch.setattr("outrider.lora.transfers.AT_ONCE_BYTES", limit)
+    manager, writers = make_manager(), []
+    write = manager._transfers._placer._write
+    monkeypatch.setattr(
+        manager._transfers._placer, "_write", lambda *a: (writers.append(threading.current_thread().name), write(*a))
+    )
+    request = make_request("a", write_adapter(tmp_path / "a"))
+    manager.resolve(request)
+    assert settle(manager, request) is None
+    assert writers == ["lora-loader" if limit == 0 else threading.current_thread().name]
+    manager.check_integrity()
 
 
 def test_jobs_not_begun_are_dropped_when_the_loader_closes():

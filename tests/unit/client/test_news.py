@@ -1,0 +1,140 @@
+"""Consumers of many short steps are told of several tokens at once; nobody waits for long, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.platform.client import news as news_module
+from outrider.platform.client.news import PIECE_SECONDS, SHARE, News
+
+MANY = 32
+INTERVAL = MANY * PIECE_SECONDS / SHARE
+
+
+class Clock:
+    """A loop's clock and timers that move when told."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.timers = 100.0, []
+        monkeypatch.setattr(news_module.asyncio, "get_running_loop", lambda: self)
+
+    def time(self):
+        return self.now
+
+    def call_later(self, seconds, call):
+        timer = SimpleNamespace(at=self.now + seconds, call=call, cancel=lambda: self.timers.remove(timer))
+        self.timers.append(timer)
+        return timer
+
+    def pass_time(self, seconds):
+        self.now += seconds
+        for timer in [timer for timer in self.timers if timer.at <= self.now]:
+            self.timers.remove(timer)
+            timer.call()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def open_all(count=MANY, shares_cores=True):
+    news = News()
+    news.shares_cores = shares_cores
+    return news, {f"r{i}": news.open(f"r{i}") for i in range(count)}
+
+
+def tell(news, names, finished=()):
+    news.tell_all([SimpleNamespace(request_id=name, finished=name in finished) for name in names])
+
+
+def told(events):
+    """Those that have been told since the last call."""
+    names = {name for name, event in events.items() if event.is_set()}
+    for event in events.values():
+        event.clear()
+    return names
+
+
+def test_the_first_token_and_the_end_are_told_at_once(clock):
+    news, events = open_all()
+    tell(news, events)
+    assert told(events) == set(events)
+    clock.pass_time(INTERVAL / 3)
+    tell(news, events, finished={"r3"})
+    assert told(events) == {"r3"}
+
+
+def test_others_hear_of_several_tokens_at_once(clock):
+    """Steps of two thirds of the interval: every other one is told."""
+    news, events = open_all()
+    heard = []
+    for _ in range(9):
+        tell(news, events)
+        heard.append(told(events) == set(events))
+        clock.pass_time(INTERVAL * 2 / 3)
+        assert not told(events), "the next step comes before anybody has waited too long"
+    assert heard == [True, False] * 4 + [True]
+    assert len(clock.timers) == 0, "nobody is held"
+
+
+def test_nobody_waits_for_a_step_that_takes_long(clock):
+    news, events = open_all()
+    tell(news, events)
+    told(events)
+    clock.pass_time(INTERVAL / 2)
+    tell(news, ["r1", "r2"])
+    assert not told(events)
+    clock.pass_time(INTERVAL)
+    assert told(events) == {"r1", "r2"}
+    assert clock.timers == []
+    tell(news, ["r1"])
+    news.tell("r2")
+    assert told(events) == {"r2"}, "just told; an abort is told in any case"
+
+
+@pytest.mark.parametrize(("count", "shares_cores"), [(6, True), (1, True), (500, False)])
+def test_few_consumers_or_an_engine_elsewhere_hold_nobody(clock, count, shares_cores):
+    news, events = open_all(count, shares_cores)
+    for _ in range(3):
+        tell(news, events)
+        assert told(events) == set(events)
+        clock.pass_time(1e-5)
+
+
+def test_one_that_has_gone_is_not_told(clock):
+    news, events = open_all()
+    tell(news, events)
+    told(events)
+    tell(news, ["r1", "r2", "unknown"])
+    news.close("r1", events["r1"])
+    other = news.open("r1")
+    news.close("r1", events["r1"])  # again, of the former
+    clock.pass_time(INTERVAL)
+    assert told(events) == {"r2"}
+    assert not other.is_set()
+    assert len(news) == MANY
+
+
+def test_idle_when_all_are_gone(clock):
+    news, events = open_all(2)
+    assert not news.idle.is_set()
+    for name, event in events.items():
+        news.close(name, event)
+    assert news.idle.is_set()
+    assert len(news) == 0
+
+
+def test_with_a_real_loop():
+    async def main():
+        news, events = open_all()
+        tell(news, events)
+        told(events)
+        tell(news, ["r7"])
+        await asyncio.wait_for(events["r7"].wait(), 10)
+        return told(events)
+
+    assert asyncio.run(main()) == {"r7"}
