@@ -29,7 +29,7 @@ from .pacing import ProcessorTurns, give_way, take_turns
 from .reader_messages import Setup, encode_adapter, make_files, make_layouts, receive, send
 
 _PARENT_MS = 1000
-_PIECE = 1 << 19
+_PIECE = 1 << 17
 """Bytes that are written at once."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 

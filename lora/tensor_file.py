@@ -24,7 +24,7 @@ WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 # A header is a line of JSON for each tensor; an adapter of a large model has ten thousand of 150 bytes.
 _MAX_HEADER_BYTES = 16 << 20
-_PIECE = 1 << 19
+_PIECE = 1 << 17
 """Bytes that are read at once."""
 
 _DTYPES = {

@@ -91,7 +91,6 @@ def read_weights(
             modules.update(_served(module, tensors, scale, known, dtype))
             give_way()
     _check_finite(modules)
-    give_way()
     return FolderWeights(modules, digest.digest())
 
 
@@ -165,18 +164,21 @@ def _gain(name: str, shape: ModuleShape, magnitude: Tensor, a: Tensor, b: Tensor
 
 
 def _check_finite(modules: Mapping[str, LoraWeights]) -> None:
-    """Refuse what is not finite in the dtype served. All at once first: a call for each of hundreds adds up."""
+    """Refuse what is not finite in the dtype served."""
     parts = [
         (name, part, tensor)
         for name, weights in modules.items()
         for part, tensor in ((MAGNITUDE, weights.gain), (A, weights.a), (B, weights.b))
+        if tensor is not None
     ]
-    flat = torch.cat([tensor.reshape(-1) for _, _, tensor in parts if tensor is not None])
-    give_way()
     # No sum with an infinity or a NaN in it is finite. In its own dtype: asked for float32, torch takes forty times as
     # long, and where the sum of finite weights overflows, they are looked at one by one.
-    if bool(flat.sum().isfinite()):
+    sums = []
+    for _, _, tensor in parts:
+        sums.append(tensor.sum().float())
+        give_way()
+    if bool(torch.stack(sums).isfinite().all()):
         return
     for name, part, tensor in parts:
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+        if not bool(torch.isfinite(tensor).all()):
             raise adapter_error(f"{name}: {part} is not finite in {str(tensor.dtype).removeprefix('torch.')}")
