@@ -13,7 +13,7 @@ import builtins
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,23 +37,15 @@ from .resolving import Resolver
 from .sites import AdapterHooks, make_sites
 from .stats import AdapterStats
 from .transfers import Read, Transfers, Written
-from .versions import AdapterVersion, Order
+from .versions import AdapterVersion, Order, Refusal
 
 if TYPE_CHECKING:
     from ..models.layers.linear import Linear
 
-# Why a request must wait: for its adapter to be read or written, for room on the device, or for one of the `max_loras`
-# adapters that run to have no requests any more.
+# Why a request waits: for its adapter to be read or written, for room on the device, for one of `max_loras` to go idle.
 LOADING = "adapter_loading"
 ROWS = "adapter_rows"
 SEATS = "max_loras"
-
-
-class _Refusal(NamedTuple):
-    """Why requests of a version as urgent as `order`, or less, must wait until something changes."""
-
-    order: Order
-    reason: str
 
 
 class AdapterManager:
@@ -92,7 +84,7 @@ class AdapterManager:
         self._catalog = Catalog(self._files, self._registry, self._residency, self._transfers, self._changed)
         self._steps = StepAdapters(pool, dtype, device, config.max_lora_rank, batch_invariant=hooks.batch_invariant)
         self._resolver = Resolver(self._files, self._registry, self._residency, self._changed)
-        self._refusals: dict[AdapterVersion, _Refusal] = {}  # since the last change; see `_changed`
+        self._refusals: dict[AdapterVersion, Refusal] = {}  # since the last change; see `_changed`
         self._refused_until = 0.0
 
     # --- the registry, as users see it ---
@@ -186,7 +178,7 @@ class AdapterManager:
         self._poll()
         version = self._resolver.version_of(request.lora)
         self._registry.bind(request, version, self._clock())
-        # Those already refused room come first, which `admit`, in the policy's order, sees to.
+        # Those already refused room come first; `admit`, in the policy's order, sees to that.
         if version.digest not in self._residency.host and not self._aging.any_short:
             self._start_read(version, LEAST_URGENT)
 
@@ -239,14 +231,14 @@ class AdapterManager:
         """Bring the version nearer to the device; None when it is there, else what the request must wait for.
 
         Raises:
-            AdapterError: there will never be room for it.
+            AdapterError: there will never be room for it, or it could not be written.
         """
         first = version.first_waiting()
         reason = self._move(request, version, first.order if first is not None else request.order)
         if reason is not None:
             if not self._refusals:
                 self._refused_until = self._clock() + LOOK_SECONDS
-            self._refusals[version] = _Refusal(request.order, reason)
+            self._refusals[version] = Refusal(request.order, reason)
             if not self._residency.is_moving(version):
                 self._aging.set_short(version)
         return reason
@@ -260,9 +252,13 @@ class AdapterManager:
         digest = entry.adapter.digest
         if self._aging.must_yield(request, version):
             return ROWS
-        if digest not in pool and not residency.place(entry, claim):
-            residency.check_room_beside_pins(version.name, entry)
-            return ROWS
+        if digest not in pool:
+            if not residency.place(entry, claim):
+                residency.check_room_beside_pins(version.name, entry)
+                return ROWS
+            self._poll()  # a small one is written already: nobody who comes later may find it first
+            if version.error is not None:
+                raise error_from_info(version.error)
         if not pool.is_ready(digest):
             return LOADING
         return None if pool.can_run(digest) else SEATS
@@ -357,8 +353,8 @@ class AdapterManager:
     def _finish_read(self, read: Read) -> None:
         self._catalog.count_load(read.seconds)
         num_reads = self._transfers.num_reads
-        errors = [self._take(part, num_reads + 1) for part in read.parts]  # the mix comes beside them
-        error = next((error for error in errors if error is not None), None)
+        errors = [self._take(part, num_reads + 1) for part in read.parts]  # the mix comes beside them; all are taken
+        error = next(filter(None, errors), None)
         self._take(read if error is None or read.error is not None else read._replace(error=error), num_reads)
 
     def _take(self, read: Read, num_reads: int) -> OutriderError | None:

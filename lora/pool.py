@@ -121,7 +121,7 @@ class RowPool:
         firsts = np.flatnonzero(np.diff(free, prepend=-2) > 1)  # of each run, as index into `free`
         lengths = np.diff(firsts, append=len(free))
         fitting = np.where(lengths >= num_rows, lengths, self.num_rows + 1)
-        best = int(fitting.argmin())
+        best = int(np.argmin(fitting))
         start = firsts[best] if lengths[best] >= num_rows else 0
         rows = free[start : start + num_rows]
         self._is_free[rows] = False

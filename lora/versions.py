@@ -15,6 +15,13 @@ Order = tuple[Any, ...]
 """A request's place in the scheduling policy's order, see `Request.order`: the smallest is the most urgent."""
 
 
+class Refusal(NamedTuple):
+    """Why requests of a version as urgent as `order`, or less, must wait until something changes."""
+
+    order: Order
+    reason: str
+
+
 class VersionPart(NamedTuple):
     """One adapter of a mix."""
 

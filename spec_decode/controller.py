@@ -35,12 +35,13 @@ CLEARLY = 0.25
 """Gain or loss that is hardly an error: the contrary is tried most rarely."""
 TRIAL = 2
 PERIOD = 8
-"""Steps between decisions, at most; twice that when drafting has paid for long, four times that while nothing is
-drafted, and so nothing is learned."""
+"""Steps between decisions, at most; twice that when drafting has paid for long, or while nothing is drafted, and so
+nothing is learned."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
-PROBE_DRAFTS, PROBE_ROWS = 2, 6
-"""Drafts and rows of a trial of a drafter, at most; one draft where each costs a pass."""
+PROBE_DRAFTS, PROBE_ROWS = 2, 2
+"""Drafts and rows of a trial of a drafter, at most; one draft where each costs a pass. Few rows: what a trial costs
+says how soon the next one comes, and a text that has changed shows in any of its requests."""
 SURPRISING = 0.2
 """Accepted drafts of a trial, beyond those expected, as a share: then it is repeated at once."""
 SLOW_INTERVAL = 128
@@ -210,9 +211,7 @@ class Controller:
 
     def _period(self) -> int:
         early = min(PERIOD, 2 + self._step // 8)
-        if not self.drafting:
-            return 4 * early
-        return 2 * early if self._mode.has_lasted(self._step) else early
+        return 2 * early if not self.drafting or self._mode.has_lasted(self._step) else early
 
     def _limit_to_known(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """At most twice as many tokens a step as were ever measured, or two drafts a row: a step that is far too long

@@ -82,7 +82,7 @@ def pack(
     there = upload(target, *(column.astype(np.int64) for column in columns))
     for late in late_tokens(zip(first_row.tolist(), drafts, strict=True)):
         late.fill(there[1])
-    return Requests._make([*there, int(k.max(initial=0)), any(rule != GREEDY for rule in rules)])
+    return Requests._make([*there, max(k.tolist(), default=0), any(rule != GREEDY for rule in rules)])
 
 
 def verify(

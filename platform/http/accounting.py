@@ -149,10 +149,8 @@ class Account:
         row, output = self.row, event.output
         moment = time.monotonic()
         if event.prompt_index not in self._metrics:
-            metrics = self._metrics[event.prompt_index] = output.metrics or RequestMetrics(0.0)
+            self._metrics[event.prompt_index] = output.metrics or RequestMetrics(0.0)
             row.prompt_tokens += len(output.prompt_token_ids)
-            row.cached_tokens += metrics.num_cached_tokens
-            row.adapter_digest = row.adapter_digest or metrics.adapter_digest
             if row.first_token_at is None:
                 row.first_token_at = self._job.arrival.at(moment)
         for completion in output.outputs:
@@ -202,6 +200,9 @@ class Account:
 
     def _update(self, moment: float) -> None:
         row, metrics = self.row, self._metrics.values()
+        # Known when a prompt's first sequence has a token, which need not be its first output.
+        row.cached_tokens = sum(m.num_cached_tokens for m in metrics)
+        row.adapter_digest = next((m.adapter_digest for m in metrics if m.adapter_digest), row.adapter_digest)
         row.drafted_tokens = sum(m.num_draft_tokens for m in metrics)
         row.accepted_tokens = sum(m.num_accepted_tokens for m in metrics)
         row.finished_at = self._job.arrival.at(moment)

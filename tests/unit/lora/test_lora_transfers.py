@@ -335,6 +335,16 @@ def test_small_adapters_are_written_by_the_thread_that_steps(make_manager, tmp_p
     manager.check_integrity()
 
 
+def test_nobody_overtakes_who_has_a_small_adapter_written(make_manager, folder):
+    manager = make_manager()
+    first, second = make_request("a", folder("a")), make_request("a", folder("a"))
+    manager.resolve(first)
+    manager.resolve(second)
+    read_up(manager, first)
+    assert manager.admit(first) is None, "not only when it asks again"
+    assert manager.admit(second) is None
+
+
 def test_jobs_not_begun_are_dropped_when_the_loader_closes():
     loader, started, going, done = Loader(), threading.Event(), threading.Event(), []
     loader.submit(0, lambda: (started.set(), going.wait(10)), "wait")
