@@ -34,7 +34,7 @@ class Job(NamedTuple, Generic[T]):
 
 class Loader(Generic[T]):
     """Does jobs in two threads of its own, long ones in one and short ones, which wait for no long one, in the other,
-    each in their order; results are handed over by `poll` and `wait`.
+    each in their order, or at once (`do`); results are handed over by `poll` and `wait`.
 
     Belongs to one thread, except for the work itself. Whatever a job raises is its own result.
     """
@@ -64,8 +64,12 @@ class Loader(Generic[T]):
 
     def do(self, ticket: T, work: Callable[[], Any], what: str) -> None:
         """Do it at once, in the calling thread: for what takes less time than two threads take to make way."""
+        done: Done[T] = Done(ticket, None, adapter_error(f"cannot {what}: interrupted"), 0.0)
         self.num_in_flight += 1
-        self._done.append(_do(Job(ticket, work, what)))
+        try:
+            done = _do(Job(ticket, work, what))
+        finally:  # an interrupt from the keyboard comes out, and leaves no job behind
+            self._done.append(done)
 
     def poll(self) -> list[Done[T]]:
         """Jobs that have ended since the last call, without waiting."""

@@ -259,6 +259,8 @@ class AdapterManager:
             self._poll()  # a small one is written already: nobody who comes later may find it first
             if version.error is not None:
                 raise error_from_info(version.error)
+            if digest not in pool:
+                return ROWS  # what else had ended was more urgent
         if not pool.is_ready(digest):
             return LOADING
         return None if pool.can_run(digest) else SEATS

@@ -31,7 +31,7 @@ SWITCH = "OUTRIDER_LORA_READER"
 """Environment variable: "0" reads adapters in a thread of the engine's process alone."""
 
 READS_BEFORE = 8
-"""Adapters that are read without it first: who has no more of them does not pay for a process."""
+"""Adapters that are read without it first, unless it is started before: who has no more does not pay for a process."""
 START_SECONDS = 60.0
 """Within which it must be ready..."""
 READ_SECONDS = 10.0
@@ -71,6 +71,7 @@ class AdapterReader:
         self._started = 0.0
         self._num_failures = 0
         self._closed = False
+        self._wanted = False
         self.num_reads = 0
         """Adapters asked for so far..."""
         self.num_answers = 0
@@ -124,18 +125,22 @@ class AdapterReader:
 
     # --- the process ---
 
+    def start(self) -> None:
+        """Start the process at once, however few adapters are read."""
+        self.wait_ready(0)
+
     def wait_ready(self, timeout: float) -> bool:
-        """Start the process, whatever was read so far, and wait until it can read; with 0 only start it."""
+        """The same, and wait until it can read."""
         end = time.monotonic() + timeout
         with self._lock:
-            self.num_reads = max(self.num_reads, READS_BEFORE + 1)
+            self._wanted = True
             while not self._is_ready() and time.monotonic() < end:
                 time.sleep(0.01)
             return self._ready
 
     def _is_ready(self) -> bool:
         """Whether it can be asked now. Starts it when it is time to."""
-        if self._closed or self.num_reads <= READS_BEFORE or self._num_failures >= MAX_FAILURES:
+        if self._closed or not (self._wanted or self.num_reads > READS_BEFORE) or self._num_failures >= MAX_FAILURES:
             return False
         if self._process is None:
             self._start()
@@ -144,28 +149,32 @@ class AdapterReader:
         return self._ready
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+        self._started = time.monotonic()
+        try:
+            self._process = self._spawn()
+        except OSError as error:
+            self._failed(f"it cannot be started: {error}")
+            return
+        with contextlib.suppress(OSError):  # not where it is forbidden
+            # From its first instruction on: its imports are a second of work.
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self._connection, theirs = socket.socketpair()
         with theirs:
-            self._started = time.monotonic()
-            self._connection = ours
             # A session of its own: an interrupt typed in the terminal is not for it. `-P`: no folder of the caller's
             # comes before the standard library. A program that is started, not a copy of this process: it runs no code
             # of the user's script.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", f"{__package__}.reader_process", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env=environment,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-                # From its first instruction on: its imports are a second of work.
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
-            except OSError as error:
-                self._failed(f"it cannot be started: {error}")
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", f"{__package__}.reader_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
 
     def _look_for_start(self) -> None:
         assert self._connection is not None

@@ -105,7 +105,7 @@ def _content(file: Path) -> NDArray[np.uint8]:
 
 
 def _read_safetensors(file: Path) -> TensorFile:
-    """All of it in one read, and its tensors as views: the library takes 50 µs for each of hundreds."""
+    """All of it is read, and its tensors are views: the library takes 50 µs for each of hundreds."""
     with safe_open(str(file), framework="pt", device="cpu") as opened:  # checks the header: sizes, and no gaps
         del opened
     content = torch.from_numpy(_content(file))

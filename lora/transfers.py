@@ -63,7 +63,7 @@ class Transfers:
     def start_reader(self) -> None:
         """Start the reader process, if there is to be one, before it is needed."""
         if self.reader is not None:
-            self.reader.wait_ready(0)
+            self.reader.start()
 
     def reading(self, source: AdapterSource) -> Callable[[], HostEntry]:
         """The work of reading and checking an adapter, for any thread. AdapterError comes out of it."""

@@ -180,5 +180,6 @@ def _check_finite(modules: Mapping[str, LoraWeights]) -> None:
     if bool(torch.stack(sums).isfinite().all()):
         return
     for name, part, tensor in parts:
+        give_way()
         if not bool(torch.isfinite(tensor).all()):
             raise adapter_error(f"{name}: {part} is not finite in {str(tensor.dtype).removeprefix('torch.')}")

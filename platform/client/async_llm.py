@@ -263,7 +263,7 @@ class AsyncLLM:
                 await news.wait()
                 output = state.take(delta)
                 if state.error is None:  # else that comes next
-                    news.clear()
+                    news.taken()
                 if output.finished:
                     self._news.close(request_id, news)
                 yield output

@@ -99,7 +99,7 @@ def build(
     )
     scheduler = _make_scheduler(config, proposer, adapters)
     _warm_up(config, scheduler, runner, drafter)
-    if beside_a_server() and _takes_every_core(config, model):
+    if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
     return EngineParts(config, info, scheduler, runner, adapters)
@@ -126,8 +126,9 @@ def _weight_bytes(model: Decoder, dtype: torch.dtype) -> int:
     return model.num_parameters * dtype.itemsize
 
 
-def _takes_every_core(config: EngineConfig, model: Decoder) -> bool:
-    return _weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
+def _has_long_steps(config: EngineConfig, model: Decoder) -> bool:
+    """Whether a step takes every core for so long that another process may come in between: on a CPU."""
+    return config.device == "cpu" and _weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
 
 
 def _warm_up(config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, drafter: Proposer) -> None:
@@ -180,7 +181,7 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
         batch_invariant=config.batch_invariant,
         reader_process=reader.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
-            long_steps=_takes_every_core(config, model),
+            long_steps=_has_long_steps(config, model),
         ),
     )
     try:

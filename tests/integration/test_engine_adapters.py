@@ -52,6 +52,15 @@ def test_a_broken_adapter_fails_its_own_requests_and_nothing_else(
     assert base.token_ids == alone[None]
 
 
+@pytest.mark.parametrize("server", [True, False])
+def test_a_server_of_a_large_model_starts_the_reader_before_it_is_needed(make_engine, monkeypatch, server):
+    monkeypatch.setattr("outrider.platform.engine.setup.LARGE_WEIGHTS", 0)
+    monkeypatch.setattr("outrider.platform.engine.setup.beside_a_server", lambda: server)
+    reader = make_engine(**LORA)._adapters._transfers.reader
+    assert (reader.pid is not None) == server
+    assert reader.num_reads == 0
+
+
 def test_a_missing_folder_is_refused_at_once(make_engine, greedy):
     engine = make_engine(**LORA)
     with pytest.raises(AdapterError, match="nowhere"):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.platform.client import news as news_module
-from outrider.platform.client.news import PIECE_SECONDS, SHARE, News
+from outrider.platform.client.news import MOST_SECONDS, PIECE_SECONDS, SHARE, News
 
 MANY = 32
 INTERVAL = MANY * PIECE_SECONDS / SHARE
@@ -51,11 +51,11 @@ def tell(news, names, finished=()):
     news.tell_all([SimpleNamespace(request_id=name, finished=name in finished) for name in names])
 
 
-def told(events):
-    """Those that have been told since the last call."""
-    names = {name for name, event in events.items() if event.is_set()}
-    for event in events.values():
-        event.clear()
+def told(consumers, taking=True):
+    """Those that have been told since the last call; they take what there is."""
+    names = {name for name, consumer in consumers.items() if consumer._event.is_set()}
+    for name in names if taking else ():
+        consumers[name].taken()
     return names
 
 
@@ -86,14 +86,39 @@ def test_nobody_waits_for_a_step_that_takes_long(clock):
     tell(news, events)
     told(events)
     clock.pass_time(INTERVAL / 2)
-    tell(news, ["r1", "r2"])
-    assert not told(events)
-    clock.pass_time(INTERVAL)
-    assert told(events) == {"r1", "r2"}
-    assert clock.timers == []
-    tell(news, ["r1"])
+    tell(news, events)
     news.tell("r2")
-    assert told(events) == {"r2"}, "just told; an abort is told in any case"
+    assert told(events) == {"r2"}, "such as an abort"
+    clock.pass_time(INTERVAL)
+    assert told(events) == set(events) - {"r2"}
+    assert clock.timers == []
+
+
+def test_a_slow_consumer_is_not_told_of_what_it_has_taken(clock):
+    """It takes late, and with the step that it was told of the next one, of which it was to be told by the timer."""
+    news, events = open_all()
+    tell(news, events)
+    assert told(events, taking=False) == set(events)
+    clock.pass_time(INTERVAL / 2)
+    tell(news, events)
+    told(events)
+    clock.pass_time(INTERVAL)
+    assert not told(events)
+
+
+def test_what_counts_is_how_many_a_step_tells(clock):
+    """Not those that wait for their turn; and no stream waits long however many there are."""
+    news, events = open_all(500)
+    running = [f"r{i}" for i in range(8)]
+    tell(news, running)
+    told(events)
+    clock.pass_time(8 * PIECE_SECONDS / SHARE)
+    tell(news, running)
+    assert told(events) == set(running)
+    tell(news, events)
+    assert told(events) == set(events) - set(running)
+    clock.pass_time(MOST_SECONDS)
+    assert told(events) == set(running)
 
 
 @pytest.mark.parametrize(("count", "shares_cores"), [(6, True), (1, True), (500, False)])
@@ -109,14 +134,15 @@ def test_one_that_has_gone_is_not_told(clock):
     news, events = open_all()
     tell(news, events)
     told(events)
-    tell(news, ["r1", "r2", "unknown"])
+    tell(news, [*events, "unknown"])
+    news.tell("r1")  # it is aborted...
+    other = news.open("r1")  # ...and another one has its id before it knows
     news.close("r1", events["r1"])
-    other = news.open("r1")
-    news.close("r1", events["r1"])  # again, of the former
-    clock.pass_time(INTERVAL)
-    assert told(events) == {"r2"}
-    assert not other.is_set()
-    assert len(news) == MANY
+    news.close("r2", events.pop("r2"))
+    clock.pass_time(2 * INTERVAL)
+    assert told(events) == set(events)
+    assert not other._event.is_set(), "it has no token yet"
+    assert len(news) == MANY - 1
 
 
 def test_idle_when_all_are_gone(clock):
@@ -133,8 +159,8 @@ def test_with_a_real_loop():
         news, events = open_all()
         tell(news, events)
         told(events)
-        tell(news, ["r7"])
+        tell(news, events)
         await asyncio.wait_for(events["r7"].wait(), 10)
         return told(events)
 
-    assert asyncio.run(main()) == {"r7"}
+    assert asyncio.run(main()) == {f"r{i}" for i in range(MANY)}

@@ -186,6 +186,14 @@ def test_weights_that_are_not_finite_in_the_served_dtype(tmp_path, value):
         read(write_adapter(tmp_path, state), dtype=torch.float16)
 
 
+def test_finite_weights_whose_sum_is_not(tmp_path):
+    """In float16: what is checked first is the sum."""
+    state = {key: torch.full_like(tensor, 3e4 if "lora_A" in key else 1.0) for key, tensor in tensors().items()}
+    adapter = read(write_adapter(tmp_path, state), dtype=torch.float16)
+    assert not adapter.modules[Q].a.sum().isfinite()
+    assert adapter.modules[Q].a.isfinite().all()
+
+
 def test_integer_weights(tmp_path):
     state = tensors() | {f"base_model.model.{Q}.lora_A.weight": torch.ones(4, 16, dtype=torch.int64)}
     with pytest.raises(AdapterError, match="dtype"):

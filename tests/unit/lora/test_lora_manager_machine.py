@@ -28,35 +28,43 @@ class StepLoader:
 
     def __init__(self):
         self._jobs, self._last, self.fail_next = {False: [], True: []}, False, False
+        self._ended, self.at_once = [], False
 
     @property
     def num_in_flight(self):
-        return sum(map(len, self._jobs.values()))
+        return sum(map(len, self._jobs.values())) + len(self._ended)
 
     def submit(self, ticket, work, what, *, short=False):
         self._jobs[short].append((ticket, work))
 
     def do(self, ticket, work, what):
-        self.submit(ticket, work, what, short=True)
+        if self.at_once:
+            self._ended.append(self._do(ticket, work))
+        else:
+            self.submit(ticket, work, what, short=True)
 
     def poll(self):
-        return []
+        ended, self._ended = self._ended, []
+        return ended
 
     def wait(self, timeout):
-        if not self.num_in_flight:
-            return []
+        if self._ended or not self.num_in_flight:
+            return self.poll()
         self._last = not self._last if self._jobs[not self._last] else self._last
-        ticket, work = self._jobs[self._last].pop(0)
+        return [self._do(*self._jobs[self._last].pop(0))]
+
+    def _do(self, ticket, work):
         try:
             if self.fail_next:
                 raise AdapterError("MemoryError: injected")
-            return [Done(ticket, work(), None, 0.0)]
+            return Done(ticket, work(), None, 0.0)
         except AdapterError as error:
-            return [Done(ticket, None, error, 0.0)]
+            return Done(ticket, None, error, 0.0)
         finally:
             self.fail_next = False
 
     def close(self):
+        self._ended.clear()
         for jobs in self._jobs.values():
             jobs.clear()
 
@@ -160,9 +168,10 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self._registered() == before, "what nobody has read took an adapter's name"
         self.waiting.append(request)
 
-    @rule()
-    def schedule(self):
+    @rule(failing=st.booleans())
+    def schedule(self, failing):
         self.now += 0.5
+        self.loader.fail_next = failing  # the first write that is made at once
         for request in sorted(self.waiting, key=lambda request: request.order):
             try:
                 reason = self.manager.admit(request)
@@ -177,6 +186,12 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.running.append(request)
                 namespace = self.seen.setdefault(request, self.manager.namespace(request))
                 assert namespace == self.manager.namespace(request), "a request changed its adapter's content"
+        self.loader.fail_next = False
+
+    @rule(at_once=st.booleans())
+    def small_or_large(self, at_once):
+        """Whether what is written from now on is written at once."""
+        self.loader.at_once = at_once
 
     @rule(failing=st.booleans())
     def wait(self, failing):
@@ -285,7 +300,7 @@ class ManagerMachine(RuleBasedStateMachine):
             for request in self.running:
                 self.manager.forget(request)
             self.running = []
-            self.schedule()
+            self.schedule(failing=False)
             self.manager.wait(1)
             if not (self.waiting or self.loader.num_in_flight):
                 break

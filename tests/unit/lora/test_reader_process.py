@@ -178,6 +178,26 @@ os.kill(os.getpid(), signal.SIGKILL)
     wait_until(lambda: not alive(pid))
 
 
+def test_it_is_nicer_where_that_is_allowed(both, tmp_path, monkeypatch):
+    source = AdapterSource(write_adapter(tmp_path / "a"))
+    reader = AdapterReader(both.files, both.placer.layouts)
+    reader.start()
+    assert reader.pid is not None, "at once, before anything is read"
+    assert os.getpriority(os.PRIO_PROCESS, reader.pid) == min(
+        19, os.getpriority(os.PRIO_PROCESS, 0) + reader_module.NICE
+    )
+    reader.close()
+
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    other = AdapterReader(both.files, both.placer.layouts)
+    assert other.wait_ready(60)
+    assert other.read(source) is not None
+    other.close()
+
+
 def test_where_it_pays(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert reader_module.pays(1)
