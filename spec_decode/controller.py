@@ -192,7 +192,7 @@ class Controller:
         plan = best_plan(offers, prices, self._passes)
         self._take_state(plan)
         self._next_decision = self._step + self._period()
-        shown = self._trial_of_the_other(plan, len(rows), prices)
+        shown = self._trial_of_the_other(offering, plan, len(rows), prices)
         if shown:
             self._passes = plan.passes
             for row, count in zip(offering, plan.num_drafts, strict=True):
@@ -239,11 +239,14 @@ class Controller:
             drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
         extra = costs.drafting_seconds
         if not self.drafting and not self._token_extra:
-            lag = sum(row.lag for row in offering if self._has_passes[row.drafter])
-            extra += costs.catch_up(0, lag) / AMORTISED_OVER
+            extra += self._catch_up(offering) / AMORTISED_OVER
         target = costs.target_curve(MIXED if prompt_tokens else num_rows)
         base = num_rows + prompt_tokens
         return Prices(num_rows, base, costs.host_seconds, target, drafts, self._has_passes, extra, self._token_extra)
+
+    def _catch_up(self, rows: Iterable[RowState]) -> float:
+        """Seconds that it takes until the neural drafter can draft for those that are given to it."""
+        return self.costs.catch_up(0, sum(row.lag for row in rows if self._has_passes[row.drafter]))
 
     @property
     def _token_extra(self) -> float:
@@ -279,7 +282,7 @@ class Controller:
 
     # ------------------------------------------------------------------ trials
 
-    def _trial_of_the_other(self, plan: Plan, num_rows: int, prices: Prices) -> bool:
+    def _trial_of_the_other(self, offering: Sequence[RowState], plan: Plan, num_rows: int, prices: Prices) -> bool:
         """Whether the next steps show the plan: as `drafting` says, or for `TRIAL` steps the contrary."""
         if self._batch[1]:
             return self.drafting
@@ -289,9 +292,11 @@ class Controller:
         unknown = self.drafting and not self.costs.target.knows(num_rows, prices.base_tokens)
         if not (unknown or backoff.due(self._step, MAX_INTERVAL if abs(plan.gain) > CLEARLY else 0)):
             return self.drafting
-        share = 1.0 - 1.0 / (1.0 + plan.gain) if self.drafting else -plan.gain
-        seconds = prices.idle_seconds if self.drafting else plan.seconds
-        if not self._budget.spend(TRIAL * max(share, 0.0) * seconds, prices.idle_seconds):
+        if self.drafting:
+            cost = TRIAL * max(1.0 - 1.0 / (1.0 + plan.gain), 0.0) * prices.idle_seconds
+        else:
+            cost = TRIAL * max(-plan.gain, 0.0) * plan.seconds + self._catch_up(offering)
+        if not self._budget.spend(cost, prices.idle_seconds):
             return self.drafting
         backoff.tried(self._step)
         if abs(plan.gain) < 3 * ENTER:
