@@ -11,21 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.lora.groups import is_grouped
+from ..kernels.memory import lazy_zeros
 from .layout import ALIGNMENT, PackedRows, RowLayout
 from .pacing import give_way
 from .pool import Allocation
 
 _PAGE = 4096
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU they take memory only where they are written (calloc): the unused part of an arena is free."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(size + ALIGNMENT, dtype=np.uint8))
-    start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + size].view(dtype).view(shape)
 
 
 class RowArena:
@@ -54,7 +45,7 @@ class RowArena:
             # Rows a multiple of the page apart would share the same few lines of a cache that looks addresses up by
             # their low bits, and an adapter's rows are read side by side.
             stride += 5 * ALIGNMENT // dtype.itemsize
-        self.rows = _zeros((num_rows, stride), dtype, self._device)[:, : self.layout.width]
+        self.rows = lazy_zeros((num_rows, stride), dtype, self._device)[:, : self.layout.width]
         self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8)
         if is_grouped(dtype, self._device):
             self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.late import LateTokens
+from ..kernels.memory import lazy_zeros
 from ..kernels.paged_attention import LayerKV
 from ..kernels.staging import to_device
 
@@ -108,7 +109,7 @@ def allocate_kv(
     layers = []
     for spec in specs:
         shape = (spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
-        layers.append(LayerKV(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))))
+        layers.append(LayerKV(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)))
     return layers
 
 

@@ -52,13 +52,14 @@ def _functions() -> _Functions | None:
     if kernels is None or not panel:
         return None
     pointer = ctypes.c_void_p
-    kernels.outrider_linear_pack.argtypes = (pointer, pointer)
-    kernels.outrider_linear_pack.restype = None
-    plain, releasing = kernels.outrider_linear, ctypes.CDLL(kernels._name).outrider_linear
+    unlocked = ctypes.CDLL(kernels._name)
+    unlocked.outrider_linear_pack.argtypes = (pointer, pointer)
+    unlocked.outrider_linear_pack.restype = None
+    plain, releasing = kernels.outrider_linear, unlocked.outrider_linear
     for product in (plain, releasing):
         product.argtypes = (*[pointer] * 4, ctypes.c_int64, pointer, pointer)
         product.restype = None
-    return _Functions(plain, releasing, kernels.outrider_linear_pack, panel)
+    return _Functions(plain, releasing, unlocked.outrider_linear_pack, panel)
 
 
 def is_native(weight: Tensor) -> bool:

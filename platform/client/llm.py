@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from os import PathLike, fspath
 from types import TracebackType
@@ -24,6 +25,7 @@ from .engine_factory import (
     Engine,
     demo_lora_requests,
     engine_args,
+    import_text_side,
     load_engine,
     load_text_side,
 )
@@ -95,7 +97,12 @@ class LLM:
         self._sources = sources if sources is not None else AdapterSources()
         if args.prompt_pacing is None:
             args = replace(args, prompt_pacing=False)
-        self._engine = load_engine(engine)(args, progress=sys.stderr.isatty())
+        make_engine = load_engine(engine)
+        # The tokenizer's library takes a second to import: meanwhile the weights are loaded. What goes wrong with it
+        # goes wrong again below.
+        with ThreadPoolExecutor(1, thread_name_prefix="imports") as beside:
+            beside.submit(import_text_side, args)
+            self._engine = make_engine(args, progress=sys.stderr.isatty())
         try:
             self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
             self._input_processor = InputProcessor(self._tokenizer, self._engine.info, eos_token_ids)
