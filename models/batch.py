@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["ForwardBatch", "KVLayerSpec", "LateTokens", "LayerKV", "SequenceRows", "allocate_kv", "build_batch"]
 
 
+READY_BYTES = 1 << 30
+"""Of the cache of a CPU, which its start waits for: a tenth to two seconds, by what the system has at hand."""
+
+
 class KVLayerSpec(NamedTuple):
     """What one layer keeps of a token: a key and a value of `head_dim` for each KV head."""
 
@@ -105,11 +109,20 @@ def allocate_kv(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> list[LayerKV]:
-    """A zeroed cache of `num_blocks` blocks for each layer; zeros because attention reads slots never written to."""
+    """A zeroed cache of `num_blocks` blocks for each layer; zeros because attention reads slots never written to.
+
+    On a CPU the first blocks have memory at once, and the others, of which there may be gigabytes, when they are used.
+    """
     layers = []
     for spec in specs:
         shape = (spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
         layers.append(LayerKV(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)))
+    if torch.device(device).type == "cpu":
+        num_bytes = sum(part.nbytes for layer in layers for part in layer)
+        num_ready = min(num_blocks, num_blocks * READY_BYTES // max(num_bytes, 1))
+        for layer in layers:
+            for part in layer:
+                part[:, :num_ready].zero_()
     return layers
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor, cat
 
 from .invariant import InvariantLinear
 from .invariant import pack_invariant as _pack_invariant
@@ -15,14 +18,20 @@ from .torch import row_squares as _slow_row_squares
 __all__ = ["InvariantLinear", "NativeLinear", "PackedLinear", "pack", "pack_invariant", "row_squares"]
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | NativeLinear:
+Weight: TypeAlias = Tensor | Sequence[Tensor]
+"""[out, in], or the blocks of rows that make it up, one after the other."""
+
+
+def pack(weight: Weight, bias: Tensor | None = None) -> PackedLinear | NativeLinear:
     """Pack `weight` [out, in] and `bias` [out]; on a CPU the packed copy is independent of `weight`, which may go."""
-    return NativeLinear(weight, bias) if is_native(weight) else _pack(weight, bias)
+    blocks = _blocks(weight)
+    return NativeLinear(blocks, bias) if all(map(is_native, blocks)) else _pack(_whole(blocks), bias)
 
 
-def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinear | NativeLinear:
+def pack_invariant(weight: Weight, bias: Tensor | None = None) -> InvariantLinear | NativeLinear:
     """`pack`, so that the result for a row does not depend on the other rows, bit for bit."""
-    return NativeLinear(weight, bias) if is_native(weight) else _pack_invariant(weight, bias)
+    blocks = _blocks(weight)
+    return NativeLinear(blocks, bias) if all(map(is_native, blocks)) else _pack_invariant(_whole(blocks), bias)
 
 
 def row_squares(weight: Tensor) -> Tensor:
@@ -30,3 +39,11 @@ def row_squares(weight: Tensor) -> Tensor:
     than for reading its file."""
     squares = _row_squares(weight)
     return _slow_row_squares(weight) if squares is None else squares
+
+
+def _blocks(weight: Weight) -> Sequence[Tensor]:
+    return [weight] if isinstance(weight, Tensor) else weight
+
+
+def _whole(blocks: Sequence[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else cat(list(blocks))

@@ -121,19 +121,20 @@ void multiply(const Call& call, int64_t rows) {
     }
 }
 
-// weight [out, in] to panels.
-void pack(const Weight& to, const bf16* weight) {
-    const int64_t in = to.in_features, out = to.out_features, num_pairs = in / 2;
-    const int64_t num_panels = (out + PANEL - 1) / PANEL;
+// `weight` [rows, in], the outputs from `first` on, which begins a panel, to panels.
+void pack(const Weight& to, const bf16* weight, int64_t first, int64_t rows) {
+    const int64_t in = to.in_features, num_pairs = in / 2;
+    const int64_t num_panels = (rows + PANEL - 1) / PANEL;
 #pragma omp parallel for if (num_threads() > 1)
     for (int64_t panel = 0; panel < num_panels; panel++)
         for (int64_t k = 0; k < num_pairs; k += LANES)
             for (int64_t i = 0; i < PANEL; i++) {
                 const int64_t row = panel * PANEL + i;
+                bf16* out = (bf16*)to.panels + ((first / PANEL + panel) * num_pairs * PANEL + i) * 2;
                 for (int64_t pair = k; pair < std::min(k + LANES, num_pairs); pair++) {
                     uint32_t bits = 0;
-                    if (row < out) std::memcpy(&bits, weight + row * in + 2 * pair, sizeof bits);
-                    std::memcpy((bf16*)to.panels + ((panel * num_pairs + pair) * PANEL + i) * 2, &bits, sizeof bits);
+                    if (row < rows) std::memcpy(&bits, weight + row * in + 2 * pair, sizeof bits);
+                    std::memcpy(out + pair * PANEL * 2, &bits, sizeof bits);
                 }
             }
 }
@@ -145,7 +146,7 @@ constexpr bool SERVED = true;
 constexpr bool SERVED = false;
 
 void multiply(const Call&, int64_t) {}
-void pack(const Weight&, const bf16*) {}
+void pack(const Weight&, const bf16*, int64_t, int64_t) {}
 
 #endif
 
@@ -175,7 +176,9 @@ extern "C" void outrider_row_squares(const void* weight, int64_t rows, int64_t i
 // The outputs that a panel has; 0 where the processor is not for this kernel.
 extern "C" int64_t outrider_linear_panel() { return SERVED ? PANEL : 0; }
 
-extern "C" void outrider_linear_pack(const Weight* to, const void* weight) { pack(*to, (const bf16*)weight); }
+extern "C" void outrider_linear_pack(const Weight* to, const void* weight, int64_t first, int64_t rows) {
+    pack(*to, (const bf16*)weight, first, rows);
+}
 
 struct Site;
 struct Step;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -53,7 +54,7 @@ def _functions() -> _Functions | None:
         return None
     pointer = ctypes.c_void_p
     unlocked = ctypes.CDLL(kernels._name)
-    unlocked.outrider_linear_pack.argtypes = (pointer, pointer)
+    unlocked.outrider_linear_pack.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int64)
     unlocked.outrider_linear_pack.restype = None
     plain, releasing = kernels.outrider_linear, unlocked.outrider_linear
     for product in (plain, releasing):
@@ -92,23 +93,28 @@ class NativeLinear:
 
     __slots__ = ("_base", "_kept", "_releasing", "_weight", "in_features", "out_features")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` as `is_native` has it; its packed copy is independent of it."""
+    def __init__(self, blocks: Sequence[Tensor], bias: Tensor | None) -> None:
+        """`blocks`: the weight's rows, each block as `is_native` has it; the packed copy is independent of them."""
         functions = _functions()
         assert functions is not None, "is_native says when this may be made"
-        self.out_features, self.in_features = weight.shape
+        if any(len(block) % functions.panel for block in blocks[:-1]):
+            blocks = [torch.cat(list(blocks))]
+        self.out_features, self.in_features = sum(map(len, blocks)), blocks[0].shape[1]
         packed = torch.empty(
-            -(-self.out_features // functions.panel) * functions.panel, self.in_features, dtype=weight.dtype
+            -(-self.out_features // functions.panel) * functions.panel, self.in_features, dtype=torch.bfloat16
         )
-        bias = None if bias is None else bias.to(weight.dtype).contiguous()
+        bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
         shape = (self.in_features, self.out_features, packed.data_ptr())
         # Without the bias, and with it.
         self._base = _Weight(*shape, None)
         self._weight = self._base if bias is None else _Weight(*shape, bias.data_ptr())
         self._kept = (packed, bias)
-        self._releasing = max(1, RELEASING_WORK // weight.numel())  # rows
-        weight = weight.contiguous()
-        functions.pack(ctypes.addressof(self._base), weight.data_ptr())
+        self._releasing = max(1, RELEASING_WORK // (self.out_features * self.in_features))  # rows
+        first = 0
+        for block in blocks:
+            rows = block.contiguous()
+            functions.pack(ctypes.addressof(self._base), rows.data_ptr(), first, len(rows))
+            first += len(rows)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, site: int = 0, step: AdapterTokens | None = None

@@ -66,7 +66,8 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """
     shape = (weight.shape[0], weight.shape[1])
     if not _prepacks(weight):
-        return PackedLinear(weight, bias, shape, prepacked=False)
+        kept = weight.clone() if weight.device.type == "cpu" else weight
+        return PackedLinear(kept, bias, shape, prepacked=False)
     return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias, shape, prepacked=True)
 
 

@@ -74,9 +74,8 @@ class Linear:
         self._dtype = dtype
         self._device = device
         self._pack = pack_invariant if batch_invariant else pack
-        # While loading: the merged tensors, and how many slots are still to come. Freed when packed.
-        self._merged: dict[str, Tensor] = {}
-        self._missing = len(self.slices) * (1 + bias)
+        # While loading: each slice's tensor, maybe the file itself. Let go when packed.
+        self._parts: dict[tuple[str, int], Tensor] = {}
         self._packed: PackedLinear | InvariantLinear | NativeLinear | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
@@ -100,25 +99,21 @@ class Linear:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
         slots = {}
-        begin = 0
-        for module, rows in self.slices:
-            slots[f"{module}.weight"] = self._slot("weight", begin, (rows, self.in_features))
+        for index, (module, rows) in enumerate(self.slices):
+            slots[f"{module}.weight"] = self._slot("weight", index, (rows, self.in_features))
             if self._bias:
-                slots[f"{module}.bias"] = self._slot("bias", begin, (rows,))
-            begin += rows
+                slots[f"{module}.bias"] = self._slot("bias", index, (rows,))
         return slots
 
-    def _slot(self, kind: str, begin: int, shape: tuple[int, ...]) -> WeightSlot:
+    def _slot(self, kind: str, index: int, shape: tuple[int, ...]) -> WeightSlot:
         def load(tensor: Tensor) -> None:
-            if kind not in self._merged:
-                whole = (self.out_features, *shape[1:])
-                self._merged[kind] = torch.empty(whole, dtype=self._dtype, device=self._device)
-            self._merged[kind][begin : begin + shape[0]].copy_(tensor)
-            self._missing -= 1
-            if not self._missing:
-                weight, self.bias = self._merged["weight"], self._merged.get("bias")
-                self.row_squares = row_squares(weight)
-                self._packed = self._pack(weight, self.bias)
-                self._merged = {}
+            self._parts[kind, index] = tensor.to(self._device, self._dtype)
+            if len(self._parts) == len(self.slices) * (1 + self._bias):
+                blocks = [self._parts["weight", i] for i in range(len(self.slices))]
+                if self._bias:
+                    self.bias = torch.cat([self._parts["bias", i] for i in range(len(self.slices))])
+                self.row_squares = torch.cat([row_squares(block) for block in blocks])
+                self._packed = self._pack(blocks, self.bias)
+                self._parts = {}
 
         return WeightSlot(shape, load, scale=self.in_features**-0.5)

@@ -43,6 +43,27 @@ def test_products_are_those_of_the_definition(rows, shape, extras):
     torch.testing.assert_close(linear.without_bias(x).double(), plain, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [(64, 128, 8), (8,), (64, 64), (3, 64, 5), (128, 7, 64)], ids=str)
+def test_blocks_of_rows_are_the_weight_they_make_up(sizes):
+    weight, x, bias, _ = operands(9, (sum(sizes), 36))
+    blocks = [block.t().contiguous().t() for block in weight.split(list(sizes))]
+    linear = pack(blocks, bias)
+    assert isinstance(linear, NativeLinear)
+    assert torch.equal(linear(x), pack(weight, bias)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_blocks_are_packed_whatever_packs_them(dtype):
+    blocks = [torch.randn(rows, 10).to(dtype) for rows in (4, 64, 9)]
+    x = torch.randn(3, 10).to(dtype)
+    expected = x.double() @ torch.cat(blocks).double().T
+    linear = pack(blocks)
+    assert (linear.out_features, linear.in_features) == (77, 10)
+    for block in blocks:
+        block.zero_()  # the packed copy is independent of them
+    torch.testing.assert_close(linear(x).double(), expected, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_alone_has_the_same_bits(shape):
     weight, x, bias, residual = operands(210, shape)
