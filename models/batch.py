@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["ForwardBatch", "KVLayerSpec", "LateTokens", "LayerKV", "SequenceRows", "allocate_kv", "build_batch"]
 
 
-READY_BYTES = 1 << 30
-"""Of the cache of a CPU, which its start waits for: a tenth to two seconds, by what the system has at hand."""
+READY_BYTES = 1 << 28
+"""Of the cache of a CPU, which its start waits for: some hundredths of a second, or half a one where a virtual machine must
+first get the memory."""
 
 
 class KVLayerSpec(NamedTuple):

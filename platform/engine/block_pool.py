@@ -13,11 +13,15 @@ class BlockPool:
     handed out again, so that the prefix cache can revive it with `acquire`; `on_reuse` tells the cache when it is gone.
 
         in use  --release to 0-->  free (most recently used end)  --allocate from the least recently used end-->  in use
+
+    Blocks with nothing to keep (`keeps` says so) are handed out first, the one that was released last before all: no
+    cached content goes while there is one of them, and its memory may still be in the processor's caches.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.on_reuse: Callable[[int], None] = lambda block: None
+        self.keeps: Callable[[int], bool] = lambda block: True
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
@@ -66,6 +70,8 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
+                if not self.keeps(block):
+                    self._free.move_to_end(block, last=False)
 
     def check_integrity(self, owners: Iterable[Iterable[int]] = ()) -> None:
         """Raise AssertionError unless counts match the `owners`' block lists and the free list is exactly the rest."""

@@ -57,6 +57,7 @@ class PrefixCache:
         self._draft_ready: set[int] = set()
         """Blocks, cached or in use, whose KV in the proposer's layers is valid."""
         pool.on_reuse = self._forget
+        pool.keeps = self._hash_of.__contains__
 
     def match(self, request: Request) -> PrefixMatch:
         """Acquire the longest cached prefix of the request's tokens. At least one token is left to compute, for its

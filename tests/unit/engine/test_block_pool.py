@@ -24,6 +24,15 @@ def test_free_blocks_are_reused_least_recently_first_and_tails_before_heads():
     assert pool.allocate(4) == [*reversed(second), *reversed(first)]
 
 
+def test_what_keeps_nothing_is_reused_first_and_while_it_is_warm():
+    pool, kept = BlockPool(6), {0, 1}
+    pool.keeps = kept.__contains__
+    blocks, others = pool.allocate(4), pool.allocate(1)
+    pool.release(others)
+    pool.release(blocks)
+    assert pool.allocate(6) == [2, 3, *others, 5, 1, 0]
+
+
 def test_a_revived_block_is_not_handed_out():
     pool = BlockPool(2)
     (block, other) = pool.allocate(2)
