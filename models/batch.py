@@ -22,8 +22,8 @@ __all__ = ["ForwardBatch", "KVLayerSpec", "LateTokens", "LayerKV", "SequenceRows
 
 
 READY_BYTES = 1 << 28
-"""Of the cache of a CPU, which its start waits for: some hundredths of a second, or half a one where a virtual machine must
-first get the memory."""
+"""Of the cache of a CPU, which its start waits for: some hundredths of a second, or half a one where a virtual machine
+must first get the memory."""
 
 
 class KVLayerSpec(NamedTuple):
