@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["ForwardBatch", "KVLayerSpec", "LateTokens", "LayerKV", "SequenceRows", "allocate_kv", "build_batch"]
 
 
-READY_BYTES = 1 << 28
-"""Of the cache of a CPU, which its start waits for: some hundredths of a second, or half a one where a virtual machine
+READY_BYTES = 1 << 26
+"""Of the cache of a CPU, which its start waits for: hundredths of a second, or a tenth where a virtual machine
 must first get the memory."""
 
 
