@@ -288,7 +288,12 @@ class GraphedPass:
         self._numbers[: len(numbers)].copy_(staged(numbers, self._numbers.device), non_blocking=True)
         for late in rows.late:
             late.fill(self._numbers)
-        self._plan(shape).refill(tables.arrays(positions))
+        plan = self._plan(shape)
+        plan.refill(tables.arrays(positions))
+        if rows.overshoot is not None:
+            plan.settle(rows.overshoot, self._numbers[tokens:][:num_tokens])
+        if rows.unused is not None:
+            self._numbers[2 * tokens :][: len(rows.query_lens)].sub_(rows.unused)
         if states is not None:
             assert self._states is not None
             self._states[:num_tokens].copy_(states)

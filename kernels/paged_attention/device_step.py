@@ -15,11 +15,20 @@ from ..staging import staged, to_device
 from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
 from .torch import LayerKV
-from .triton import attention_constants, attention_kernel, reduce_kernel, write_constants, write_kernel
+from .triton import (
+    attention_constants,
+    attention_kernel,
+    reduce_kernel,
+    settle_kernel,
+    write_constants,
+    write_kernel,
+)
 
 _LOG2_E = 1.4426950408889634
 # Larger ones hide nothing, and 32 bits are enough for it.
 _MAX_WINDOW = 1 << 30
+_SETTLED = 32
+"""Queries of a tile that are corrected at once."""
 
 
 class KVScales(NamedTuple):
@@ -105,6 +114,21 @@ class DeviceStep:
         """
         packed = self._planner.pack(rows, self._layout)
         self._data[: len(packed)].copy_(staged(packed, self._device), non_blocking=True)
+
+    def settle(self, overshoot: Tensor, positions: Tensor) -> None:
+        """The rows begin earlier than they were said to, which only the device knows: one launch before the others.
+
+        Args:
+            overshoot: [B] int64, by how many positions.
+            positions: [T] int64 of the tokens; corrected too.
+        """
+        kernel_grid = (self._layout.num_tiles,)
+        settle_kernel[kernel_grid](
+            *(self._data, self._table, self._slots, positions, overshoot),
+            BLOCK_SIZE=self._block_size,
+            BLOCK=_SETTLED,
+            num_warps=1,
+        )
 
     def write(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Write k and v [T, Hk, D] to the rows' slots; see `write_kv`."""

@@ -99,17 +99,17 @@ Drafted = dict[tuple[str, tuple[int, ...]], list[int]]
 
 def watch_drafts(engine: EngineCore, drafted: Drafted) -> None:
     """Keep what is drafted."""
-    proposer = engine._runner._proposer
-    propose = proposer.propose
+    runner = engine._runner
+    collect = runner.collect
 
-    def watched(rows: Any, target: Any) -> Any:
-        proposals = propose(rows, target)
-        for row, proposal in zip(rows, proposals, strict=True):
-            if row.sampled and row.max_drafts:
-                drafted[row.request.request_id, tuple(row.tokens)] = list(proposal.drafts.token_ids)
-        return proposals
+    def watched(launched: Any) -> Any:
+        result = collect(launched)
+        for row, got in zip(launched.plan.rows, result.rows, strict=True):
+            if row.samples and row.max_new_drafts:
+                drafted[row.request.request_id, (*row.request.tokens, *got.token_ids)] = list(got.drafts.token_ids)
+        return result
 
-    proposer.propose = watched
+    runner.collect = watched  # type: ignore[method-assign]
 
 
 def take(engine: EngineCore, outputs: dict[str, list[int]]) -> None:
@@ -182,6 +182,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
         ("draft_model", True, False),
         ("eagle3", True, False),
         ("eagle3", False, True),
+        ("draft_model", True, True),
         ("medusa", True, True),
         (None, True, True),
     ],
@@ -204,4 +205,11 @@ def test_text_is_the_same(
     assert found == run(files, "cpu", None, adapted=adapted)[0]  # without graphs and without drafts
     if method is not None:
         assert any(drafted.values())
-        assert drafted == run(files, "cpu", method, adapted=adapted)[1]
+        wanted = run(files, "cpu", method, adapted=adapted)[1]
+        if not overlapping:
+            assert drafted == wanted
+            return
+        # Near their ends sequences may get fewer drafts while the host does not know how long they are.
+        pairs = [(drafted[key], wanted[key]) for key in drafted.keys() & wanted.keys()]
+        assert all(got[: len(want)] == want[: len(got)] for got, want in pairs)
+        assert sum(map(len, drafted.values())) > 10
