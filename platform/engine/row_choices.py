@@ -29,12 +29,14 @@ def row_choices(
         there = request.under_way[-1].max_new_drafts if is_late else len(request.drafts.token_ids)
         if there:
             num_drafts = max(0, min(there, budget - known, share, limits.room(request, coming, coming, longest)))
+    # A drafter that was not asked has fallen behind meanwhile: nobody knows how far before the commit.
+    has_lag = is_late and limits.extra_slots and not request.under_way[-1].max_new_drafts
     choices = ((num_drafts, True), (num_drafts, False), (0, False)) if share else ((0, False),)
     for count, lookahead in choices:
         num_tokens = min(known + count, budget)
         samples = num_tokens >= known
         new_drafts = 0
-        if samples and share and (lookahead or not limits.extra_slots):
+        if samples and share and (lookahead or not limits.extra_slots) and not has_lag:
             new_drafts = min(share, _wanted(request, count, limits, longest))
         row = RowPlan(request, request.num_planned, num_tokens, count, samples, new_drafts, is_late and samples)
         yield row, new_drafts if limits.extra_slots else 0
@@ -58,7 +60,4 @@ def may_draft_late(row: RowPlan, limits: DraftLimits, longest: int) -> bool:
 
 def _wanted(request: Request, num_drafts: int, limits: DraftLimits, longest: int) -> int:
     """Drafts to propose after a row that verifies `num_drafts`."""
-    if request.is_late and limits.extra_slots and not request.under_way[-1].max_new_drafts:
-        # The drafter has fallen behind meanwhile: nobody knows how far before the commit.
-        return 0
     return limits.room(request, 1 + request.is_late, request.num_coming + num_drafts + 1, longest)

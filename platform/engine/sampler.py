@@ -130,7 +130,7 @@ class Sampler:
             return self.launch(logits, rows, overshoot)
         if overshoot is not None:
             rows = [row.settled(by) for row, by in zip(rows, overshoot.tolist(), strict=True)]
-        return Ready(self(logits, rows), [1 + len(row.drafts.token_ids) for row in rows])
+        return Ready(self(logits, rows), [1 + len(row.drafts.token_ids) for row in rows], logits.device)
 
     def launch(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending:
         """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `begin`."""
@@ -253,22 +253,21 @@ class Ready(NamedTuple):
     sampled: list[Sampled]
     counts: list[int]
     """Of each sequence, its rows of logits: 1 + k."""
+    device: torch.device
 
     def outcome(self, vocab_size: int) -> LateOutcome:
-        """See `Pending`; on the CPU."""
+        """See `Pending`."""
         tokens = [
             token
             for got, count in zip(self.sampled, self.counts, strict=True)
             for token in (got.token_ids + [0] * count)[:count]
         ]
         last = [got.token_ids[-1] if got.token_ids else 0 for got in self.sampled]
-        accepted = [got.num_accepted for got in self.sampled]
-        rejected = None
-        if max(self.counts) > 1:
-            left = [count - 1 - right for count, right in zip(self.counts, accepted, strict=True)]
-            rejected = torch.tensor([*left, 0])
+        accepted = np.array([got.num_accepted for got in self.sampled])
         most = max(self.counts) - 1
-        return LateOutcome(*map(torch.tensor, (tokens, last, accepted)), rejected, most_rejected=most)
+        left = np.append(np.array(self.counts) - 1 - accepted, 0)
+        numbers = upload(self.device, np.array(tokens), np.array(last), accepted, left)
+        return LateOutcome(*numbers[:3], numbers[3] if most else None, most_rejected=most)
 
     def collect(self) -> list[Sampled]:
         """What each sequence got."""

@@ -192,7 +192,7 @@ def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
 
 
 def test_ready_rows_without_tokens_leave_a_zero():
-    out = Ready([Sampled([4, 6], 1), Sampled([], 0)], [3, 1]).outcome(10)
+    out = Ready([Sampled([4, 6], 1), Sampled([], 0)], [3, 1], torch.device("cpu")).outcome(10)
     assert out.next_tokens.tolist() == [6, 0]
     assert (out.tokens.tolist(), out.rejected.tolist()) == ([4, 6, 0, 0], [1, 0, 0])
 
