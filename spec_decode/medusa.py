@@ -141,7 +141,8 @@ class MedusaProposer:
         if self._passes is not None:
             found = self._passes.run(hidden, [s.row.request.adapter for s in drafting], drafting[0].num_wanted)
             if found is not None:
-                self._draw(drafting, *found, overshoot)
+                logits, best = found
+                self._draw(drafting, logits, best, overshoot)
                 return
         count, adapters = -1, None
         for head in range(drafting[0].num_wanted):
@@ -149,8 +150,8 @@ class MedusaProposer:
             if len(wanted) != count:
                 count = len(wanted)
                 adapters = self._prepare_adapters([(s.row.request.adapter, 1) for s in wanted])
-            logits = self._heads.logits(head, hidden[:count], adapters)
-            draw(wanted, logits, edit=self._edit_logits, overshoot=_first(overshoot, count))
+            of_head = self._heads.logits(head, hidden[:count], adapters)
+            draw(wanted, of_head, edit=self._edit_logits, overshoot=_first(overshoot, count))
         join_drafts(drafting)
 
     def _draw(self, drafting: list[Drafting], logits: Tensor, best: Tensor, overshoot: Tensor | None) -> None:

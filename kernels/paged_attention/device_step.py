@@ -14,12 +14,12 @@ from ..rope import Rotation
 from ..staging import staged, to_device
 from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
+from .settle import BLOCK, settle_kernel
 from .torch import LayerKV
 from .triton import (
     attention_constants,
     attention_kernel,
     reduce_kernel,
-    settle_kernel,
     write_constants,
     write_kernel,
 )
@@ -27,8 +27,6 @@ from .triton import (
 _LOG2_E = 1.4426950408889634
 # Larger ones hide nothing, and 32 bits are enough for it.
 _MAX_WINDOW = 1 << 30
-_SETTLED = 32
-"""Queries of a tile that are corrected at once."""
 
 
 class KVScales(NamedTuple):
@@ -122,13 +120,8 @@ class DeviceStep:
             overshoot: [B] int64, by how many positions.
             positions: [T] int64 of the tokens; corrected too.
         """
-        kernel_grid = (self._layout.num_tiles,)
-        settle_kernel[kernel_grid](
-            *(self._data, self._table, self._slots, positions, overshoot),
-            BLOCK_SIZE=self._block_size,
-            BLOCK=_SETTLED,
-            num_warps=1,
-        )
+        arrays = self._data, self._table, self._slots, positions, overshoot
+        settle_kernel[(self._layout.num_tiles,)](*arrays, BLOCK_SIZE=self._block_size, BLOCK=BLOCK, num_warps=1)
 
     def write(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Write k and v [T, Hk, D] to the rows' slots; see `write_kv`."""

@@ -18,6 +18,7 @@ from ..rope.triton import rotate_pairs
 from ..tuning.configs import KVWriteConfig
 from .native import Shape
 from .schedule import DEFAULT_WRITE, MIN_SPLIT_KEYS, TILE_FIELDS, Blocks, default_blocks, padded_dim
+from .settle import settle_cases
 
 # As KEY_LIMIT in torch.py, and the largest number of float8 e4m3.
 _KEY_LIMIT = tl.constexpr(1e30)
@@ -256,33 +257,6 @@ def attention_kernel(
         tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])
-def settle_kernel(tiles, table, slots, positions, overshoot, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows begin `overshoot` [B] int64 earlier: their tiles, and their tokens' `slots` [T] and `positions` [T] int64.
-
-    A program corrects a tile; it must be a single warp, which reads the tile before it writes there.
-    """
-    record = tiles + tl.program_id(0) * _TILE_FIELDS
-    num_queries = tl.load(record + 1)
-    if num_queries == 0:
-        return
-    early = tl.load(overshoot + tl.load(record + 5)).to(tl.int32)
-    token = tl.load(record)
-    position = tl.load(record + 2) - early
-    row_position = tl.load(record + 4) - early
-    table += tl.load(record + 3)
-    tl.debug_barrier()
-    tl.store(record + 2, position)
-    tl.store(record + 4, row_position)
-    for first in range(0, num_queries, BLOCK):
-        query = first + tl.arange(0, BLOCK)
-        real = query < num_queries
-        place = position + query
-        block = tl.load(table + place // BLOCK_SIZE, mask=real, other=0)
-        tl.store(slots + token + query, block * BLOCK_SIZE + place % BLOCK_SIZE, mask=real)
-        tl.store(positions + token + query, place.to(tl.int64), mask=real)
-
-
 @triton.jit(do_not_specialize=["max_queries"])
 def reduce_kernel(
     parts, part_sums, tiles, out, max_queries,
@@ -385,17 +359,6 @@ def _reduce_case(dtype: str, head_dim: int, num_splits: int) -> CompileCase:
     return CompileCase(name, reduce_kernel, kinds | dict.fromkeys(constants, "constexpr"), constants)
 
 
-def _settle_case(block_size: int) -> CompileCase:
-    signature = {
-        **dict.fromkeys(("tiles", "table", "slots"), "*i32"),
-        **dict.fromkeys(("positions", "overshoot"), "*i64"),
-        **dict.fromkeys(("BLOCK_SIZE", "BLOCK"), "constexpr"),
-    }
-    return CompileCase(
-        f"paged_attention settle b{block_size}", settle_kernel, signature, {"BLOCK_SIZE": block_size, "BLOCK": 32}, 1
-    )
-
-
 def compile_cases() -> list[CompileCase]:
     """See CompileCase."""
     llama, wide, odd = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80)
@@ -411,8 +374,7 @@ def compile_cases() -> list[CompileCase]:
         _reduce_case("bf16", 128, 4),
         _reduce_case("bf16", 128, 64),
         _reduce_case("fp16", 256, 32),
-        _settle_case(16),
-        _settle_case(20),
+        *settle_cases(),
     ]
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", llama, 16, block_m, arch) for block_m in (16, 128)]

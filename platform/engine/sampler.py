@@ -266,8 +266,9 @@ class Ready(NamedTuple):
         accepted = np.array([got.num_accepted for got in self.sampled])
         most = max(self.counts) - 1
         left = np.append(np.array(self.counts) - 1 - accepted, 0)
-        numbers = upload(self.device, np.array(tokens), np.array(last), accepted, left)
-        return LateOutcome(*numbers[:3], numbers[3] if most else None, most_rejected=most)
+        arrays = np.array(tokens), np.array(last), accepted, left
+        there, next_tokens, right, rejected = upload(self.device, *arrays)
+        return LateOutcome(there, next_tokens, right, rejected if most else None, most_rejected=most)
 
     def collect(self) -> list[Sampled]:
         """What each sequence got."""

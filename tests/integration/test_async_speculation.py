@@ -214,3 +214,46 @@ def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts,
     plans = watch(engine, monkeypatch)
     run(engine, [(prompt, greedy) for prompt in prompts])
     assert not any(plan.drafts_late or row.is_late for plan in plans for row in plan.rows)
+
+
+def note_drafts(engine):
+    """What is drafted, by the request's name and its tokens."""
+    drafted, collect = {}, engine._runner.collect
+
+    def noted(launched):
+        result = collect(launched)
+        for row, got in zip(launched.plan.rows, result.rows, strict=True):
+            key = row.request.seed_key, (*row.request.tokens, *got.token_ids)
+            drafted[key] = list(got.drafts.token_ids)
+        return result
+
+    engine._runner.collect = noted
+    return drafted
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_drafts_are_those_of_steps_one_after_the_other(
+    models, make_engine, run, prompts, method, on_device, monkeypatch
+):
+    """Also after prompts whose KV, and whose hidden states, such steps have left in the prefix cache."""
+    if on_device:
+        monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
+    found = []
+    for asynchronous in (False, True):
+        config = models.speculative(method, 3) | {"adaptive": False}
+        options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "async_scheduling": asynchronous}
+        engine = make_engine(speculative_config=config, block_size=4, **options)
+        drafted = note_drafts(engine)
+        jobs = jobs_of(models, prompts, KINDS, True)
+        outcomes = run(engine, jobs)
+        longer = [
+            (prompt + outcome.token_ids, params, lora)
+            for (prompt, params, lora), outcome in zip(jobs, outcomes, strict=True)
+        ]
+        again = run(engine, longer)
+        assert all(o.num_cached_tokens > len(prompt) for o, (prompt, *_) in zip(again, jobs, strict=True))
+        found.append(drafted)
+    common = [(found[0][key], found[1][key]) for key in found[0].keys() & found[1].keys()]
+    assert sum(min(map(len, pair)) for pair in common) > 300
+    assert all(one[: len(other)] == other[: len(one)] for one, other in common)
