@@ -77,8 +77,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("options", "on_device"), [("chunks", True), ("few blocks", False), ("fair, no cache", True)])
 @pytest.mark.parametrize("method", METHODS)
 def test_in_batches_that_come_and_go(
     models, make_engine, plain_engine, run, prompts, method, options, on_device, monkeypatch
@@ -231,14 +230,9 @@ def note_drafts(engine):
     return drafted
 
 
-@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_drafts_are_those_of_steps_one_after_the_other(
-    models, make_engine, run, prompts, method, on_device, monkeypatch
-):
+def test_the_drafts_are_those_of_steps_one_after_the_other(models, make_engine, run, prompts, method):
     """Also after prompts whose KV, and whose hidden states, such steps have left in the prefix cache."""
-    if on_device:
-        monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
     found = []
     for asynchronous in (False, True):
         config = models.speculative(method, 3) | {"adaptive": False}

@@ -204,3 +204,16 @@ def test_rows_that_begin_earlier_than_planned(
     for ours, theirs in zip(passes.kv, passes.plain_kv, strict=True):
         for ours_part, theirs_part in zip(ours, theirs, strict=True):
             torch.testing.assert_close(ours_part, theirs_part, atol=2e-5, rtol=2e-5)
+
+
+@torch.inference_mode()
+def test_rows_of_several_tiles_stand_beside_those_that_begin_earlier(passes: Passes, device: str) -> None:
+    planned = passes.rows((33, 4), (5, 60), (20, 3))
+    planned.overshoot = torch.tensor([2, 0, 3], device=device)
+    hidden = [
+        passes.model.forward(build_batch(rows, passes.model, kv)).hidden
+        for rows, kv in ((planned, passes.kv), (planned.settled(), passes.plain_kv))
+    ]
+    torch.testing.assert_close(hidden[0], hidden[1], atol=2e-5, rtol=2e-5)
+    for ours, theirs in zip(passes.kv, passes.plain_kv, strict=True):
+        assert all(torch.allclose(*parts, atol=2e-5) for parts in zip(ours, theirs, strict=True))
