@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .staging import upload
@@ -66,6 +67,79 @@ class LateTokens(NamedTuple):
         """Put them into `token_ids` [T or more] int64, on the device."""
         places, origins = upload(token_ids.device, np.asarray(self.places), np.asarray(self.origins))
         token_ids.index_copy_(0, places, self.source.index_select(0, origins))
+
+
+class LateOutcome(NamedTuple):
+    """What a step of S rows with R logits rows leaves on the device for the one that follows, planned as if all of its
+    drafts were right. Row s has 1 + k_s logits rows and accepts a_s drafts."""
+
+    tokens: Tensor
+    """[R] int64: a row's accepted drafts and its next token; some tokens after these."""
+    next_tokens: Tensor
+    """[S] int64"""
+    accepted: Tensor
+    """[S] int64: a"""
+    rejected: Tensor | None
+    """[S + 1] int64: k - a, and a zero for rows that do not follow any of these; None: there were no drafts."""
+    overshoot: Tensor | None = None
+    """[S] int64: by how many positions the step's own rows begin before where they were planned; None: nowhere."""
+    most_overshoot: int = 0
+    most_rejected: int = 0
+    """No number is larger."""
+
+    def of(self, rows: Sequence[int]) -> LateOutcome:
+        """The same with numbers of these rows alone, but for `tokens`."""
+        if list(rows) == list(range(len(self.accepted))):
+            return self
+        index = upload(self.accepted.device, np.asarray(rows))[0]
+        overshoot = None if self.overshoot is None else self.overshoot[index]
+        rejected = None
+        if self.rejected is not None:
+            rejected = self.rejected[torch.cat((index, index.new_full((1,), len(self.accepted))))]
+        return self._replace(
+            next_tokens=self.next_tokens[index], accepted=self.accepted[index], rejected=rejected, overshoot=overshoot
+        )
+
+    @property
+    def unused(self) -> Tensor | None:
+        """[S] int64: `rejected`, of these rows alone."""
+        return None if self.rejected is None else self.rejected[:-1]
+
+    @property
+    def total(self) -> Tensor | None:
+        """[S] int64: by how many positions the sequences' ends were planned too far; None: nowhere."""
+        if self.unused is None or self.overshoot is None:
+            return self.unused if self.overshoot is None else self.overshoot
+        return self.unused + self.overshoot
+
+
+def late_slots(
+    block_tables: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    block_size: int,
+    overshoot: tuple[Tensor | None, int],
+    device: torch.device,
+) -> Tensor:
+    """Where B rows lie in the cache: slots [T] int64 of positions [start - overshoot, start - overshoot + count).
+
+    Args:
+        overshoot: [B] int64 on the device, and the most that it can be; None: 0.
+    """
+    early, most = overshoot
+    first = np.maximum(np.asarray(starts) - most, 0) // block_size
+    ends = -(-(np.asarray(starts) + np.asarray(counts)) // block_size)
+    blocks = [
+        block for table, a, b in zip(block_tables, first.tolist(), ends.tolist(), strict=True) for block in table[a:b]
+    ]
+    row = np.repeat(np.arange(len(starts)), counts)
+    within = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    shift = (np.cumsum(ends - first) - (ends - first) - first)[row]
+    table, positions, at, of = upload(device, np.asarray(blocks), np.asarray(starts)[row] + within, shift, row)
+    if early is not None:
+        positions -= early.index_select(0, of)
+    at += positions // block_size
+    return table.index_select(0, at).mul_(block_size).add_(positions % block_size)
 
 
 def now_known(ids: Sequence[int]) -> Sequence[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from ..kernels.late import LateTokens
 from ..kernels.memory import lazy_zeros
 from ..kernels.paged_attention import LayerKV
 from ..kernels.staging import to_device
+from .attention import ReplayableAttention
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
@@ -81,6 +82,25 @@ class SequenceRows:
     """Positions before it hold no keys, and no query looks there; for layers that begin later than the tokens."""
     late: Sequence[LateTokens] = ()
     """Stand in for those of `token_ids` at their places."""
+    overshoot: Tensor | None = None
+    """[B] int64 on the device: by how many positions each row begins before `starts`, which was planned before it was
+    known. None: nowhere."""
+    unused: Tensor | None = None
+    """[B] int64 on the device: how many tokens at a row's end count for nothing, so that its last one stands before
+    them; for passes that give something of each row's last token. None: none."""
+
+    def settled(self) -> SequenceRows:
+        """The same where the host knows the starts; it waits for them, but on a CPU, which computes in order."""
+        if self.overshoot is None:
+            return self
+        early = self.overshoot.tolist()
+        starts = [start - by for start, by in zip(self.starts, early, strict=True)]
+        return replace(self, starts=starts, overshoot=None)
+
+    def last_tokens(self, device: torch.device) -> Tensor:
+        """[B] int64: each row's last token."""
+        last = to_device(np.cumsum(self.query_lens) - 1, device)
+        return last if self.unused is None else last - self.unused
 
 
 @dataclass(slots=True)
@@ -131,6 +151,8 @@ def allocate_kv(
 def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], adapters: Any = None) -> ForwardBatch:
     """Put `rows` on the model's device and plan their attention over `kv`, the model's layers of the cache."""
     block_size = kv[0].k.shape[2]
+    if rows.overshoot is not None and not isinstance(model.attention, ReplayableAttention):
+        rows = rows.settled()
     # Few calls of numpy and torch: between two steps, with cold caches, each takes microseconds. Lists take longer only
     # where there are many rows, or prompts, and the step takes far longer still.
     places: list[int] = []
@@ -140,6 +162,9 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
         end = max(end, start + count)
     positions = np.array(places, dtype=np.int64)
     on_device = to_device(positions, model.device)
+    attention = model.attention.plan(rows, positions, block_size)
+    if rows.overshoot is not None:
+        attention.settle(rows.overshoot, on_device)
     cos, sin = model.rope.tables(on_device, end)
     input_ids = to_device(np.array(rows.token_ids, dtype=np.int64), model.device)
     for tokens in rows.late:
@@ -149,7 +174,7 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
         positions=on_device,
         cos=cos,
         sin=sin,
-        attention=model.attention.plan(rows, positions, block_size),
+        attention=attention,
         kv=kv,
         adapters=adapters,
     )

@@ -288,7 +288,12 @@ class GraphedPass:
         self._numbers[: len(numbers)].copy_(staged(numbers, self._numbers.device), non_blocking=True)
         for late in rows.late:
             late.fill(self._numbers)
-        self._plan(shape).refill(tables.arrays(positions))
+        plan = self._plan(shape)
+        plan.refill(tables.arrays(positions))
+        if rows.overshoot is not None:
+            plan.settle(rows.overshoot, self._numbers[tokens:][:num_tokens])
+        if rows.unused is not None:
+            self._numbers[2 * tokens :][: len(rows.query_lens)].sub_(rows.unused)
         if states is not None:
             assert self._states is not None
             self._states[:num_tokens].copy_(states)
@@ -296,9 +301,10 @@ class GraphedPass:
     def _plan(self, shape: PassShape) -> ReplayablePlan:
         if shape not in self._plans:
             capacity = Capacity(shape.rows, shape.queries, shape.tokens, shape.rows * self._blocks_per_row)
-            self._plans[shape] = self._attention.reserve(
-                capacity, self._block_size, self._options.first_key, self._storage
-            )
+            plan = self._attention.reserve(capacity, self._block_size, self._options.first_key, self._storage)
+            # Without rows this does nothing: its kernel is compiled now, not by the first step that is planned too far.
+            plan.settle(self._numbers.new_zeros(1), self._numbers)
+            self._plans[shape] = plan
         return self._plans[shape]
 
     def _work(self, shape: PassShape, adapters: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -10,16 +10,17 @@ of tokens, shortest lag first, and a row that does not get through drafts nothin
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
+from ..kernels.late import LateOutcome, LateTokens
 from ..kernels.staging import to_device
+from ..models.batch import SequenceRows
 from ..platform.core.request import NO_DRAFTS
-from .drawing import Drafting, PassOutput, join_drafts
+from .drawing import Drafting, PassOutput, join_drafts, last_drafts
 from .proposer import DraftRow, Proposal
 from .verification import choose_rule
 
@@ -50,8 +51,8 @@ class TokenDrafter(Protocol):
         """Compute the known tokens `chunks` of each of B sequences from position `start` on."""
         ...
 
-    def go_on(self, sequences: Sequence[Drafting], hidden: Tensor) -> PassOutput:
-        """Compute the last draft of each of B sequences, which was made of `hidden` [B, H]."""
+    def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
+        """Compute the last draft of each of B sequences, which was made of `output`."""
         ...
 
     def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
@@ -84,6 +85,67 @@ def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: CatchUpLimi
             _draft(drafter, *behind, drafts_count=limits.drafts_count)
             join_drafts(sequences)
     return [Proposal(s.drafts, s.start) for s in sequences]
+
+
+BeginLate = Callable[[Sequence[Drafting], LateOutcome], PassOutput]
+"""`TokenDrafter.begin` where the host does not know the tokens: computes, of each of B sequences, 1 + k positions from
+that of the first draft on; what comes after the last token counts for nothing, and is overwritten. The outcome is that
+of these sequences' rows. See `sampled_rows`."""
+
+
+def propose_late(
+    drafter: TokenDrafter, rows: Sequence[DraftRow], late: LateOutcome, begin: BeginLate, limits: CatchUpLimits
+) -> list[Proposal]:
+    """`propose` before the host knows the outcome of a step: see `LateDrafter.propose_late`."""
+    sequences = [Drafting(row, choose_rule(row.request, limits.invariant), row.max_drafts) for row in rows]
+    asking = [i for i, sequence in enumerate(sequences) if sequence.num_wanted]
+    if asking:
+        drafting, of_them = [sequences[i] for i in asking], late.of(asking)
+        output = begin(drafting, of_them)._replace(overshoot=of_them.total)
+        _draft(drafter, drafting, output, drafts_count=False)
+        join_drafts(drafting)
+    return [Proposal(s.drafts, len(s.row.tokens) if s.num_wanted else 0) for s in sequences]
+
+
+def known_rows(sequences: Sequence[Drafting], chunks: list[list[int]], first_key: int = 0) -> SequenceRows:
+    """The pass of `TokenDrafter.begin`."""
+    return SequenceRows(
+        token_ids=[token for chunk in chunks for token in chunk],
+        query_lens=[len(chunk) for chunk in chunks],
+        starts=[s.start for s in sequences],
+        block_tables=[s.row.block_table for s in sequences],
+        first_key=first_key,
+    )
+
+
+def sampled_rows(sequences: Sequence[Drafting], late: LateOutcome, first_key: int = 0) -> SequenceRows:
+    """The pass of `BeginLate`."""
+    counts = [1 + s.row.num_drafts for s in sequences]
+    origins = [s.row.first_index + j for s, count in zip(sequences, counts, strict=True) for j in range(count)]
+    return SequenceRows(
+        token_ids=[0] * len(origins),
+        query_lens=counts,
+        starts=[s.row.start + 1 for s in sequences],
+        block_tables=[s.row.block_table for s in sequences],
+        first_key=first_key,
+        late=[LateTokens(range(len(origins)), late.tokens, origins)],
+        overshoot=late.overshoot,
+        unused=late.unused,
+    )
+
+
+def draft_rows(sequences: Sequence[Drafting], output: PassOutput, first_key: int = 0) -> SequenceRows:
+    """The pass of `TokenDrafter.go_on`."""
+    token_ids, late = last_drafts(sequences)
+    return SequenceRows(
+        token_ids=[token for chunk in token_ids for token in chunk],
+        query_lens=[1] * len(sequences),
+        starts=[len(s.row.tokens) + s.num_drafts - 1 for s in sequences],
+        block_tables=[s.row.block_table for s in sequences],
+        first_key=first_key,
+        late=late,
+        overshoot=output.overshoot,
+    )
 
 
 def _drafting(row: DraftRow, limits: CatchUpLimits) -> Drafting:
@@ -127,9 +189,9 @@ def _draft(drafter: TokenDrafter, drafting: list[Drafting], output: PassOutput, 
     while drafting:
         drafter.draw(drafting, output)
         more = [i for i, s in enumerate(drafting) if s.num_drafts < s.num_wanted]
-        drafting, output = _select(drafting, PassOutput(output.hidden), more)
+        drafting, output = _select(drafting, PassOutput(output.hidden, overshoot=output.overshoot), more)
         if drafting:
-            output = drafter.go_on(drafting, output.hidden)
+            output = drafter.go_on(drafting, output)._replace(overshoot=output.overshoot)
             for sequence in drafting:
                 sequence.start += drafts_count
 

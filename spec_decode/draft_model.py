@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.late import LateTokens
-from ..kernels.staging import to_device
+from ..kernels.late import LateOutcome
 from ..models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ..platform.core.errors import InvalidRequestError
 from ..platform.core.speculative_config import SpeculativeConfig
-from .autoregressive import CatchUpLimits, propose, warn_of_short_reach
-from .drawing import Drafting, EditLogits, PassOutput, draw, last_drafts, most_likely_ids
+from .autoregressive import (
+    CatchUpLimits,
+    draft_rows,
+    known_rows,
+    propose,
+    propose_late,
+    sampled_rows,
+    warn_of_short_reach,
+)
+from .drawing import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .factory import ProposerContext
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
 
@@ -95,7 +101,11 @@ class DraftModelProposer:
     @property
     def needs(self) -> ProposerNeeds:
         """The draft model's layers, and its projections for adapters' draft weights."""
-        return ProposerNeeds(kv_layers=tuple(self._model.kv_layers), linears=tuple(self._model.linears()))
+        return ProposerNeeds(
+            kv_layers=tuple(self._model.kv_layers),
+            linears=tuple(self._model.linears()),
+            max_positions=self._model.config.max_position_embeddings,
+        )
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Its layers of the engine's cache; all of one block size."""
@@ -121,46 +131,41 @@ class DraftModelProposer:
         assert self._limits is not None, "bind comes first"
         return propose(self, rows, self._limits)
 
+    @torch.inference_mode()
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+        """See `LateDrafter`."""
+        assert self._limits is not None, "bind comes first"
+
+        def begin(sequences: Sequence[Drafting], late: LateOutcome) -> PassOutput:
+            return self._forward(sequences, sampled_rows(sequences, late))
+
+        return propose_late(self, rows, late, begin, self._limits)
+
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: tokens can be computed at any time."""
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`."""
-        return self._forward(sequences, chunks, [s.start for s in sequences])
+        return self._forward(sequences, known_rows(sequences, chunks))
 
-    def go_on(self, sequences: Sequence[Drafting], hidden: Tensor) -> PassOutput:
+    def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
         """See `TokenDrafter`; all that the model remembers is in its KV."""
-        starts = [len(s.row.tokens) + s.num_drafts - 1 for s in sequences]
-        token_ids, late = last_drafts(sequences)
-        return self._forward(sequences, token_ids, starts, late)
+        return self._forward(sequences, draft_rows(sequences, output))
 
     def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
         """See `TokenDrafter`."""
         logits = self._model.compute_logits(output.hidden) if output.logits is None else output.logits
-        draw(sequences, logits, edit=self._edit_logits, best=output.best)
+        draw(sequences, logits, edit=self._edit_logits, best=output.best, overshoot=output.overshoot)
 
-    def _forward(
-        self,
-        sequences: Sequence[Drafting],
-        token_ids: list[list[int]],
-        starts: list[int],
-        late: Sequence[LateTokens] = (),
-    ) -> PassOutput:
-        """Compute `token_ids` of each of B sequences from position `starts` on."""
-        rows = SequenceRows(
-            token_ids=[token for chunk in token_ids for token in chunk],
-            query_lens=[len(chunk) for chunk in token_ids],
-            starts=starts,
-            block_tables=[s.row.block_table for s in sequences],
-            late=late,
-        )
-        handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
+    def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
+        """Compute the `rows` of B sequences."""
+        handles = [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
         found = None if self._passes is None else self._passes.run(rows, handles)
         if found is not None:
             return PassOutput(*(part[: len(sequences)] for part in found))
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
         hidden = self._model.forward(batch).hidden
-        return PassOutput(hidden[to_device(np.cumsum(rows.query_lens) - 1, hidden.device)])
+        return PassOutput(hidden[rows.last_tokens(hidden.device)])
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: a `PassOutput` of all rows."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.late import LateIds, LateTokens, OnDevice, late_tokens
-from ..kernels.noise import Stream, gumbel_argmax, row_keys
+from ..kernels.noise import Stream, device_row_keys, gumbel_argmax, row_keys
 from ..kernels.sampling import filter_logits, most_likely
 from ..kernels.staging import to_device
 from ..platform.core.request import NO_DRAFTS, Drafts, Request
@@ -78,6 +78,9 @@ class PassOutput(NamedTuple):
     may change them."""
     best: Tensor | None = None
     """[B] int64: the most likely of these tokens, by the target's ids; good until the next pass."""
+    overshoot: Tensor | None = None
+    """[B] int64 on the device: by how many positions the sequences end before where the host takes them to; None: the
+    host knows."""
 
     def rows(self, index: Tensor) -> PassOutput:
         """That of some of the sequences."""
@@ -105,6 +108,7 @@ def draw(
     vocabulary: DraftVocabulary | None = None,
     edit: EditLogits | None = None,
     best: Tensor | None = None,
+    overshoot: Tensor | None = None,
 ) -> None:
     """Append one draft to each of B sequences.
 
@@ -115,6 +119,7 @@ def draw(
         logits: [B, V] float32, or [B, Vd] with a `vocabulary`; may be changed.
         edit: for requests with such parameters. A drafter that did not know of a mask would be wrong most of the time.
         best: `most_likely_ids` of the logits, where they are known already; may be overwritten later.
+        overshoot: that of `PassOutput`.
     """
     if best is not None and takes_best(sequences, edit):
         _append_late(sequences, OnDevice(best.clone()))
@@ -131,14 +136,16 @@ def draw(
         if greedy:
             source = OnDevice(most_likely_ids(logits, vocabulary))
         else:
-            source = OnDevice(_sample(sequences, logits if vocabulary is None else vocabulary.widen(logits)))
+            wide = logits if vocabulary is None else vocabulary.widen(logits)
+            source = OnDevice(_sample(sequences, wide, overshoot))
         _append_late(sequences, source)
         return
     if greedy:
         known, _ = most_likely(logits)
         tokens = known if vocabulary is None else vocabulary.target_ids[known].tolist()
     else:
-        tokens = _sample(sequences, logits if vocabulary is None else vocabulary.widen(logits)).tolist()
+        wide = logits if vocabulary is None else vocabulary.widen(logits)
+        tokens = _sample(sequences, wide, overshoot).tolist()
     for sequence, token in zip(sequences, tokens, strict=True):
         sequence.draft_ids.append(token)
 
@@ -196,7 +203,7 @@ def join_drafts(sequences: Sequence[Drafting]) -> None:
         sequence.late_ids = [(joined, first[source] + place) for source, place in sequence.late_ids]
 
 
-def _sample(sequences: Sequence[Drafting], logits: Tensor) -> Tensor:
+def _sample(sequences: Sequence[Drafting], logits: Tensor, overshoot: Tensor | None) -> Tensor:
     """Tokens [B] from logits [B, V]; the distributions of rejection-sampled rows are kept with their sequences."""
     params = [s.row.request.params for s in sequences]
     logits = filter_logits(
@@ -210,12 +217,17 @@ def _sample(sequences: Sequence[Drafting], logits: Tensor) -> Tensor:
     positions = [len(s.row.tokens) + s.num_drafts for s in sequences]
     independent = [i for i, s in enumerate(sequences) if s.rule is Rule.REJECTION]
     greedy = [s.rule is not Rule.INVARIANT for s in sequences]  # independent ones are overwritten below
-    tokens = target_tokens(logits, seeds, positions, greedy)
+    tokens = target_tokens(logits, seeds, positions, greedy, overshoot)
     if independent:
         index = to_device(np.array(independent), logits.device)
         q = logits[index].softmax(dim=-1)
-        keys = row_keys([seeds[i] for i in independent], [positions[i] for i in independent], Stream.DRAFT)
-        tokens[index] = gumbel_argmax(q.log(), to_device(keys.numpy(), q.device))
+        picked = [seeds[i] for i in independent], [positions[i] for i in independent]
+        if overshoot is None:
+            keys = to_device(row_keys(*picked, Stream.DRAFT).numpy(), q.device)
+        else:
+            places = to_device(np.array(picked[1]), q.device) - overshoot[index]
+            keys = device_row_keys(picked[0], places, Stream.DRAFT)
+        tokens[index] = gumbel_argmax(q.log(), keys)
         for i, probs in zip(independent, q, strict=True):
             sequences[i].draft_probs.append(probs)
     return tokens

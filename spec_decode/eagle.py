@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.late import LateTokens
+from ..kernels.late import LateOutcome
 from ..kernels.staging import to_device
 from ..models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ..models.config import read_json
 from ..models.graphs import PassOptions
 from ..platform.core.speculative_config import SpeculativeConfig
 from . import autoregressive
-from .autoregressive import CatchUpLimits
+from .autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
 from .checkpoint import fill, fill_randomly, read_tensors
-from .drawing import Drafting, EditLogits, PassOutput, draw, last_drafts, most_likely_ids
+from .drawing import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .eagle_config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
 from .eagle_model import EagleHead, LastRows
 from .factory import ProposerContext
@@ -124,6 +124,7 @@ class EagleProposer:
             kv_layers=(self._head.kv_layer, self._store.spec),
             aux_layers=self._head.config.aux_layers,
             linears=tuple(self._head.linears()),
+            max_positions=self._head.config.layer.max_position_embeddings + 1,
         )
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
@@ -157,13 +158,31 @@ class EagleProposer:
         self.watch(rows, target)
         return autoregressive.propose(self, rows, self._limits)
 
+    @torch.inference_mode()
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+        """See `LateDrafter`."""
+        assert self._limits is not None, "bind comes first"
+        # Those before a row's new tokens are the step's, in the same order.
+        states = self._store.keep(rows, self._states(target), (late.overshoot, late.most_overshoot))
+
+        def begin(sequences: Sequence[Drafting], late: LateOutcome) -> PassOutput:
+            rows = sampled_rows(sequences, late, first_key=1)
+            if len(rows.token_ids) == len(states):
+                return self._forward(sequences, rows, states)
+            origins = to_device(np.asarray(rows.late[0].origins), states.device)
+            return self._forward(sequences, rows, states.index_select(0, origins))
+
+        return autoregressive.propose_late(self, rows, late, begin, self._limits)
+
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Keep the step's hidden states."""
+        self._store.append(rows, self._states(target))
+
+    def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
         if self._eagle3:
-            self._store.append(rows, target.aux)
-        else:
-            assert target.hidden is not None
-            self._store.append(rows, (target.hidden,))
+            return target.aux
+        assert target.hidden is not None
+        return (target.hidden,)
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`; hidden states are the head's output."""
@@ -173,38 +192,20 @@ class EagleProposer:
             for s, chunk in zip(sequences, chunks, strict=True)
         ]
         hidden = self._store.read(np.concatenate(slots))
-        return self._forward(sequences, chunks, [s.start for s in sequences], hidden)
+        return self._forward(sequences, known_rows(sequences, chunks, first_key=1), hidden)
 
-    def go_on(self, sequences: Sequence[Drafting], hidden: Tensor) -> PassOutput:
+    def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
         """See `TokenDrafter`."""
-        starts = [len(s.row.tokens) + s.num_drafts - 1 for s in sequences]
-        token_ids, late = last_drafts(sequences)
-        return self._forward(sequences, token_ids, starts, hidden, late)
+        return self._forward(sequences, draft_rows(sequences, output, first_key=1), output.hidden)
 
     def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
         """See `TokenDrafter`."""
         logits = self._head.logits(output.hidden) if output.logits is None else output.logits
-        draw(sequences, logits, self._head.vocabulary, self._edit_logits, output.best)
+        draw(sequences, logits, self._head.vocabulary, self._edit_logits, output.best, output.overshoot)
 
-    def _forward(
-        self,
-        sequences: Sequence[Drafting],
-        token_ids: list[list[int]],
-        starts: list[int],
-        hidden: Tensor,
-        late: Sequence[LateTokens] = (),
-    ) -> PassOutput:
-        """Compute `token_ids` of each of B sequences from position `starts` on, with the hidden states [T, H] before
-        them."""
-        rows = SequenceRows(
-            token_ids=[token for chunk in token_ids for token in chunk],
-            query_lens=[len(chunk) for chunk in token_ids],
-            starts=starts,
-            block_tables=[s.row.block_table for s in sequences],
-            first_key=1,
-            late=late,
-        )
-        handles = [(s.row.request.adapter, len(chunk)) for s, chunk in zip(sequences, token_ids, strict=True)]
+    def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows, hidden: Tensor) -> PassOutput:
+        """Compute the `rows` of B sequences, with the hidden states [T, H] before their tokens."""
+        handles = [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
         found = None if self._passes is None else self._passes.run(rows, handles, hidden)
         if found is not None:
             return PassOutput(*(part[: len(sequences)] for part in found))
@@ -222,7 +223,7 @@ class EagleProposer:
     def _last(self, rows: SequenceRows, handles: list[tuple[Any, int]], adapters: Any) -> LastRows | None:
         if len(rows.token_ids) == len(rows.query_lens):
             return None
-        index = to_device(np.cumsum(rows.query_lens) - 1, self._head.device)
+        index = rows.last_tokens(self._head.device)
         if adapters is None:
             return LastRows(index, lambda: None)
         return LastRows(index, lambda: self._prepare_adapters([(handle, 1) for handle, _ in handles]))

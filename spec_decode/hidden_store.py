@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.late import late_slots
 from ..kernels.staging import to_device
 from ..models.batch import KVLayerSpec, LayerKV
 from ..platform.core.request import Status
@@ -110,6 +111,31 @@ class HiddenStore:
             self._most_pending = min(MAX_PENDING, MAX_PENDING_BYTES // self._bytes_per_token(states))
             self._flush_to(int(_KEPT * self._most_pending))
 
+    @torch.inference_mode()
+    def keep(
+        self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], overshoot: tuple[Tensor | None, int]
+    ) -> Tensor:
+        """Write the hidden states [T, H_target] of all T tokens of a step at once: the host does not know which of its
+        drafts are right, and the others' are overwritten by the next steps.
+
+        Args:
+            overshoot: see `late_slots`.
+
+        Returns:
+            [T, width], what was written.
+        """
+        self.flush()
+        handles = [(row.request.adapter, 1 + row.num_drafts) for row in rows]
+        adapters = None
+        if self._adapts and any(adapter is not None for adapter, _ in handles):
+            adapters = self._prepare_adapters(handles)
+        vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
+        starts, counts = [row.start for row in rows], [count for _, count in handles]
+        tables = [row.block_table for row in rows]
+        slots = late_slots(tables, starts, counts, self._block_size, overshoot, self._device)
+        self._put(slots, vectors)
+        return vectors
+
     def slots(self, block_table: Sequence[int], start: int, end: int) -> np.ndarray:
         """[end - start] int64: where positions [start, end) of a sequence lie."""
         first = start // self._block_size
@@ -166,7 +192,6 @@ class HiddenStore:
         return torch.cat([half.index_select(0, index) for half in self._halves], dim=-1)
 
     def _write(self, entries: list[_Entry], adapters: Any) -> None:
-        assert self._halves is not None
         picked = [
             [state if whole else state.index_select(0, index) for state in entry.states]
             for entry, index, whole in ((entry, self._tensor(entry.index), entry.is_whole) for entry in entries)
@@ -180,8 +205,12 @@ class HiddenStore:
             unique, last = np.unique(slots[::-1], return_index=True)
             if len(unique) < len(slots):  # copying to one place twice has no defined order
                 slots, vectors = unique, vectors.index_select(0, self._tensor(len(slots) - 1 - last))
+        self._put(self._tensor(slots), vectors)
+
+    def _put(self, slots: Tensor, vectors: Tensor) -> None:
+        assert self._halves is not None
         for half, values in zip(self._halves, vectors.chunk(2, dim=-1), strict=True):
-            half.index_copy_(0, self._tensor(slots), values)
+            half.index_copy_(0, slots, values)
 
     @staticmethod
     def _bytes_per_token(states: tuple[Tensor, ...]) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.late import LateOutcome
 from ..kernels.staging import to_device
 from ..models.batch import LayerKV
 from ..models.config import read_json
@@ -86,7 +87,7 @@ class MedusaProposer:
     @property
     def needs(self) -> ProposerNeeds:
         """No layers; the projections of its residual blocks."""
-        return ProposerNeeds(linears=tuple(self._heads.linears()))
+        return ProposerNeeds(linears=tuple(self._heads.linears()), max_drafts=self._heads.config.num_heads)
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Nothing of the cache."""
@@ -105,29 +106,43 @@ class MedusaProposer:
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts for the rows that ask for them, from the hidden state at the last position that counts."""
+        sequences = self._sequences(rows)
+        drafting = [sequences[i] for i in _by_number(sequences)]
+        last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
+        if drafting:
+            assert target.hidden is not None
+            self._draft(drafting, target.hidden.index_select(0, to_device(np.array(last), target.hidden.device)))
+        return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
+
+    @torch.inference_mode()
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+        """See `LateDrafter`."""
+        sequences = self._sequences(rows)
+        order = _by_number(sequences)
+        if order:
+            assert target.hidden is not None
+            drafting, of_them = [sequences[i] for i in order], late.of(order)
+            first = to_device(np.array([s.row.first_index for s in drafting]), target.hidden.device)
+            self._draft(drafting, target.hidden.index_select(0, first + of_them.accepted), of_them.total)
+        return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
+
+    def _sequences(self, rows: Sequence[DraftRow]) -> list[Drafting]:
         most = self._heads.config.num_heads
-        sequences = [
+        return [
             Drafting(row, choose_rule(row.request, self._invariant), min(row.max_drafts, most) if row.sampled else 0)
             for row in rows
         ]
-        self._draft([s for s in sequences if s.num_wanted > 0], target)
-        return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: only the last hidden states are read."""
 
-    def _draft(self, drafting: list[Drafting], target: TargetOutput) -> None:
-        # Those who want most come first: each head serves a prefix of the rows.
-        drafting = sorted(drafting, key=lambda s: -s.num_wanted)
-        if not drafting:
-            return
-        assert target.hidden is not None
-        last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
-        hidden = target.hidden.index_select(0, to_device(np.array(last), target.hidden.device))
+    def _draft(self, drafting: list[Drafting], hidden: Tensor, overshoot: Tensor | None = None) -> None:
+        """Drafts for sequences, those who want most first, from their hidden states [B, H]."""
         if self._passes is not None:
             found = self._passes.run(hidden, [s.row.request.adapter for s in drafting], drafting[0].num_wanted)
             if found is not None:
-                self._draw(drafting, *found)
+                logits, best = found
+                self._draw(drafting, logits, best, overshoot)
                 return
         count, adapters = -1, None
         for head in range(drafting[0].num_wanted):
@@ -135,17 +150,19 @@ class MedusaProposer:
             if len(wanted) != count:
                 count = len(wanted)
                 adapters = self._prepare_adapters([(s.row.request.adapter, 1) for s in wanted])
-            draw(wanted, self._heads.logits(head, hidden[:count], adapters), edit=self._edit_logits)
+            of_head = self._heads.logits(head, hidden[:count], adapters)
+            draw(wanted, of_head, edit=self._edit_logits, overshoot=_first(overshoot, count))
         join_drafts(drafting)
 
-    def _draw(self, drafting: list[Drafting], logits: Tensor, best: Tensor) -> None:
+    def _draw(self, drafting: list[Drafting], logits: Tensor, best: Tensor, overshoot: Tensor | None) -> None:
         """Drafts from what `_compute` gave for these rows first, those who want most before the others."""
         if takes_best(drafting, self._edit_logits):
             append_best(drafting, best)
             return
         for head in range(drafting[0].num_wanted):
             wanted = [s for s in drafting if s.num_wanted > head]
-            draw(wanted, logits[head, : len(wanted)], edit=self._edit_logits)
+            there = _first(overshoot, len(wanted))
+            draw(wanted, logits[head, : len(wanted)], edit=self._edit_logits, overshoot=there)
         join_drafts(drafting)
 
     def _compute(self, hidden: Tensor, adapters: Any, num_heads: int) -> tuple[Tensor, ...]:
@@ -156,3 +173,12 @@ class MedusaProposer:
         for head in range(num_heads):
             self._heads.logits(head, hidden, adapters, out=logits[head])
         return logits, most_likely_ids(logits)
+
+
+def _by_number(sequences: Sequence[Drafting]) -> list[int]:
+    """Those that want drafts; who wants most comes first: each head serves a prefix of the rows."""
+    return sorted((i for i, s in enumerate(sequences) if s.num_wanted > 0), key=lambda i: -sequences[i].num_wanted)
+
+
+def _first(overshoot: Tensor | None, count: int) -> Tensor | None:
+    return None if overshoot is None else overshoot[:count]

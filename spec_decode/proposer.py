@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..platform.core.request import NO_DRAFTS, Drafts, Request
 
 if TYPE_CHECKING:
+    from ..kernels.late import LateOutcome
     from ..models.batch import KVLayerSpec, LayerKV
     from ..models.layers.linear import Linear
 
@@ -84,6 +86,10 @@ class ProposerNeeds(NamedTuple):
     """Target layers whose entering hidden states it reads; the number of layers stands for what leaves the last."""
     linears: tuple[Linear, ...] = ()
     """Its projections that adapters' draft weights may target."""
+    max_drafts: int = sys.maxsize
+    """That it makes for a row."""
+    max_positions: int = sys.maxsize
+    """Of a sequence that it drafts for, drafts included."""
 
 
 class Proposer(Protocol):
@@ -115,6 +121,25 @@ class Drafter(Proposer, Protocol):
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Stands in for `propose` in a step that asks for no drafts: take in what would be lost otherwise."""
+        ...
+
+
+@runtime_checkable
+class LateDrafter(Proposer, Protocol):
+    """A proposer that drafts where the target computes, before the host knows what a step has brought."""
+
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+        """`propose`, for decodes and verifications alone: a row has logits for each of its 1 + k tokens, its sequence
+        reads no tokens, and what the proposer keeps of it lags by no more than these.
+
+        Args:
+            rows: As if all drafts were right: of `tokens` only the number means anything, `num_accepted` is not known.
+            late: What the device knows of it.
+
+        Returns:
+            exactly `max_drafts` drafts for each row. `num_draft_computed` is the number of `tokens`, to be taken for
+            that of the true ones, or 0 where nothing was computed: then it is what it was.
+        """
         ...
 
 

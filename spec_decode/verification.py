@@ -147,12 +147,18 @@ class Choices(NamedTuple):
     """[B] int64"""
 
 
-def choose(logits: Tensor, rows: Sequence[VerifyRow], stats: tuple[Tensor, Tensor] | None = None) -> Choices:
+def choose(
+    logits: Tensor,
+    rows: Sequence[VerifyRow],
+    stats: tuple[Tensor, Tensor] | None = None,
+    overshoot: Tensor | None = None,
+) -> Choices:
     """`verify` without waiting for the device.
 
     Args:
         logits, rows: those of `verify`; at least one row.
         stats: `row_stats` of `logits`, where the caller has them.
+        overshoot: [B] int64 on the device: by how much the rows' `first_position` is too large; None: nowhere.
     """
     probs = [
         row.draft_probs
@@ -167,6 +173,8 @@ def choose(logits: Tensor, rows: Sequence[VerifyRow], stats: tuple[Tensor, Tenso
         first_positions=[row.first_position for row in rows],
         target=logits.device,
     )
+    if overshoot is not None:
+        requests.first_position.sub_(overshoot)
     return Choices(*device_rules.verify(logits, torch.cat(probs) if probs else None, requests, stats))
 
 
@@ -182,7 +190,13 @@ def as_verified(rows: Sequence[VerifyRow], token_ids: list[int], num_accepted: l
 # --- the drafter-invariant rule ------------------------------------------------------------------------------
 
 
-def target_tokens(logits: Tensor, seed_keys: Sequence[int], positions: Sequence[int], greedy: Sequence[bool]) -> Tensor:
+def target_tokens(
+    logits: Tensor,
+    seed_keys: Sequence[int],
+    positions: Sequence[int],
+    greedy: Sequence[bool],
+    overshoot: Tensor | None = None,
+) -> Tensor:
     """The token at each position: argmax(logits) for greedy rows, argmax(log p + G(seed_key, position)) for the others.
 
     log p and logits differ by a constant of the row, which no argmax sees; they are shifted to a maximum of zero, so
@@ -191,6 +205,7 @@ def target_tokens(logits: Tensor, seed_keys: Sequence[int], positions: Sequence[
     Args:
         logits: [R, V] float32, filtered; -inf is never chosen.
         seed_keys, positions, greedy: [R] on the host.
+        overshoot: [R] int64 on the device: by how much the positions are too large; None: nowhere.
 
     Returns:
         [R] int64 on the device of `logits`.
@@ -198,7 +213,10 @@ def target_tokens(logits: Tensor, seed_keys: Sequence[int], positions: Sequence[
     if use_triton(logits):
         rules = [Rule.GREEDY if is_greedy else Rule.INVARIANT for is_greedy in greedy]
         parts = zip(seed_keys, positions, rules, strict=True)
-        return choose(logits, [VerifyRow(seed, position, (), None, rule) for seed, position, rule in parts]).token_ids
+        verify_rows = [VerifyRow(seed, position, (), None, rule) for seed, position, rule in parts]
+        return choose(logits, verify_rows, overshoot=overshoot).token_ids
+    if overshoot is not None:
+        positions = [position - by for position, by in zip(positions, overshoot.tolist(), strict=True)]
     is_greedy = np.asarray(greedy, dtype=bool)
     if is_greedy.all():
         return logits.argmax(dim=-1)

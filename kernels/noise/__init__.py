@@ -63,6 +63,13 @@ def row_keys(seed_keys: Sequence[int], positions: Sequence[int], stream: Stream)
     return _reference.row_keys(seeds, np.asarray(positions, dtype=np.uint64), int(stream))
 
 
+def device_row_keys(seed_keys: Sequence[int], positions: Tensor, stream: Stream) -> Tensor:
+    """`row_keys` where only the device knows the positions ([R] int64): [R] int64 there, the same bits."""
+    mask = (1 << 64) - 1
+    seeds = np.fromiter((seed & mask for seed in seed_keys), np.uint64, len(seed_keys))
+    return _reference.device_row_keys(seeds, positions, int(stream))
+
+
 def _check(row_keys: Tensor, num_tokens: int) -> None:
     if row_keys.ndim != 1 or row_keys.dtype != int64:
         raise ValueError(f"row_keys must be int64 [R], got {row_keys.dtype} {list(row_keys.shape)}")

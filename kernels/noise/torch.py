@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..staging import upload
+
 # Elements of a tile: three float32 buffers of this size fit the L2 caches of two cores.
 _TILE_CPU = 1 << 17
 _TILE_GPU = 1 << 24
@@ -34,6 +36,21 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray, stream: int) -> Tensor:
     stream_key = _splitmix64(np.full(1, stream, dtype=np.uint64))
     keys = _splitmix64(_splitmix64(seeds ^ stream_key) ^ positions)
     return torch.from_numpy(keys.view(np.int64))
+
+
+def device_row_keys(seeds: np.ndarray, positions: Tensor, stream: int) -> Tensor:
+    """`row_keys` with positions [R] int64 on a device. The first round is the host's; the second one wraps there."""
+    stream_key = _splitmix64(np.full(1, stream, dtype=np.uint64))
+    x = upload(positions.device, _splitmix64(seeds ^ stream_key).view(np.int64))[0] ^ positions
+    x = x + int(_GOLDEN.view(np.int64))
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ _shifted(x, shift)) * (multiplier - (1 << 64))
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, shift: int) -> Tensor:
+    """x >>> shift of int64."""
+    return (x >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _signed(bits: int) -> int:

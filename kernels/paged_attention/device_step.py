@@ -14,8 +14,15 @@ from ..rope import Rotation
 from ..staging import staged, to_device
 from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
+from .settle import BLOCK, settle_kernel
 from .torch import LayerKV
-from .triton import attention_constants, attention_kernel, reduce_kernel, write_constants, write_kernel
+from .triton import (
+    attention_constants,
+    attention_kernel,
+    reduce_kernel,
+    write_constants,
+    write_kernel,
+)
 
 _LOG2_E = 1.4426950408889634
 # Larger ones hide nothing, and 32 bits are enough for it.
@@ -105,6 +112,16 @@ class DeviceStep:
         """
         packed = self._planner.pack(rows, self._layout)
         self._data[: len(packed)].copy_(staged(packed, self._device), non_blocking=True)
+
+    def settle(self, overshoot: Tensor, positions: Tensor) -> None:
+        """The rows begin earlier than they were said to, which only the device knows: one launch before the others.
+
+        Args:
+            overshoot: [B] int64, by how many positions.
+            positions: [T] int64 of the tokens; corrected too.
+        """
+        arrays = self._data, self._table, self._slots, positions, overshoot
+        settle_kernel[(self._layout.num_tiles,)](*arrays, BLOCK_SIZE=self._block_size, BLOCK=BLOCK, num_warps=1)
 
     def write(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Write k and v [T, Hk, D] to the rows' slots; see `write_kv`."""

@@ -14,7 +14,7 @@ from .native import RowArrays, Shape
 
 TILE_FIELDS = 8
 """Numbers a tile: its first token, its queries (0: nothing to do), the first one's position, the row's first place in
-the block table, the row's first position; then zeros, so that what follows is aligned."""
+the block table, the row's first position, the row; then zeros, so that what follows is aligned."""
 # Elements of 16 bytes: the kernels are compiled once for pointers that are aligned so, and again for others.
 _ALIGNMENT = 4
 
@@ -270,5 +270,5 @@ def make_tiles(rows: RowArrays, which: np.ndarray[Any, Any], queries: int) -> np
     position = rows.starts[row] + first
     tiles = np.zeros((len(row), TILE_FIELDS), dtype=np.int64)
     tiles[:, 0], tiles[:, 1], tiles[:, 2] = rows.token_starts[row] + first, num_queries, position
-    tiles[:, 3], tiles[:, 4] = rows.table_starts[row], rows.starts[row]
+    tiles[:, 3], tiles[:, 4], tiles[:, 5] = rows.table_starts[row], rows.starts[row], row
     return tiles[np.argsort(-(position + num_queries), kind="stable")]

@@ -18,6 +18,7 @@ from ..rope.triton import rotate_pairs
 from ..tuning.configs import KVWriteConfig
 from .native import Shape
 from .schedule import DEFAULT_WRITE, MIN_SPLIT_KEYS, TILE_FIELDS, Blocks, default_blocks, padded_dim
+from .settle import settle_cases
 
 # As KEY_LIMIT in torch.py, and the largest number of float8 e4m3.
 _KEY_LIMIT = tl.constexpr(1e30)
@@ -373,6 +374,7 @@ def compile_cases() -> list[CompileCase]:
         _reduce_case("bf16", 128, 4),
         _reduce_case("bf16", 128, 64),
         _reduce_case("fp16", 256, 32),
+        *settle_cases(),
     ]
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", llama, 16, block_m, arch) for block_m in (16, 128)]

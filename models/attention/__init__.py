@@ -65,10 +65,14 @@ class ReplayablePlan(Protocol):
             ValueError: they do not fit.
         """
 
+    def settle(self, overshoot: Tensor, positions: Tensor) -> None:
+        """The rows begin `overshoot` [B] int64 positions earlier than they were said to; `positions` [T] int64, their
+        tokens', are corrected too. Nobody waits for the device."""
+
 
 @runtime_checkable
 class ReplayableAttention(AttentionBackend, Protocol):
-    """A backend whose launches can be captured in a graph."""
+    """A backend whose launches can be captured in a graph. Its plans, those of `plan` too, are ReplayablePlans."""
 
     @property
     def max_queries(self) -> int:

@@ -2,8 +2,9 @@
 
 Scheduler.schedule() -> StepPlan -> ModelRunner.run(plan) -> StepResult -> Scheduler.commit(plan, result)
 
-A step may be planned while the one before it runs: then it is not known yet which tokens that one samples, and where a
-row needs one, the device puts it there (`RowPlan.is_late`).
+A step may be planned while the one before it runs: then it is not known yet which tokens that one samples, and how many
+drafts it accepts. Such a row is planned as if all were right, and the device, which knows, puts it where it belongs
+(`RowPlan.is_late`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class RowPlan:
 
     request: Request
     start: int
-    """The request's `num_computed` when planned."""
+    """The request's `num_computed` when planned; of a late row the largest that it may have, until the step before is
+    committed."""
     num_tokens: int
     """Of them the last `num_drafts` are drafts."""
     num_drafts: int
@@ -32,7 +34,8 @@ class RowPlan:
     max_new_drafts: int
     """Drafts that may be proposed after this step: there are KV blocks for them."""
     is_late: bool = False
-    """Whether the last of its tokens is the one that the sequence's row in the step under way samples."""
+    """Whether its first token is the one that the sequence's row in the step under way samples; its drafts follow,
+    which that step makes."""
 
     @property
     def end(self) -> int:
@@ -45,6 +48,8 @@ class StepPlan:
     """One step's work. Rows are in the order in which they were scheduled."""
 
     rows: list[RowPlan] = field(default_factory=list)
+    drafts_late: bool = False
+    """Whether the device makes the drafts for the next step without the host, which may plan that step meanwhile."""
 
     @property
     def num_tokens(self) -> int:

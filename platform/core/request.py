@@ -133,7 +133,7 @@ class Request:
 
     @property
     def num_planned(self) -> int:
-        """`num_computed` once what is under way is committed."""
+        """`num_computed` once what is under way is committed, if all of its drafts are right."""
         return self.under_way[-1].end if self.under_way else self.num_computed
 
     @property
@@ -141,11 +141,22 @@ class Request:
         """Whether a token is being sampled by what is under way, and not in `tokens` yet."""
         return bool(self.under_way) and self.under_way[-1].samples
 
+    @property
+    def num_coming(self) -> int:
+        """How many tokens what is under way brings at most: it brings one, and the drafts that are right."""
+        return self.under_way[-1].end + 1 - len(self.tokens) if self.is_late else 0
+
     def land(self, row: Any) -> None:
         """`row` is committed, and was the oldest under way; nothing, if it was never launched beside others."""
         if self.under_way:
             oldest = self.under_way.pop(0)
             assert oldest is row, "steps are committed in the order of their launch"
+
+    def settle(self) -> None:
+        """What was under way is committed: a row that was planned beside it, as if all drafts were right, begins where
+        the tokens end."""
+        for row in self.under_way:
+            row.start = self.num_computed
 
     @property
     def deterministic(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple, Protocol
 
 from ..core.request import Request
@@ -30,14 +31,18 @@ class DraftLimits(NamedTuple):
     """Most drafts a step."""
     extra_slots: bool = False
     """Whether proposing k drafts writes KV at the k positions after the step's last."""
+    overlaps: bool = False
+    """Whether drafts are made on the device without the host, as many as were asked for..."""
+    max_positions: int = sys.maxsize
+    """...up to this position of a sequence."""
 
-    def room(self, request: Request, ahead: int, max_model_len: int) -> int:
-        """Most drafts that may follow when the sequence has grown by at most `ahead` tokens, at least one if any."""
+    def room(self, request: Request, least: int, most: int, max_model_len: int) -> int:
+        """Most drafts that may follow when the sequence has grown by `least` to `most` tokens."""
         limit = self.num_drafts
         if limit == 0:
             return 0
         if request.params.max_drafts is not None:
             limit = min(limit, request.params.max_drafts)
         if request.params.max_tokens is not None:
-            limit = min(limit, request.params.max_tokens - request.num_output_tokens - min(ahead, 1) - 1)
-        return max(0, min(limit, max_model_len - len(request.tokens) - ahead))
+            limit = min(limit, request.params.max_tokens - request.num_output_tokens - least - 1)
+        return max(0, min(limit, max_model_len - len(request.tokens) - most))

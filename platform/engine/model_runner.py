@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.late import LateTokens, late_tokens, now_known
+from ...kernels.late import LateOutcome
 from ...kernels.staging import to_device
-from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
+from ...models.batch import ForwardBatch, LayerKV, build_batch
 from ...models.decoder import Decoder, DecoderOutput
 from ...models.graphs import PassGraphs, PassInputs
-from ...spec_decode.proposer import AdapterPreparer, DraftRow, Proposer, TargetOutput
+from ...spec_decode.proposer import AdapterPreparer, DraftRow, LateDrafter, Proposal, Proposer, TargetOutput
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
 from ..core.request import Request
 from .device_queue import AtOnce, DeviceQueue, Ticket
-from .sampler import Pending, Ready, Sampled, Sampler, SampleRow, not_finite, token_logprobs
+from .prepared import Prepared, continued, of_rows, prepare
+from .sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
 
 LOGITS_CHUNK = 128
 """Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
@@ -46,23 +46,6 @@ class RunnerParts(NamedTuple):
     """Where a step's work goes; None: the host waits for it."""
 
 
-class _Prepared(NamedTuple):
-    """What a step needs of its sequences. They may change while it runs, so nothing of them is read later but what
-    never changes, and the tokens that edits of logits depend on: see `Request.reads_tokens`."""
-
-    rows: SequenceRows
-    handles: list[tuple[Any, int]]
-    """Of each row: (adapter, number of tokens)."""
-    with_logits: list[int]
-    """Places of the tokens whose logits are wanted."""
-    chosen: list[SampleRow]
-    """The rows that reach their end."""
-    prompts: list[RowPlan | None]
-    """Of each row: itself, if log-probabilities of its prompt are wanted."""
-    replayable: bool
-    """Whether all rows are decodes or verifications."""
-
-
 class _Computed(NamedTuple):
     """A plan's forward pass."""
 
@@ -72,13 +55,17 @@ class _Computed(NamedTuple):
 
 
 class _Queued(NamedTuple):
-    """What a step's work returns; what was sampled may still be on its way."""
+    """What a step's work returns; what was sampled and drafted may still be on its way."""
 
     output: DecoderOutput
     sampling: Pending | Ready | None
     """None: no row reaches its end."""
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of each row, `RowResult.prompt_logprobs`."""
+    outcome: LateOutcome | None
+    """Of the rows that reach their end; None where no step is launched before the host knows it."""
+    proposals: list[Proposal] | None
+    """Of each row, where the device drafted without the host."""
     capture_seconds: float
 
 
@@ -88,11 +75,8 @@ class Launched:
 
     plan: StepPlan
     ticket: Ticket[_Queued]
-    next_tokens: Tensor | None
-    """[S] int64 on the device: what the S rows that reach their end will have sampled; None where no step is launched
-    before that is known."""
     places: dict[Request, int]
-    """Which of them is whose."""
+    """Which of the rows that reach their end is whose."""
 
 
 class ModelRunner:
@@ -136,17 +120,16 @@ class ModelRunner:
         Args:
             before: The step under way, whose tokens the late rows of `plan` continue.
         """
-        prepared = _prepare(plan, before)
-        next_tokens = None
-        if self._queue.overlaps and not any(row.num_drafts for row in plan.rows):
-            next_tokens = torch.empty(len(prepared.chosen), dtype=torch.int64, device=self._model.device)
-        ticket = self._queue.submit(lambda: self._work(prepared, next_tokens))
+        prepared = prepare(plan, {} if before is None else before.places)
+        is_followed = plan.drafts_late or (self._queue.overlaps and not any(row.num_drafts for row in plan.rows))
+        earlier = before.ticket if before is not None and prepared.followed else None
+        ticket = self._queue.submit(lambda: self._work(prepared, earlier, is_followed))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
-        return Launched(plan, ticket, next_tokens, places)
+        return Launched(plan, ticket, places)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step, and draft for the next one. Its predecessors are committed."""
+        """Wait for a step, and draft for the next one unless the device has. Its predecessors are committed."""
         plan, queued = launched.plan, launched.ticket.value()
         results = iter(queued.sampling.collect() if queued.sampling is not None else ())
         sampled = [
@@ -157,7 +140,10 @@ class ModelRunner:
         seconds = launched.ticket.seconds() - queued.capture_seconds
         started = time.perf_counter() - self._capture_seconds
         target = TargetOutput(queued.output.hidden, queued.output.aux, seconds)
-        drafts = self._proposer.propose(rows, target)
+        if queued.proposals is None:
+            drafts = self._proposer.propose(rows, target)
+        else:
+            drafts = [_settled(proposal, row) for proposal, row in zip(queued.proposals, rows, strict=True)]
         return StepResult(
             [
                 RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
@@ -180,22 +166,41 @@ class ModelRunner:
         return 0.0 if self._graphs is None else self._graphs.capture_seconds
 
     @torch.inference_mode()
-    def _work(self, prepared: _Prepared, next_tokens: Tensor | None) -> _Queued:
-        """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts."""
+    def _work(self, prepared: Prepared, before: Ticket[_Queued] | None, is_followed: bool) -> _Queued:
+        """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
+
+        Args:
+            before: The step that the late rows continue; its work is done.
+            is_followed: Whether another step may follow before the host knows the outcome.
+        """
         captured = self._capture_seconds
+        most = 0
+        if before is not None:
+            queued = before.value()
+            assert queued.outcome is not None, "no step was to follow before the host knew the outcome"
+            prepared = continued(prepared, queued.outcome, queued.proposals or ())
+            most = queued.outcome.most_rejected
         computed = self._forward(prepared)
-        sampling = self._sample(prepared, computed)
-        if sampling is not None and next_tokens is not None:
-            sampling.write_next(next_tokens, self._model.config.vocab_size)
+        overshoot = of_rows(prepared.rows.overshoot, prepared.sampling, len(prepared.handles))
+        sampling = self._sample(prepared, computed, overshoot)
+        outcome = proposals = None
+        if sampling is not None and is_followed:
+            outcome = sampling.outcome(self._model.config.vocab_size)
+            outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
+            if prepared.drafting:
+                assert isinstance(self._proposer, LateDrafter)
+                target = TargetOutput(computed.output.hidden, computed.output.aux)
+                proposals = self._proposer.propose_late(prepared.drafting, target, outcome)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []
         offset = 0
         for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
             hidden = computed.output.hidden[offset : offset + count]
             prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
             offset += count
-        return _Queued(computed.output, sampling, prompt_logprobs, self._capture_seconds - captured)
+        seconds = self._capture_seconds - captured
+        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
 
-    def _forward(self, prepared: _Prepared) -> _Computed:
+    def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles
         if self._passes is not None and prepared.replayable:
             found = self._passes.run(rows, handles)
@@ -212,8 +217,8 @@ class ModelRunner:
         logits = self._model.compute_logits(output.hidden, inputs.adapters[1], out=self._logits[: len(output.hidden)])
         return logits, output.hidden, *output.aux
 
-    def _sample(self, prepared: _Prepared, computed: _Computed) -> Pending | Ready | None:
-        """For the rows that reach their end, in their order; None when none does."""
+    def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Pending | Ready | None:
+        """For the rows that reach their end, in their order; None when none does. `overshoot`: of these rows."""
         hidden, index, chosen = computed.output.hidden, prepared.with_logits, prepared.chosen
         if not chosen:
             return None
@@ -222,7 +227,7 @@ class ModelRunner:
             picked = hidden if len(index) == len(hidden) else hidden[to_device(np.array(index), hidden.device)]
             handles = [(row.request.adapter, 1 + len(row.drafts.token_ids)) for row in chosen]
             logits = self._model.compute_logits(picked, self._prepare_head(handles))
-        return self._sampler.begin(logits, chosen)
+        return self._sampler.begin(logits, chosen, overshoot)
 
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""
@@ -235,41 +240,6 @@ class ModelRunner:
             logits = self._model.compute_logits(hidden[start - row.start : end - row.start], adapters)
             found += token_logprobs(logits, request.tokens[start + 1 : end + 1], request.params.prompt_logprobs or 0)
         return found
-
-
-def _prepare(plan: StepPlan, before: Launched | None) -> _Prepared:
-    """Read a step's sequences."""
-    rows = SequenceRows([], [], [], [])
-    step = _Prepared(
-        rows, [], [], [], [], all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
-    )
-    sampled: tuple[list[int], list[int]] = [], []
-    drafts: list[tuple[int, Sequence[int]]] = []
-    for row in plan.rows:
-        request, end = row.request, len(rows.token_ids) + row.num_tokens
-        num_tokens = len(request.tokens) + row.is_late
-        rows.token_ids += _input_tokens(row)
-        if row.is_late:
-            assert before is not None
-            sampled[0].append(end - 1)
-            sampled[1].append(before.places[request])
-        if row.num_drafts:
-            drafts.append((end - row.num_drafts, request.drafts.token_ids))
-        rows.query_lens.append(row.num_tokens)
-        rows.starts.append(row.start)
-        rows.block_tables.append(request.blocks)
-        step.handles.append((request.adapter, row.num_tokens))
-        if row.samples:
-            step.with_logits.extend(range(end - 1 - row.num_drafts, end))
-            step.chosen.append(SampleRow(request, request.drafts, num_tokens))
-        wanted = request.params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
-        step.prompts.append(row if wanted else None)
-    rows.late = late_tokens(drafts)
-    if sampled[0]:
-        assert before is not None
-        assert before.next_tokens is not None
-        rows.late = [*rows.late, LateTokens(sampled[0], before.next_tokens, sampled[1])]
-    return step
 
 
 def _without_nan(request: Request, got: Sampled, prompt: list[TokenLogprobs] | None) -> Sampled:
@@ -288,12 +258,9 @@ def _offsets(plan: StepPlan) -> list[int]:
     return offsets
 
 
-def _input_tokens(row: RowPlan) -> list[int]:
-    request, known_end = row.request, row.end - row.num_drafts
-    tokens = request.tokens[row.start : known_end]
-    if row.is_late:
-        tokens.append(0)  # the device has the token
-    return [*tokens, *now_known(request.drafts.token_ids)] if row.num_drafts else tokens
+def _settled(proposal: Proposal, row: DraftRow) -> Proposal:
+    """`proposal` now that it is known after how many tokens it was made."""
+    return proposal._replace(num_draft_computed=len(row.tokens) if proposal.num_draft_computed else row.num_draft_valid)
 
 
 def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:

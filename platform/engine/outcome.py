@@ -53,11 +53,12 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
 
 
 def ends_after(request: Request, max_model_len: int) -> bool:
-    """Whether what is under way brings the last token that `request` may have, whichever it is."""
-    params, num_late = request.params, int(request.is_late)
-    outputs = request.num_output_tokens + num_late
+    """Whether what is under way brings the last token that `request` may have, whichever it is, if its drafts are
+    right."""
+    params, coming = request.params, request.num_coming
+    outputs = request.num_output_tokens + coming
     return (params.max_tokens is not None and outputs >= params.max_tokens) or (
-        len(request.tokens) + num_late >= max_model_len
+        len(request.tokens) + coming >= max_model_len
     )
 
 

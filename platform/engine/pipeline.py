@@ -3,9 +3,9 @@
     device  |  step 1         |  step 2         |  step 3
     host    1  2                 |1| 3             |2| 4            n: plan and launch; |n|: commit
 
-So the device need not wait for the host, which learns a step late what was sampled. At most one step is under way when
-the next is launched. Where that cannot be planned yet (`Scheduler.may_plan_beside`) it is launched right after the
-commit, and the host delivers tokens while it runs.
+So the device need not wait for the host, which learns a step late what was sampled, and how many drafts were right. At
+most one step is under way when the next is launched. Where that cannot be planned yet (`Scheduler.may_plan_beside`) it
+is launched right after the commit, and the host delivers tokens while it runs.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.dispatch import use_triton
+from ...kernels.late import LateOutcome
 from ...kernels.sampling import filter_logits, most_likely, row_stats, top_logprobs
 from ...kernels.staging import Download, upload
 from ...spec_decode.synthetic import verify_synthetic
@@ -41,6 +42,10 @@ class SampleRow(NamedTuple):
     drafts: Drafts
     num_tokens: int | None = None
     """Of the sequence, where the last one is still being sampled; None: those that it has."""
+
+    def settled(self, overshoot: int) -> SampleRow:
+        """The same where `num_tokens` was too large."""
+        return self if self.num_tokens is None else self._replace(num_tokens=self.num_tokens - overshoot)
 
 
 class Sampled(NamedTuple):
@@ -115,14 +120,20 @@ class Sampler:
                 sampled[i] = sampled[i]._replace(logprobs=found)
         return sampled
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> Pending | Ready:
-        """The same, without waiting for the device where that is possible."""
-        if use_triton(logits) and self._synthetic_rates is None:
-            return self.launch(logits, rows)
-        return Ready(self(logits, rows))
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending | Ready:
+        """The same, without waiting for the device where that is possible.
 
-    def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> Pending:
-        """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `__call__`."""
+        Args:
+            overshoot: [B] int64 on the device: by how much the rows' `num_tokens` are too large; None: nowhere.
+        """
+        if use_triton(logits) and self._synthetic_rates is None:
+            return self.launch(logits, rows, overshoot)
+        if overshoot is not None:
+            rows = [row.settled(by) for row, by in zip(rows, overshoot.tolist(), strict=True)]
+        return Ready(self(logits, rows), [1 + len(row.drafts.token_ids) for row in rows], logits.device)
+
+    def launch(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending:
+        """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `begin`."""
         starts = _starts(rows)
         raw_top = logits.amax(dim=-1)
         wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
@@ -137,12 +148,12 @@ class Sampler:
             top = stats[0]
         else:
             top = filtered.amax(dim=-1) if edited else raw_top
-        choices = choose(filtered, verify_rows, stats)
+        choices = choose(filtered, verify_rows, stats, overshoot)
         parts = [*choices, raw_top, top]
         if reported:
             k = max(rows[i].request.params.logprobs or 0 for i in wanting)
             parts += top_logprobs(raw, choices.token_ids[index].clamp(min=0), k)
-        return Pending(rows, verify_rows, wanting, choices.token_ids, Download(parts))
+        return Pending(rows, verify_rows, wanting, (*choices, raw_top, top), Download(parts))
 
     def _keep_raw(
         self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int], wanting: list[int]
@@ -193,14 +204,28 @@ class Pending(NamedTuple):
     verify_rows: list[VerifyRow]
     wanting: list[int]
     """The sequences that want log-probabilities."""
-    token_ids: Tensor
-    """[sum(1 + k)] on the device, see `Choices`."""
+    chosen: tuple[Tensor, Tensor, Tensor, Tensor]
+    """On the device: `Choices`, and [sum(1 + k)] each row's largest logit, raw and of what there was to choose from."""
     download: Download
 
-    def write_next(self, out: Tensor, vocab_size: int) -> None:
-        """Each sequence's next token into `out` [B] on the device; of rows without drafts. Where a row offers nothing
-        to choose it is some token."""
-        out.copy_(self.token_ids.clamp(0, vocab_size - 1))
+    def outcome(self, vocab_size: int) -> LateOutcome:
+        """What `collect` will tell, on the device. Where a row offers nothing to choose it is some token."""
+        token_ids, accepted, raw_top, top = self.chosen
+        tokens = token_ids.clamp(0, vocab_size - 1)
+        num_drafts = np.array([len(row.drafts.token_ids) for row in self.rows])
+        most = int(num_drafts.max())
+        if not most:
+            return LateOutcome(tokens, tokens, accepted, None)  # a row each
+        starts = np.array(_starts(self.rows))
+        rows = starts[:, None] + np.minimum(np.arange(1 + most), num_drafts[:, None])
+        first, given, index = upload(tokens.device, starts, num_drafts, rows.reshape(-1))
+        # As in `_reached`: the row before the first that offers nothing gave the new token.
+        usable = (raw_top.isfinite() & top.isfinite()).index_select(0, index).view(len(starts), -1)
+        sound = usable.to(torch.int64).cumprod(1).sum(1)
+        accepted = torch.minimum(accepted, (sound - 1).clamp_(min=0))
+        rejected = torch.cat((given - accepted, given.new_zeros(1)))
+        last = tokens.index_select(0, first + accepted)
+        return LateOutcome(tokens, last, accepted, rejected, most_rejected=most)
 
     def collect(self) -> list[Sampled]:
         """Wait for the device, and tell each sequence what it got."""
@@ -226,10 +251,24 @@ class Ready(NamedTuple):
     """The same where nothing has to be waited for."""
 
     sampled: list[Sampled]
+    counts: list[int]
+    """Of each sequence, its rows of logits: 1 + k."""
+    device: torch.device
 
-    def write_next(self, out: Tensor, vocab_size: int) -> None:
+    def outcome(self, vocab_size: int) -> LateOutcome:
         """See `Pending`."""
-        out.copy_(torch.tensor([got.token_ids[-1] if got.token_ids else 0 for got in self.sampled], dtype=torch.int64))
+        tokens = [
+            token
+            for got, count in zip(self.sampled, self.counts, strict=True)
+            for token in (got.token_ids + [0] * count)[:count]
+        ]
+        last = [got.token_ids[-1] if got.token_ids else 0 for got in self.sampled]
+        accepted = np.array([got.num_accepted for got in self.sampled])
+        most = max(self.counts) - 1
+        left = np.append(np.array(self.counts) - 1 - accepted, 0)
+        arrays = np.array(tokens), np.array(last), accepted, left
+        there, next_tokens, right, rejected = upload(self.device, *arrays)
+        return LateOutcome(there, next_tokens, right, rejected if most else None, most_rejected=most)
 
     def collect(self) -> list[Sampled]:
         """What each sequence got."""

@@ -4,7 +4,8 @@ There are no phases. A sequence is a row of tokens of which a prefix has been co
 each. A prompt chunk, a decode and the verification of k drafts differ only in their counts.
 
 A step may be planned while another one runs (`launched`): a token that is being sampled has its place, and the device
-knows it (`RowPlan.is_late`). What depends on the token, or takes from a sequence under way, waits for the commit.
+knows it (`RowPlan.is_late`). Drafts that are being verified count as right: blocks are there for that case, and the
+device knows where the row begins. What depends on the token, or takes from a sequence under way, waits for the commit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..core.batch import RowPlan, StepPlan, StepResult
 from ..core.config import SchedulerConfig
 from ..core.errors import OutriderError
 from ..core.messages import TokenDelta
-from ..core.request import NO_DRAFTS, Drafts, Request, Status
+from ..core.request import NO_DRAFTS, Request, Status
 from .block_pool import BlockPool
 from .fair import Turns
 from .gates import DraftLimits, Gate
@@ -24,6 +25,7 @@ from .outcome import accept, ends_after
 from .policies import POLICIES
 from .prefix_cache import PrefixCache
 from .prompt_pace import PromptPace
+from .row_choices import may_draft_late, row_choices
 from .step_budget import StepBudget
 
 # Waiting sequences that gates may prepare for while the batch is full.
@@ -125,11 +127,12 @@ class Scheduler:
             row.request.under_way.append(row)
 
     def may_plan_beside(self, plan: StepPlan) -> bool:
-        """Whether the next step can be planned while `plan` is under way: not where drafts are made, for what is
-        accepted decides where it begins; where a row's edits of logits read the token that is being sampled; or where a
-        sequence under way has to make way."""
-        if self._draft_limits.num_drafts or self._needs_commit:
+        """Whether the next step can be planned while `plan` is under way: not where its drafts wait for the outcome, as
+        a row's edits of logits do that read the token being sampled; or where a sequence under way has to make way."""
+        if self._needs_commit:
             return False
+        if self._draft_limits.num_drafts:
+            return plan.drafts_late
         return not any(row.samples and row.request.reads_tokens for row in plan.rows)
 
     def abandon(self) -> None:
@@ -148,7 +151,7 @@ class Scheduler:
         for request in list(self._turns.running):
             if request.under_way and ends_after(request, self.config.max_model_len):
                 continue
-            if len(request.tokens) + request.is_late - request.num_planned > 1:
+            if len(request.tokens) + request.num_coming - request.num_planned > 1:
                 prompts.append(request)
             elif not step.was_short or request.status is Status.RUNNING:
                 self._plan_row(request, step)
@@ -158,7 +161,9 @@ class Scheduler:
         self._admit(step, prompts)
         while prompts:
             self._plan_prompt(prompts.popleft(), step)
-        return StepPlan(list(step.rows.values()))
+        rows, limits = list(step.rows.values()), self._draft_limits
+        drafts_late = limits.overlaps and all(may_draft_late(row, limits, self.config.max_model_len) for row in rows)
+        return StepPlan(rows, drafts_late)
 
     def _tokens_for_drafts(self) -> int:
         """How much of a step's budget drafts may take, all together: what the sequences' own tokens leave. Of long
@@ -197,30 +202,12 @@ class Scheduler:
                 return
 
     def _fit(self, request: Request, budget: int, draft_share: int) -> RowPlan | None:
-        """The largest row that budget and free blocks allow: with room for new drafts, without, without drafts at
-        all. `draft_share`: most drafts to verify now, and to propose for the next step."""
-        start, limits, longest = request.num_planned, self._draft_limits, self.config.max_model_len
-        known = len(request.tokens) + request.is_late - start
-        choices: tuple[tuple[Drafts, bool], ...] = ((NO_DRAFTS, False),)
-        if draft_share:
-            drafts = request.drafts
-            if len(drafts.token_ids):
-                drafts = drafts.truncated(max(0, min(budget - known, draft_share, limits.room(request, 0, longest))))
-            choices = ((drafts, True), (drafts, False), *choices)
-        for use, lookahead in choices:
-            num_tokens = min(known + len(use.token_ids), budget)
-            end = start + num_tokens
-            samples = num_tokens >= known
-            new_drafts = 0
-            if samples and draft_share:
-                new_drafts = min(draft_share, limits.room(request, len(use.token_ids) + 1, longest))
-            extra = new_drafts if limits.extra_slots else 0
-            if lookahead is False and extra:
-                new_drafts = extra = 0
-            if self.pool.grow(request.blocks, -(-(end + extra) // self.prefix_cache.block_size)):
-                request.drafts = use
-                is_late = samples and request.is_late
-                return RowPlan(request, start, num_tokens, len(use.token_ids), samples, new_drafts, is_late)
+        """The largest row that budget, `draft_share` and free blocks allow: see `row_choices`."""
+        for row, extra in row_choices(request, budget, draft_share, self._draft_limits, self.config.max_model_len):
+            if self.pool.grow(request.blocks, -(-(row.end + extra) // self.prefix_cache.block_size)):
+                if not row.is_late:
+                    request.drafts = request.drafts.truncated(row.num_drafts) if row.num_drafts else NO_DRAFTS
+                return row
         return None
 
     def _is_under_way(self, victim: Request) -> bool:
@@ -354,6 +341,7 @@ class Scheduler:
                     self._let_go(request)
                 continue
             delta = accept(row, got, self.config.max_model_len)
+            request.settle()
             self.prefix_cache.publish(request)
             if delta is None:
                 continue

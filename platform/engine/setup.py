@@ -20,11 +20,11 @@ from ...models.graphs import PassGraphs
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.adaptive import AdaptiveProposer
 from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
-from ...spec_decode.proposer import Proposer
+from ...spec_decode.proposer import LateDrafter, Proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
-from ..core.speculative_config import parse_speculative
+from ..core.speculative_config import SpeculativeConfig, parse_speculative
 from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
 from .block_pool import BlockPool
 from .device_queue import make_queue
@@ -207,8 +207,19 @@ def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterM
     gates = [adapters, PrefixNamespaces(adapters.namespace), AdmissionTimes()]
     limits = DraftLimits()
     if config.speculative is not None:
-        limits = DraftLimits(config.speculative.num_speculative_tokens, extra_slots=bool(proposer.needs.kv_layers))
+        limits = _draft_limits(config, config.speculative, proposer)
     return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits)
+
+
+def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer: Proposer) -> DraftLimits:
+    needs = proposer.needs
+    limits = DraftLimits(speculative.num_speculative_tokens, extra_slots=bool(needs.kv_layers))
+    # Synthetic acceptance is decided on the host.
+    on_device = isinstance(proposer, LateDrafter) and speculative.synthetic_acceptance_rates is None
+    if not (config.async_scheduling and on_device):
+        return limits
+    num_drafts = min(limits.num_drafts, needs.max_drafts)
+    return limits._replace(num_drafts=num_drafts, overlaps=True, max_positions=needs.max_positions)
 
 
 def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:

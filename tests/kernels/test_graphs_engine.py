@@ -17,12 +17,13 @@ from outrider import LoRARequest, SamplingParams
 from outrider.lora import arena, batching, dora, preparing
 from outrider.models import attention
 from outrider.models.attention import triton as triton_attention
+from outrider.models.batch import SequenceRows
 from outrider.models.graphs import PassGraphs, PassLimits
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
-from outrider.platform.engine import setup
+from outrider.platform.engine import sampler, setup
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.spec_decode import drawing
+from outrider.spec_decode import drawing, verification
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
 
@@ -99,17 +100,17 @@ Drafted = dict[tuple[str, tuple[int, ...]], list[int]]
 
 def watch_drafts(engine: EngineCore, drafted: Drafted) -> None:
     """Keep what is drafted."""
-    proposer = engine._runner._proposer
-    propose = proposer.propose
+    runner = engine._runner
+    collect = runner.collect
 
-    def watched(rows: Any, target: Any) -> Any:
-        proposals = propose(rows, target)
-        for row, proposal in zip(rows, proposals, strict=True):
-            if row.sampled and row.max_drafts:
-                drafted[row.request.request_id, tuple(row.tokens)] = list(proposal.drafts.token_ids)
-        return proposals
+    def watched(launched: Any) -> Any:
+        result = collect(launched)
+        for row, got in zip(launched.plan.rows, result.rows, strict=True):
+            if row.samples and row.max_new_drafts:
+                drafted[row.request.request_id, (*row.request.tokens, *got.token_ids)] = list(got.drafts.token_ids)
+        return result
 
-    proposer.propose = watched
+    runner.collect = watched  # type: ignore[method-assign]
 
 
 def take(engine: EngineCore, outputs: dict[str, list[int]]) -> None:
@@ -176,12 +177,24 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     return made
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling and verification by the device's rules, and nobody asks where late rows begin."""
+    for module in (sampler, verification):
+        monkeypatch.setattr(module, "use_triton", lambda x: True)
+
+    def asked(rows: SequenceRows) -> SequenceRows:
+        raise AssertionError("the host waits for what was accepted")
+
+    monkeypatch.setattr(SequenceRows, "settled", asked)
+
+
 @pytest.mark.parametrize(
     ("method", "adapted", "overlapping"),
     [
         ("draft_model", True, False),
         ("eagle3", True, False),
         ("eagle3", False, True),
+        ("draft_model", True, True),
         ("medusa", True, True),
         (None, True, True),
     ],
@@ -195,6 +208,8 @@ def test_text_is_the_same(
     overlapping: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if overlapping:
+        as_on_a_gpu(monkeypatch)
     found, drafted = run(files, device, method, adapted=adapted, overlapping=overlapping)
     assert graphs.num_replayed >= 4
     assert graphs.num_captured < graphs.num_replayed
@@ -204,4 +219,11 @@ def test_text_is_the_same(
     assert found == run(files, "cpu", None, adapted=adapted)[0]  # without graphs and without drafts
     if method is not None:
         assert any(drafted.values())
-        assert drafted == run(files, "cpu", method, adapted=adapted)[1]
+        wanted = run(files, "cpu", method, adapted=adapted)[1]
+        if not overlapping:
+            assert drafted == wanted
+            return
+        # Near their ends sequences may get fewer drafts while the host does not know how long they are.
+        pairs = [(drafted[key], wanted[key]) for key in drafted.keys() & wanted.keys()]
+        assert all(got[: len(want)] == want[: len(got)] for got, want in pairs)
+        assert sum(map(len, drafted.values())) > 10

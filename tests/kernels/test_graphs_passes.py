@@ -171,3 +171,49 @@ def test_attention_that_cannot_be_captured(device: str) -> None:
     kv = [LayerKV(*torch.zeros(2, 1, NUM_BLOCKS, BLOCK, 8))]
     graphs = PassGraphs(graph_backend(device), PassLimits(4, 64))
     assert graphs.of(model, kv, lambda batch, inputs: (), []) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "over", "unused"),
+    [
+        ([(33, 4), (17, 4), (50, 4)], [1, 2, 0], [0, 3, 1]),  # across blocks, and not at all
+        ([(19, 3), (35, 1), (6, 4), (1, 2)], [3, 3, 0, 1], [2, 0, 3, 0]),
+        ([(16, 1), (32, 1)], [1, 0], [0, 0]),
+    ],
+)
+@torch.inference_mode()
+def test_rows_that_begin_earlier_than_planned(
+    passes: Passes, device: str, rows: list[tuple[int, int]], over: list[int], unused: list[int]
+) -> None:
+    """The device corrects positions, slots and what is attended to, before a replay and without graphs."""
+    planned = passes.rows(*rows)
+    planned.overshoot, planned.unused = torch.tensor(over, device=device), torch.tensor(unused, device=device)
+    true = planned.settled()
+    assert true.starts == [start - by for (start, _), by in zip(rows, over, strict=True)]
+    wanted = passes.model.forward(build_batch(true, passes.model, passes.plain_kv)).hidden
+    ends = (torch.tensor(true.query_lens).cumsum(0) - 1).to(device) - planned.unused
+    assert torch.equal(true.last_tokens(ends.device), ends)
+    batch = build_batch(planned, passes.model, passes.kv)
+    assert torch.equal(batch.positions, build_batch(true, passes.model, passes.plain_kv).positions)
+    torch.testing.assert_close(passes.model.forward(batch).hidden, wanted, atol=2e-5, rtol=2e-5)
+    for _ in range(2):  # captured, replayed
+        found = passes.passes.run(planned, [(None, n) for n in planned.query_lens])
+        assert found is not None
+        torch.testing.assert_close(found[0][: len(wanted)], wanted, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(found[1][: len(ends)], wanted[ends], atol=2e-5, rtol=2e-5)
+    for ours, theirs in zip(passes.kv, passes.plain_kv, strict=True):
+        for ours_part, theirs_part in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(ours_part, theirs_part, atol=2e-5, rtol=2e-5)
+
+
+@torch.inference_mode()
+def test_rows_of_several_tiles_stand_beside_those_that_begin_earlier(passes: Passes, device: str) -> None:
+    planned = passes.rows((33, 4), (5, 60), (20, 3))
+    planned.overshoot = torch.tensor([2, 0, 3], device=device)
+    hidden = [
+        passes.model.forward(build_batch(rows, passes.model, kv)).hidden
+        for rows, kv in ((planned, passes.kv), (planned.settled(), passes.plain_kv))
+    ]
+    torch.testing.assert_close(hidden[0], hidden[1], atol=2e-5, rtol=2e-5)
+    for ours, theirs in zip(passes.kv, passes.plain_kv, strict=True):
+        assert all(torch.allclose(*parts, atol=2e-5) for parts in zip(ours, theirs, strict=True))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.kernels.late import LateIds, LateTokens, OnDevice, late_tokens, now_known
+from outrider.kernels.late import LateIds, LateOutcome, LateTokens, OnDevice, late_slots, late_tokens, now_known
 from outrider.kernels.verification import pack
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.engine.sampler import Pending, Ready, Sampled, Sampler, SampleRow
-from outrider.spec_decode.drawing import Drafting, join_drafts, last_drafts
+from outrider.spec_decode.drawing import Drafting, draw, join_drafts, last_drafts
 from outrider.spec_decode.proposer import DraftRow
-from outrider.spec_decode.verification import Rule
+from outrider.spec_decode.verification import Rule, choose_rule
 
 
 class Counted(OnDevice):
@@ -112,12 +113,67 @@ def test_the_next_tokens_are_written_for_the_step_after(device, request):
     pending = Sampler().launch(logits.to(device), rows)
     assert isinstance(pending, Pending)
     for begun in (on_host, pending):
-        out = torch.full((3,), -1, device=device)
-        begun.write_next(out, 40)
+        out = begun.outcome(40)
         sampled = begun.collect()
-        assert out.tolist()[:2] == [got.token_ids[0] for got in sampled[:2]]
+        assert out.next_tokens.tolist()[:2] == [got.token_ids[0] for got in sampled[:2]]
         assert sampled[2].error is not None
-        assert 0 <= out.tolist()[2] < 40
+        assert 0 <= out.next_tokens.tolist()[2] < 40
+        assert (out.accepted.tolist(), out.rejected) == ([0, 0, 0], None)
+
+
+def test_the_outcome_on_the_device_is_what_the_host_is_told(device):
+    """Also where a row in the middle offers nothing to choose: the draft before it ends the step."""
+    logits = torch.randn(9, 40)
+    best = logits.argmax(dim=1).tolist()
+    drafts = [best[:3], [], [best[5], 39 - best[6]], [best[8]]]
+    logits[2] = torch.nan
+    rows = [
+        SampleRow(Request(str(i), [1, 2], 2, SamplingParams(temperature=0), seed_key=i), Drafts(ids))
+        for i, ids in enumerate(drafts[:3])
+    ]
+    for begun in (Sampler().begin(logits[:8].clone(), rows), Sampler().launch(logits[:8].to(device), rows)):
+        out, sampled = begun.outcome(40), begun.collect()
+        assert out.accepted.tolist() == [got.num_accepted for got in sampled] == [1, 0, 1]
+        assert out.rejected.tolist() == [2, 0, 1, 0]
+        assert out.next_tokens.tolist() == [got.token_ids[-1] for got in sampled]
+        assert (out.most_rejected, out.unused.tolist(), out.total.tolist()) == (3, [2, 0, 1], [2, 0, 1])
+        tokens = out.tokens.tolist()
+        for first, got in zip((0, 4, 5), sampled, strict=True):
+            assert tokens[first : first + len(got.token_ids)] == got.token_ids
+        assert all(0 <= token < 40 for token in tokens)
+
+
+def test_an_outcome_of_some_rows():
+    numbers = torch.arange(4)
+    out = LateOutcome(torch.arange(9), 10 + numbers, numbers, torch.tensor([3, 2, 1, 0, 0]), 5 * numbers)
+    assert out.of(range(4)) is out
+    some = out.of([2, 0])
+    assert (some.next_tokens.tolist(), some.accepted.tolist()) == ([12, 10], [2, 0])
+    assert (some.rejected.tolist(), some.overshoot.tolist()) == ([1, 3, 0], [10, 0])
+    assert (some.unused.tolist(), some.total.tolist()) == ([1, 3], [11, 3])
+    plain = LateOutcome(torch.arange(2), torch.arange(2), torch.zeros(2, dtype=torch.int64), None)
+    assert (plain.of([1]).rejected, plain.unused, plain.total) == (None, None, None)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=5),
+    st.sampled_from([1, 4, 16]),
+)
+@settings(deadline=None)
+def test_slots_of_rows_whose_start_is_late(rows, size):
+    """`rows`: where each truly begins, its tokens, and by how much it was planned too far."""
+    tables = [[100 * b + 7 * i % 50 for i in range(60)] for b in range(len(rows))]
+    starts, counts = [start + over for start, _, over in rows], [count for _, count, _ in rows]
+    tables = [table[: -(-(start + count) // size)] for table, start, count in zip(tables, starts, counts, strict=True)]
+    over = torch.tensor([over for _, _, over in rows])
+    want = [
+        table[at // size] * size + at % size
+        for table, (start, count, _) in zip(tables, rows, strict=True)
+        for at in range(start, start + count)
+    ]
+    assert late_slots(tables, starts, counts, size, (over, 4), torch.device("cpu")).tolist() == want
+    true = [start for start, _, _ in rows]
+    assert late_slots(tables, true, counts, size, (None, 0), torch.device("cpu")).tolist() == want
 
 
 def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
@@ -136,6 +192,38 @@ def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
 
 
 def test_ready_rows_without_tokens_leave_a_zero():
-    out = torch.full((2,), -1)
-    Ready([Sampled([4, 6], 1), Sampled([], 0)]).write_next(out, 10)
-    assert np.array_equal(out.numpy(), [6, 0])
+    out = Ready([Sampled([4, 6], 1), Sampled([], 0)], [3, 1], torch.device("cpu")).outcome(10)
+    assert out.next_tokens.tolist() == [6, 0]
+    assert (out.tokens.tolist(), out.rejected.tolist()) == ([4, 6, 0, 0], [1, 0, 0])
+
+
+def test_rows_that_begin_earlier_than_planned_draw_the_same(device):
+    """On either path, with every rule: the noise goes by the true position."""
+    values = [{"seed": 3}, {"temperature": 0.8}, {"temperature": 0}, {"seed": 4}]
+    kinds = [SamplingParams(**params) for params in values]
+    requests = [Request(str(i), [1, 2], 2, params, seed_key=7 + i) for i, params in enumerate(kinds)]
+    lengths, over = [5, 9, 4, 7], [2, 3, 0, 1]
+    logits = torch.randn(4, 40).repeat_interleave(2, 0)
+    drafts = [Drafts([int(row.argmax())]) for row in logits[::2]]
+    true = [SampleRow(*parts) for parts in zip(requests, drafts, lengths, strict=True)]
+    planned = [row._replace(num_tokens=row.num_tokens + by) for row, by in zip(true, over, strict=True)]
+    want = Sampler()(logits.clone(), true)
+    begun = Sampler().begin(logits.clone(), planned, torch.tensor(over))
+    launched = Sampler().launch(logits.to(device), planned, torch.tensor(over, device=device))
+    assert begun.collect() == launched.collect() == want
+    assert Sampler().launch(logits.to(device), planned).collect() != want
+
+
+@pytest.mark.parametrize("params", [{"seed": 5}, {"temperature": 0.9}])
+def test_drafts_are_drawn_with_the_noise_of_their_true_position(params):
+    logits = torch.randn(3, 40)
+    drawn = []
+    for lengths, over in (([4, 6, 9], None), ([6, 6, 12], torch.tensor([2, 0, 3]))):
+        rows = []
+        for i, length in enumerate(lengths):
+            item = Request(str(i), [1] * 3, 3, SamplingParams(**params), seed_key=i)
+            row = DraftRow(item, [1] * length, length - 1, 0, 1, [0], True)
+            rows.append(Drafting(row, choose_rule(item, False), 1))
+        draw(rows, logits.clone(), overshoot=over)
+        drawn.append([row.drafts for row in rows])
+    assert [d.token_ids for d in drawn[0]] == [d.token_ids for d in drawn[1]]

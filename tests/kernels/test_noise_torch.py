@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels.noise import Stream, gumbel, gumbel_argmax, hash_bits, row_keys, uniform
+from outrider.kernels.noise import Stream, device_row_keys, gumbel, gumbel_argmax, hash_bits, row_keys, uniform
 from outrider.kernels.noise.torch import _TILE_CPU, _exponential_
 
 MASK64 = (1 << 64) - 1
@@ -56,6 +56,7 @@ def test_row_keys_are_the_reference(stream: Stream) -> None:
     assert got.dtype == torch.int64
     want = [reference_key(s, p, int(stream)) for s, p in zip(seeds, positions, strict=True)]
     assert [key & MASK64 for key in got.tolist()] == want
+    assert torch.equal(device_row_keys(seeds, torch.tensor(positions), stream), got)
 
 
 @pytest.mark.parametrize(("num_rows", "num_tokens"), [(1, 1), (3, 5), (70, 4096), (2, WIDE)])

@@ -34,7 +34,10 @@ class StepTimes(NamedTuple):
 
 
 class StepObserver:
-    """A drafter that hands everything on to another one and takes the time. Part of measurements only."""
+    """A drafter that hands everything on to another one and takes the time. Part of measurements only.
+
+    Steps wait for it: it is no LateDrafter, for where steps overlap the host cannot tell their parts.
+    """
 
     def __init__(self, inner: Proposer) -> None:
         self._inner = inner

@@ -1,0 +1,381 @@
+"""Steps that verify drafts, planned while others run: on a simulated device that alone knows what was accepted."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.platform.core.batch import RowPlan, RowResult, StepResult
+from outrider.platform.core.request import Drafts
+from outrider.platform.engine.gates import DraftLimits
+from outrider.platform.engine.row_choices import may_draft_late, row_choices
+
+from .test_pipeline import BLOCK, Seats, expected, finish, make, next_token, pipe, plan_of, request, step
+
+LATE = DraftLimits(3, extra_slots=True, overlaps=True)
+
+
+class Row:
+    """What the host told the device of a row, copied when it was launched."""
+
+    def __init__(self, row, longest):
+        request = row.request
+        self.request, self.start, self.num_tokens, self.is_late = request, row.start, row.num_tokens, row.is_late
+        self.num_drafts, self.new_drafts, self.samples = row.num_drafts, row.max_new_drafts, row.samples
+        self.blocks, self.known, self.drafts = list(request.blocks), list(request.tokens), []
+        if not row.is_late:
+            self.drafts = list(request.drafts.token_ids)
+            assert len(self.drafts) == row.num_drafts
+        limit = min(request.num_prompt_tokens + request.params.max_tokens, longest)
+        assert row.end <= limit, "planned past max_tokens or max_model_len"
+        self.tokens, self.accepted, self.made = None, 0, []
+
+
+class Launched:
+    """A step."""
+
+    def __init__(self, plan, before, longest):
+        self.plan, self.before = plan, before
+        self.rows = {row.request: Row(row, longest) for row in plan.rows}
+
+
+class Device:
+    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is right now and then. `drafts_late` of a
+    plan says that it drafts with what it knows itself, else it waits for `collect`, and may lag behind."""
+
+    overlaps = True
+    longest = 48
+
+    def __init__(self, share=2, lazy=True, lags=False):
+        self.share, self.lazy, self.lags = share, lazy, lags
+        self.kv, self.draft_kv, self.queue, self.events = {}, {}, [], []
+        self.num_late_drafts = self.num_launched = 0
+        self.failing = set()
+
+    def launch(self, plan, before=None):
+        launched = Launched(plan, before, self.longest)
+        self.num_launched += 1
+        launched.number = self.num_launched
+        self.events.append(("launch", launched.number))
+        self.queue.append(launched)
+        if not self.lazy:
+            self.drain()
+        return launched
+
+    def drain(self):
+        while self.queue:
+            self._compute(self.queue.pop(0))
+
+    def collect(self, launched):
+        while launched in self.queue:
+            self._compute(self.queue.pop(0))
+        self.events.append(("collect", launched.number))
+        if launched.number in self.failing:
+            raise RuntimeError("the device has failed")
+        return StepResult([self._result(launched.plan, row, launched.rows[row.request]) for row in launched.plan.rows])
+
+    def _compute(self, launched):
+        for row in launched.rows.values():
+            start = row.start
+            if row.is_late:
+                earlier = launched.before.rows[row.request]
+                start -= earlier.num_drafts - earlier.accepted
+                row.known, row.drafts = list(earlier.tokens), earlier.made[: row.num_drafts]
+                self.num_late_drafts += row.num_drafts
+            assert len(row.drafts) == row.num_drafts, "other drafts than planned"
+            tokens = [*row.known, *row.drafts][: start + row.num_tokens]
+            assert len(tokens) == start + row.num_tokens
+            slots = self.slots(row, 0, len(tokens))
+            self.kv.update(zip(slots[start:], tokens[start:], strict=True))
+            assert [self.kv[slot] for slot in slots] == tokens, "a KV slot holds another sequence's token"
+            row.tokens = row.known
+            if row.samples:
+                self._verify(row)
+                if launched.plan.drafts_late:
+                    self._draft_late(row, start)
+
+    def _verify(self, row):
+        row.tokens, row.accepted = list(row.known), 0
+        for draft in [*row.drafts, None]:
+            row.tokens.append(next_token(row.tokens))
+            if row.tokens[-1] != draft:
+                break
+            row.accepted += 1
+
+    def _draft_late(self, row, start):
+        """All 1 + k positions are computed, and those after the last token hold whatever they hold."""
+        if not row.new_drafts:
+            return
+        first, count = start + 1, row.num_tokens
+        computed = [*row.tokens[first:], *[-1] * count][:count]
+        self.draft_kv.update(zip(self.slots(row, first, first + count), computed, strict=True))
+        self._draft(row)
+
+    def _draft(self, row):
+        slots = self.slots(row, 0, len(row.tokens))
+        assert [self.draft_kv.get(slot) for slot in slots] == row.tokens, "the drafter lags behind, or its KV is stale"
+        tokens = list(row.tokens)
+        for _ in range(row.new_drafts):
+            hit = blake2b(bytes(tokens), digest_size=1, salt=b"drafter").digest()[0] % 4 < self.share
+            tokens.append(next_token(tokens) if hit else 49)
+        row.made = tokens[len(row.tokens) :]
+        slots = self.slots(row, len(row.tokens), len(tokens) - 1)
+        self.draft_kv.update(zip(slots, row.made, strict=False))
+
+    def _result(self, plan, planned, row):
+        request = row.request
+        new = row.tokens[len(request.tokens) :] if row.samples else []
+        if plan.drafts_late:
+            # The host may have been told meanwhile where the row begins.
+            computed = len(row.tokens) if row.new_drafts else min(request.num_draft_computed, len(request.tokens))
+        else:
+            valid = min(request.num_draft_computed, len(request.tokens) + row.accepted)
+            end = len(row.tokens) if row.samples else planned.end
+            held = [self.draft_kv.get(slot) for slot in self.slots(row, 0, valid)]
+            assert held == row.tokens[:valid], "the drafter's KV is said to be valid and is not"
+            computed = valid
+            if not (self.lags and len(row.tokens) % 3 == 0):
+                slots = self.slots(row, valid, end)
+                self.draft_kv.update(zip(slots, row.tokens[valid:end], strict=False))
+                computed = max(valid, min(end, len(row.blocks) * BLOCK))
+                if row.samples and row.new_drafts:
+                    self._draft(row)
+        return RowResult(new, row.accepted, drafts=Drafts(row.made), num_draft_computed=computed)
+
+    @staticmethod
+    def slots(row, start, end):
+        return [row.blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, min(end, len(row.blocks) * BLOCK))]
+
+
+jobs = st.lists(
+    st.tuples(
+        st.integers(1, 30),  # tokens of the prompt
+        st.integers(1, 17),  # tokens at most
+        st.sampled_from(["", "a", "b"]),
+        st.integers(0, 3),
+        st.sampled_from([{}, {}, {"presence_penalty": 1.0}, {"min_tokens": 4}, {"speculative": 0}, {"speculative": 1}]),
+        st.sampled_from([(), (3, 7, 11, 20, 33, 41)]),  # stop tokens
+        st.sampled_from([None, None, "g"]),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=250)
+@given(
+    jobs,
+    st.tuples(st.integers(14, 34), st.integers(4, 24), st.sampled_from(["fcfs", "priority", "fair"]), st.booleans()),
+    st.tuples(st.integers(0, 4), st.booleans(), st.booleans()),
+    st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([20, 48]), st.sampled_from([33, 38, 48])),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=4),
+)
+def test_every_sequence_gets_its_own_text(jobs, engine, drafter, limits, aborts):
+    blocks, budget, policy, cached = engine
+    k, extra, reach, longest = limits
+    seats = Seats()
+    draft_limits = DraftLimits(k, extra_slots=extra, overlaps=True, max_positions=reach)
+    config = {"max_num_batched_tokens": budget, "policy": policy, "max_model_len": longest}
+    scheduler = make(blocks, draft_limits, [seats], **config)
+    device = Device(*drafter) if extra else WithoutLayers(*drafter)
+    device.longest = longest
+    pipeline = pipe(scheduler, device)
+    want, outputs = {}, {}
+    for index, (length, count, tenant, priority, params, stop, group) in enumerate(jobs):
+        prompt = [i % (priority + 2) for i in range(length)]  # few different prompts, so that prefixes are shared
+        namespace = tenant.encode() if cached else None
+        fields = {"tenant": tenant, "priority": priority, "namespace": namespace, "group": group}
+        params = {"stop_token_ids": list(stop)} | params
+        params["min_tokens"] = min(params.get("min_tokens", 0), count)
+        scheduler.add(request(str(index), prompt, count, params, **fields))
+        want[str(index)] = expected_with(prompt, min(count, longest - length), stop, params["min_tokens"])
+    victims = {}
+    for at, victim in aborts:
+        victims.setdefault(at, []).append(str(victim))
+    for at in range(13):
+        step(scheduler, pipeline, outputs)
+        scheduler.abort(victims.get(at, []))
+        scheduler.check_integrity()
+    finish(scheduler, pipeline, outputs)
+    gone = {victim for names in victims.values() for victim in names}
+    assert {name: text for name, text in outputs.items() if name not in gone} == {
+        name: text for name, text in want.items() if name not in gone
+    }
+    assert all(outputs.get(name, []) == text[: len(outputs.get(name, []))] for name, text in want.items())
+    assert not seats.holders
+
+
+class WithoutLayers(Device):
+    """A drafter that keeps nothing, and never lags."""
+
+    def _draft(self, row):
+        tokens = list(row.tokens)
+        for _ in range(row.new_drafts):
+            hit = blake2b(bytes(tokens), digest_size=1, salt=b"drafter").digest()[0] % 4 < self.share
+            tokens.append(next_token(tokens) if hit else 49)
+        row.made = tokens[len(row.tokens) :]
+
+    def _draft_late(self, row, start):
+        self._draft(row)
+
+    def _result(self, plan, planned, row):
+        if row.samples and not plan.drafts_late:
+            self._draft(row)
+        new = row.tokens[len(row.request.tokens) :] if row.samples else []
+        return RowResult(new, row.accepted, drafts=Drafts(row.made), num_draft_computed=len(row.tokens))
+
+
+def expected_with(prompt, count, stop, min_tokens):
+    """The simulated model does not mask stop tokens: before `min_tokens` they end nothing."""
+    tokens = list(prompt)
+    for made in range(1, count + 1):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stop and made >= min_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("share", [0, 2, 4])
+def test_the_next_step_is_planned_while_one_runs(share):
+    """All but a sequence's first steps, and the last ones, are launched before the one before is collected."""
+    scheduler, device = make(limits=LATE, num_blocks=80, max_num_batched_tokens=32), Device(share)
+    for name in "ab":
+        scheduler.add(request(name, [1, 2, ord(name)], 40))
+    outputs = finish(scheduler, pipe(scheduler, device))
+    assert outputs == {name: expected([1, 2, ord(name)], 40) for name in "ab"}
+    beside = sum(
+        kinds == ("launch", "launch")
+        for kinds in zip(*([kind for kind, _ in device.events][at:] for at in (0, 1)), strict=False)
+    )
+    assert beside == 1, "the second step joins the first once; then one is always under way"
+    assert device.num_late_drafts > (20 if share == 4 else 50)
+    order = [number for kind, number in device.events if kind == "collect"]
+    assert order == sorted(order)
+
+
+def running(num_tokens=10, params=None, **fields):
+    """A request that has decoded, and whose drafter is not behind."""
+    item = request("a", range(num_tokens - 4), 60, params)
+    item.tokens += [1] * 4
+    item.num_computed, item.num_draft_computed = num_tokens - 1, num_tokens
+    for name, value in fields.items():
+        setattr(item, name, value)
+    return item
+
+
+def follow(item, num_drafts, new_drafts):
+    """A row of it is under way."""
+    item.under_way = [
+        RowPlan(item, item.num_computed, 1 + num_drafts, num_drafts, samples=True, max_new_drafts=new_drafts)
+    ]
+
+
+def largest(item, limits=LATE, share=3, longest=100):
+    row, extra = next(row_choices(item, 16, share, limits, longest))
+    assert extra == (row.max_new_drafts if limits.extra_slots else 0)
+    return row
+
+
+def test_a_row_beside_another_counts_all_drafts_as_right():
+    item = running()
+    follow(item, 3, 2)
+    row = largest(item)
+    assert (row.start, row.num_tokens, row.num_drafts, row.max_new_drafts, row.is_late) == (13, 3, 2, 3, True)
+    assert may_draft_late(row, LATE, 100)
+    item.num_computed = 11
+    item.land(item.under_way[0])
+    item.under_way.append(row)
+    item.settle()
+    assert (row.start, row.end) == (11, 14)
+
+
+def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
+    """It was not asked in the step under way: the row, which asks for nothing, is committed before the next one."""
+    item = running()
+    follow(item, 3, 0)
+    for limits, new, late in ((LATE, 0, False), (LATE._replace(extra_slots=False), 3, True)):
+        row = largest(item, limits)
+        assert (row.num_drafts, row.max_new_drafts, may_draft_late(row, limits, 100)) == (0, new, late)
+
+
+@pytest.mark.parametrize("coming", [0, 1, 2, 3])
+def test_nothing_is_planned_past_max_tokens(coming):
+    item = running(params={})
+    item.params.max_tokens = 4 + 1 + coming + 1  # with this many drafts under way one token is left
+    follow(item, coming, 3)
+    row = largest(item)
+    assert (row.num_drafts, row.end) == (0, item.num_prompt_tokens + item.params.max_tokens - 1)
+
+
+WAITING = {
+    "edits that read tokens": running(params={"presence_penalty": 1.0}),
+    "a minimum of tokens": running(params={"min_tokens": 5}),
+    "the end of a prompt": running(num_prompt_tokens=10),
+    "a drafter behind": running(num_draft_computed=9),
+}
+
+
+@pytest.mark.parametrize("why", WAITING)
+def test_drafts_wait_for_the_host(why):
+    item = WAITING[why]
+    assert not may_draft_late(largest(item), LATE, 100)
+    assert may_draft_late(largest(running()), LATE, 100)
+
+
+def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
+    item = running()
+    for limits, late in (
+        (LATE, True),
+        (LATE._replace(max_positions=12), False),
+        (LATE._replace(max_positions=13), True),
+    ):
+        assert may_draft_late(largest(item), limits, 100) is late
+    rows = [row for row, _ in row_choices(item, 16, 3, LATE, 100)]
+    assert [row.max_new_drafts for row in rows] == [3, 0, 0]
+    assert [may_draft_late(row, LATE, 100) for row in rows] == [True, False, False], "blocks were short"
+    never = running(params={"speculative": False}, num_draft_computed=0)
+    assert may_draft_late(largest(never), LATE, 100), "it asks for no drafts"
+    assert not may_draft_late(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0), LATE, 100)
+
+
+@pytest.mark.parametrize("limits", [DraftLimits(3), LATE])
+def test_only_drafts_that_the_device_makes_let_the_next_step_be_planned(limits):
+    scheduler = make(limits=limits)
+    plan = plan_of(scheduler, request("a", [1], 9))
+    assert not scheduler.may_plan_beside(plan), "a prompt"
+    result = StepResult([RowResult([7], drafts=Drafts([1, 2, 3]), num_draft_computed=2)])
+    scheduler.commit(plan, result)
+    plan = plan_of(scheduler)
+    assert plan.rows[0].num_drafts == 3
+    assert scheduler.may_plan_beside(plan) is limits.overlaps
+
+
+@pytest.mark.parametrize("failing", [2, 4, 5, 9])
+def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
+    scheduler, device = make(limits=LATE, max_num_batched_tokens=32), Device(2)
+    device.failing = {failing}
+    pipeline, outputs = pipe(scheduler, device), {}
+    for name in "abc":
+        scheduler.add(request(name, [ord(name) % 50] * 7, 15))
+    with pytest.raises(RuntimeError, match="the device has failed"):
+        finish(scheduler, pipeline, outputs)
+    assert pipeline.is_idle
+    scheduler.check_integrity()
+    finish(scheduler, pipeline, outputs)
+    assert outputs == {name: expected([ord(name) % 50] * 7, 15) for name in "abc"}
+
+
+def test_a_sequence_under_way_does_not_give_way_before_it_is_committed():
+    scheduler, device = make(14, limits=LATE, max_model_len=40, max_num_batched_tokens=32), Device(3)
+    device.longest = 40
+    pipeline, outputs = pipe(scheduler, device), {}
+    for name, start in (("a", 0), ("b", 4)):
+        scheduler.add(request(name, range(start, start + 4), 30))
+    while not scheduler.num_preemptions:
+        step(scheduler, pipeline, outputs)
+    finish(scheduler, pipeline, outputs)
+    assert outputs == {"a": expected(range(4), 30), "b": expected(range(4, 8), 30)}
+    assert device.num_late_drafts > 0
