@@ -89,11 +89,13 @@ def _allow_only(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 
 def _banned_by_words(row: LogitsRow) -> list[int]:
     """Tokens that would complete a bad word."""
-    outputs = row.outputs
+    words = row.request.params.bad_words_token_ids
+    # Drafts may still be on the device: only words of several tokens make the host wait for them.
+    outputs = row.outputs if any(len(word) > 1 for word in words) else []
     last = outputs[-1] if outputs else None
     return [
         word[-1]
-        for word in row.request.params.bad_words_token_ids
+        for word in words
         # Most words fail on the cheap comparison.
         if len(word) == 1 or (word[-2] == last and outputs[1 - len(word) :] == word[:-1])
     ]

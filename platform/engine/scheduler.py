@@ -341,7 +341,8 @@ class Scheduler:
                     self._let_go(request)
                 continue
             delta = accept(row, got, self.config.max_model_len)
-            request.settle()
+            if got.error is None:  # else what is under way is dropped, and may still be read
+                request.settle()
             self.prefix_cache.publish(request)
             if delta is None:
                 continue

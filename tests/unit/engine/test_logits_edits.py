@@ -102,3 +102,26 @@ def test_drafts_before_a_row_count_like_generated_tokens():
 def test_plain_sampling_wants_no_edits(params, wanted):
     assert params.edits_logits is wanted
     assert any(edit.wanted(params) for edit in EDITS) is wanted
+
+
+class Unread(list):
+    """Drafts that are still on a device: the host must not wait for them."""
+
+    def __iter__(self):
+        raise AssertionError("the drafts were read")
+
+    def __getitem__(self, index):
+        raise AssertionError("the drafts were read")
+
+
+def test_edits_that_depend_on_no_token_read_no_draft():
+    item = request(
+        SamplingParams(
+            bad_words_token_ids=[[3], [5]], allowed_token_ids=[3, 4, 5, 6, EOS], min_tokens=9, logit_bias={4: 2.0}
+        ),
+        outputs=(3,),
+    )
+    logits = torch.zeros(1, VOCAB)
+    apply_edits(logits, [LogitsRow(0, item, Unread([1, 2]))])
+    assert torch.equal(logits.isfinite().nonzero()[:, 1], torch.tensor([4, 6]))
+    assert logits[0, 4] == 2.0
