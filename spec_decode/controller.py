@@ -178,7 +178,7 @@ class Controller:
 
     def decided(self, rows: Sequence[RowState], seconds: float) -> None:
         """`decide` for these rows took `seconds`."""
-        last = self._decided[self._kind]
+        last = self._decided.setdefault(self._kind, Decided())
         last.seconds = min(seconds, 2.0 * last.seconds) if last.seconds else seconds
         if self._step >= self._trial_ends:
             last.num_drafts = ceil(sum(row.num_drafts for row in rows) / len(rows))
@@ -240,7 +240,7 @@ class Controller:
     @property
     def _deciding(self) -> float:
         """Seconds of a decision for the present batch."""
-        return self._decided[self._kind].seconds
+        return self._decided.setdefault(self._kind, Decided()).seconds
 
     def _limit_to_known(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """At most twice as many tokens a step as were ever measured, or two drafts a row: a step that is far too long

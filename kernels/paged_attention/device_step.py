@@ -16,13 +16,7 @@ from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
 from .settle import BLOCK, settle_kernel
 from .torch import LayerKV
-from .triton import (
-    attention_constants,
-    attention_kernel,
-    reduce_kernel,
-    write_constants,
-    write_kernel,
-)
+from .triton import attention_constants, attention_kernel, reduce_kernel, write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
 # Larger ones hide nothing, and 32 bits are enough for it.

@@ -37,6 +37,10 @@ class DeviceQueue(Protocol):
         """Have `work` done after all work before it. It raises in `Ticket.value` alone."""
         ...
 
+    def mark(self) -> None:
+        """For the work itself: what it does from now on is not in `Ticket.seconds`, which does not wait for it."""
+        ...
+
     def drain(self) -> None:
         """Wait until all is done."""
         ...
@@ -76,6 +80,9 @@ class AtOnce:
         """See DeviceQueue."""
         return _Done(work)
 
+    def mark(self) -> None:
+        """Nothing is left to the device: the host asks for the seconds when all is done."""
+
     def drain(self) -> None:
         """Nothing is under way."""
 
@@ -92,6 +99,10 @@ class _OnStream(_Done[T]):
         super().__init__(work)
         self._end.record(stream)
 
+    def end_at(self, event: torch.cuda.Event) -> None:
+        """The seconds are those up to `event`, which was recorded before."""
+        self._end = event
+
     def seconds(self) -> float:
         self._end.synchronize()
         return self._begin.elapsed_time(self._end) / 1000.0  # milliseconds
@@ -104,10 +115,20 @@ class CudaQueue:
     def __init__(self, device: torch.device, *, overlaps: bool) -> None:
         self._device = device
         self.overlaps = overlaps
+        self._marked: torch.cuda.Event | None = None
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """See DeviceQueue."""
-        return _OnStream(work, torch.cuda.current_stream(self._device))
+        self._marked = None
+        ticket = _OnStream(work, torch.cuda.current_stream(self._device))
+        if self._marked is not None:
+            ticket.end_at(self._marked)
+        return ticket
+
+    def mark(self) -> None:
+        """See DeviceQueue."""
+        self._marked = torch.cuda.Event(enable_timing=True)
+        self._marked.record(torch.cuda.current_stream(self._device))
 
     def drain(self) -> None:
         """See DeviceQueue."""
@@ -137,17 +158,24 @@ class ThreadQueue:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="steps")
         self._last: Future[object] | None = None
+        self._marked: float | None = None
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """See DeviceQueue."""
 
         def timed() -> tuple[T, float]:
+            self._marked = None
             started = time.perf_counter()
-            return work(), time.perf_counter() - started
+            value = work()
+            return value, (self._marked or time.perf_counter()) - started
 
         future = self._thread.submit(timed)
         self._last = future  # type: ignore[assignment]  # of whatever type
         return _InThread(future)
+
+    def mark(self) -> None:
+        """See DeviceQueue."""
+        self._marked = time.perf_counter()
 
     def drain(self) -> None:
         """See DeviceQueue."""

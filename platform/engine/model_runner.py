@@ -189,6 +189,7 @@ class ModelRunner:
             outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
             if prepared.drafting:
                 assert isinstance(self._proposer, LateDrafter)
+                self._queue.mark()  # tokens are delivered while the device drafts
                 target = TargetOutput(computed.output.hidden, computed.output.aux)
                 proposals = self._proposer.propose_late(prepared.drafting, target, outcome)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []

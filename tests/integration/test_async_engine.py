@@ -222,6 +222,26 @@ def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompt
     engine.abort(["a"])
 
 
+@pytest.mark.parametrize("mark", [True, False])
+def test_what_work_does_after_its_mark_is_not_in_its_seconds(monkeypatch, mark):
+    import torch
+
+    clock = Clock()
+    monkeypatch.setattr(device_queue, "time", clock)
+    queue = make_queue(torch.device("cpu"), asynchronous=True)
+
+    def work(marks):
+        clock.move(2.0)
+        if marks:
+            queue.mark()
+        clock.move(5.0)
+
+    tickets = [queue.submit(lambda: work(mark)), queue.submit(lambda: work(False))]
+    queue.drain()
+    queue.close()
+    assert [ticket.seconds() for ticket in tickets] == [2.0 if mark else 7.0, 7.0]
+
+
 class Clock:
     """Stands in for the module `time`."""
 
