@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from ..platform.core.request import NO_DRAFTS, Request, Status
 from ..platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
-from .controller import Controller
+from .controller import Controller, DrafterTraits
 from .device_timer import CudaTimer, Timer
-from .lanes import DrafterTraits, RowState
+from .lanes import RowState
 from .ngram import NgramProposer
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .step_costs import MIXED, DraftSize
@@ -247,10 +247,7 @@ class AdaptiveProposer:
                 if self._has_layers:
                     state.lag = max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG)
                 sampling.append(state)
-        if not self._controller.resumes(sampling, prompt_tokens):
-            began = self._clock()
-            self._controller.decide(sampling, prompt_tokens)
-            self._controller.decided(sampling, self._clock() - began)
+        self._controller.decide(sampling, prompt_tokens)
 
     def _without_drafts(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         """What the first drafter answers when it is not asked for anything."""

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from math import ceil
 from operator import mul
+from typing import NamedTuple
 
 from .acceptance import FALLBACK, HOPEFUL, Rates, cumulative
-from .goodput import Offer, Plan, Prices, best_plan, mean_goodput
-from .lanes import ENTER, Decided, DrafterTraits, Lane, Mode, RowState, Workload
+from .goodput import Offer, Plan, Prices, best_plan
+from .lanes import ENTER, Lane, Mode, RowState
 from .probing import MAX_INTERVAL, Backoff, Budget
 from .step_costs import MIXED, Curve, StepCosts, row_class
 
@@ -37,9 +37,6 @@ TRIAL = 2
 PERIOD = 8
 """Steps between decisions, at most; twice that when drafting has paid for long, or while nothing is drafted, and so
 nothing is learned."""
-DECIDING_SHARE, LONGEST_PERIOD, LEARNING_STEPS = 0.01, 64, 64
-"""Of all time, for decisions, which take as long as a small model's step: so rare are they, at most so many steps
-apart, after so many first ones."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
 PROBE_DRAFTS, PROBE_ROWS = 2, 2
@@ -51,8 +48,18 @@ SLOW_INTERVAL = 128
 """Steps between trials of what is known well: what steps take with and without drafts was measured at the start."""
 AMORTISED_OVER = 64
 """Steps over which a drafter's catching up is spread."""
+_WORKLOAD_MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
+"""Tokens of answers over which the share of prompts is averaged, and those that it takes to say anything."""
 MAX_LANES = 4096
 """Adapters remembered, by last use."""
+
+
+class DrafterTraits(NamedTuple):
+    """What the controller knows of a drafter beforehand."""
+
+    name: str
+    has_passes: bool
+    """Whether each further draft costs a pass of a network: a neural drafter."""
 
 
 class Controller:
@@ -73,17 +80,15 @@ class Controller:
         self._with: dict[int, Backoff] = {}  # trials of drafting, by class of rows
         self._more: dict[int, Backoff] = {}  # trials of one draft more, by class of rows
         self._modes: dict[int, Mode] = {}  # by class of rows; 0: steps with prompts
-        self._decided: dict[int, Decided] = {}  # likewise
         self._mode = Mode(True, 0)
         self.num_switches = 0
         self._has_layers = has_layers
-        self._workload = Workload()
+        self._seen_prompts = self._seen_outputs = 0.0  # tokens lately
         self._step = 0
         self._next_decision = 0
         self._trial_ends = 0
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
-        self._returned = False
 
     @property
     def drafting(self) -> bool:
@@ -142,7 +147,13 @@ class Controller:
 
     def computed(self, prompt_tokens: int, output_tokens: int) -> None:
         """A step computed that many tokens of prompts, and brought that many of answers."""
-        self._workload.add(prompt_tokens, output_tokens)
+        keep = max(0.0, 1.0 - output_tokens / _WORKLOAD_MEMORY)
+        self._seen_prompts = self._seen_prompts * keep + prompt_tokens
+        self._seen_outputs = self._seen_outputs * keep + output_tokens
+
+    @property
+    def _prompts_per_token(self) -> float:
+        return self._seen_prompts / self._seen_outputs if self._seen_outputs >= _FEW_OUTPUTS else 0.0
 
     def stepped(self, seconds: float) -> None:
         """A step has passed; with all that belongs to it, it took `seconds`."""
@@ -161,40 +172,11 @@ class Controller:
             return False
         return row_class(num_rows) != row_class(rows) or (changed and num_rows <= FEW) or mixed != was_mixed
 
-    def resumes(self, rows: Sequence[RowState], prompt_tokens: int) -> bool:
-        """Whether the last decision for such a batch still holds. Then the rows get what it gave a row on average, and
-        `decide` need not be called, with the same arguments."""
-        kind = MIXED if prompt_tokens else row_class(len(rows))
-        last = self._decided.get(kind)
-        # A request that is new has nothing to catch up with: where they are few, a reason to start drafting.
-        if self.is_time or last is None or self._step >= last.until or not (last.num_drafts or len(rows) > FEW):
-            return False
-        self._batch = (len(rows), prompt_tokens > 0)
-        self._mode = self._modes[kind]
-        self._next_decision = last.until
-        for row in rows:
-            row.drafter, row.num_drafts = row.lane.drafter, min(last.num_drafts, row.limit)
-        return True
-
-    def decided(self, rows: Sequence[RowState], seconds: float) -> None:
-        """`decide` for these rows took `seconds`."""
-        last = self._decided.setdefault(self._kind, Decided())
-        last.seconds = min(seconds, 2.0 * last.seconds) if last.seconds else seconds
-        if self._step >= self._trial_ends:
-            last.num_drafts = ceil(sum(row.num_drafts for row in rows) / len(rows))
-            last.until = self._next_decision
-
-    @property
-    def _kind(self) -> int:
-        return MIXED if self._batch[1] else row_class(self._batch[0])
-
     def decide(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """Set `drafter` and `num_drafts` of all rows that sample; `prompt_tokens` are likely to be computed beside
         them in the next step."""
         self._batch = (len(rows), prompt_tokens > 0)
-        kind = self._kind
-        last = self._decided.setdefault(kind, Decided())
-        self._returned = self._step > last.until + LONGEST_PERIOD
+        kind = MIXED if prompt_tokens else row_class(len(rows))
         self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
         self._next_decision = self._step + self._period()
         self._end_trials(rows)
@@ -208,7 +190,7 @@ class Controller:
         offers = [self._offer(row) for row in offering]
         prices = self._prices(offering, len(rows), prompt_tokens)
         plan = best_plan(offers, prices, self._passes)
-        self.num_switches += self._mode.update(plan.gain, self._step)
+        self._take_state(plan)
         self._next_decision = self._step + self._period()
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
         if shown:
@@ -228,19 +210,8 @@ class Controller:
             self._probe(offering, plan, prices)
 
     def _period(self) -> int:
-        if self._returned:  # what is known of such a batch is old: have another look soon
-            return TRIAL
         early = min(PERIOD, 2 + self._step // 8)
-        period = 2 * early if not self.drafting or self._mode.has_lasted(self._step) else early
-        if self._step >= LEARNING_STEPS:
-            worth = self._deciding / (DECIDING_SHARE * self._budget.elapsed / self._step)
-            period = max(period, min(int(worth), LONGEST_PERIOD))
-        return period
-
-    @property
-    def _deciding(self) -> float:
-        """Seconds of a decision for the present batch."""
-        return self._decided.setdefault(self._kind, Decided()).seconds
+        return 2 * early if not self.drafting or self._mode.has_lasted(self._step) else early
 
     def _limit_to_known(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """At most twice as many tokens a step as were ever measured, or two drafts a row: a step that is far too long
@@ -280,7 +251,7 @@ class Controller:
     @property
     def _token_extra(self) -> float:
         """Seconds that the neural drafter's catching up with prompts takes for each token of their answers."""
-        return self._workload.prompts_per_token * self.costs.catch_up(0, 1) if self._has_layers else 0.0
+        return self._prompts_per_token * self.costs.catch_up(0, 1) if self._has_layers else 0.0
 
     def _choose_drafters(self, offering: Sequence[RowState], prompt_tokens: int, num_rows: int) -> None:
         """Every lane's drafter, as if the whole batch were like it."""
@@ -290,7 +261,7 @@ class Controller:
             drafts = [costs.draft_curve(drafter, num_rows) for drafter in range(len(self._traits))]
             for lane in {row.lane for row in offering}:
                 values = [
-                    mean_goodput(
+                    _mean_goodput(
                         lane.rates[drafter],
                         (num_rows, prompt_tokens),
                         target,
@@ -304,6 +275,10 @@ class Controller:
                     lane.drafter = best
         for row in offering:
             row.drafter = row.lane.drafter
+
+    def _take_state(self, plan: Plan) -> None:
+        """Whether drafting pays, with hysteresis."""
+        self.num_switches += self._mode.update(plan.gain, self._step)
 
     # ------------------------------------------------------------------ trials
 
@@ -321,7 +296,7 @@ class Controller:
             cost = TRIAL * max(1.0 - 1.0 / (1.0 + plan.gain), 0.0) * prices.idle_seconds
         else:
             cost = TRIAL * max(-plan.gain, 0.0) * plan.seconds + self._catch_up(offering)
-        if not self._budget.spend(cost + self._deciding, prices.idle_seconds):
+        if not self._budget.spend(cost, prices.idle_seconds):
             return self.drafting
         backoff.tried(self._step)
         if abs(plan.gain) < 3 * ENTER:
@@ -333,7 +308,7 @@ class Controller:
         """One draft more for each row that has some, where that is due: steps between those measured may be shorter
         than the line between them (products are padded to tiles)."""
         backoff = self._more.setdefault(row_class(self._batch[0]), Backoff(self._step, SLOW_INTERVAL))
-        if backoff.due(self._step) and self._budget.spend(0.05 * TRIAL * plan.seconds + self._deciding, plan.seconds):
+        if backoff.due(self._step) and self._budget.spend(0.05 * TRIAL * plan.seconds, plan.seconds):
             backoff.tried(self._step)
             for row in offering:
                 if row.num_drafts:
@@ -351,7 +326,7 @@ class Controller:
                 if lane.on_trial:
                     continue
                 rows = sorted(rows, key=lambda row: row.lag)[:PROBE_ROWS]
-                cost = self._probe_cost(drafter, rows, plan, prices) + self._deciding
+                cost = self._probe_cost(drafter, rows, plan, prices)
                 if self._budget.spend(cost, prices.idle_seconds, borrow=lane.surprising == drafter):
                     self._start_probe(drafter, lane, rows)
 
@@ -396,5 +371,29 @@ class Controller:
     def snapshot(self) -> dict[Hashable, dict[str, object]]:
         """By adapter: its drafter, the drafts that its last request got, and the acceptance by position thought of."""
         return {
-            key: {"drafter": self._traits[lane.drafter].name, **lane.snapshot()} for key, lane in self._lanes.items()
+            key: {
+                "drafter": self._traits[lane.drafter].name,
+                "num_drafts": lane.num_drafts,
+                "acceptance": [round(p, 3) for p in lane.rates[lane.drafter].probabilities],
+            }
+            for key, lane in self._lanes.items()
         }
+
+
+def _mean_goodput(
+    rates: Rates, batch: tuple[int, int], target: Curve, draft: Curve, extra: tuple[float, float]
+) -> float:
+    """The best goodput of mean requests of one lane, over the number of drafts.
+
+    Args:
+        batch: number of rows, and prompt tokens beside them.
+        extra: seconds for each step, and for each token.
+    """
+    num_rows, prompt_tokens = batch
+    tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, 0.0
+    for k, (p, available) in enumerate(zip(rates.probabilities, rates.available, strict=True), 1):
+        product *= p
+        tokens += num_rows * available * product
+        size += num_rows * available
+        best = max(best, tokens / (extra[0] + tokens * extra[1] + target(size) + draft(k)))
+    return best

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .acceptance import Rates
 from .step_costs import Curve
 
 _PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32)
@@ -164,22 +163,3 @@ def _sweep(drafts: _Drafts, prices: Prices, limits: list[int]) -> tuple[np.ndarr
         slope = (high - low) / max(rows - 1, 1)
         seconds += np.where(served > 0, low + slope * np.maximum(served - 1, 0), 0.0)
     return np.where(chosen, tokens / seconds, 0.0), seconds, chosen
-
-
-def mean_goodput(
-    rates: Rates, batch: tuple[int, int], target: Curve, draft: Curve, extra: tuple[float, float]
-) -> float:
-    """The best goodput of mean requests of one lane, over the number of drafts.
-
-    Args:
-        batch: number of rows, and prompt tokens beside them.
-        extra: seconds for each step, and for each token.
-    """
-    num_rows, prompt_tokens = batch
-    tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, 0.0
-    for k, (p, available) in enumerate(zip(rates.probabilities, rates.available, strict=True), 1):
-        product *= p
-        tokens += num_rows * available * product
-        size += num_rows * available
-        best = max(best, tokens / (extra[0] + tokens * extra[1] + target(size) + draft(k)))
-    return best

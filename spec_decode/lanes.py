@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from .acceptance import Rates, RequestRates
 from .probing import MIN_INTERVAL, Backoff
 
@@ -13,36 +11,6 @@ LASTING = 200
 """Steps after which a change has lasted."""
 MOST_STEPS = 8
 """Steps for which one prediction counts, at most."""
-_WORKLOAD_MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
-"""Tokens of answers over which the share of prompts is averaged, and those that it takes to say anything."""
-
-
-class DrafterTraits(NamedTuple):
-    """What the controller knows of a drafter beforehand."""
-
-    name: str
-    has_passes: bool
-    """Whether each further draft costs a pass of a network: a neural drafter."""
-
-
-class Workload:
-    """How many tokens of prompts come with a token of an answer, lately."""
-
-    __slots__ = ("_outputs", "_prompts")
-
-    def __init__(self) -> None:
-        self._prompts = self._outputs = 0.0
-
-    def add(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A step computed that many tokens of prompts, and brought that many of answers."""
-        keep = max(0.0, 1.0 - output_tokens / _WORKLOAD_MEMORY)
-        self._prompts = self._prompts * keep + prompt_tokens
-        self._outputs = self._outputs * keep + output_tokens
-
-    @property
-    def prompts_per_token(self) -> float:
-        """0 before enough is known."""
-        return self._prompts / self._outputs if self._outputs >= _FEW_OUTPUTS else 0.0
 
 
 class Lane:
@@ -66,13 +34,6 @@ class Lane:
     def on_trial(self) -> bool:
         """Whether the next step tries a drafter for it."""
         return any(before is not None for before in self.before)
-
-    def snapshot(self) -> dict[str, object]:
-        """What its last request got, and the acceptance by position thought of."""
-        return {
-            "num_drafts": self.num_drafts,
-            "acceptance": [round(p, 3) for p in self.rates[self.drafter].probabilities],
-        }
 
 
 class RowState:
@@ -100,20 +61,6 @@ class RowState:
         if self.rates[drafter].epoch != epoch:
             self.rates[drafter] = RequestRates(epoch)
         return self.rates[drafter]
-
-
-class Decided:
-    """The last decision for one class of rows."""
-
-    __slots__ = ("num_drafts", "seconds", "until")
-
-    def __init__(self) -> None:
-        self.num_drafts = 0
-        """For a row, on average."""
-        self.until = 0
-        """The step at which it is to be decided anew."""
-        self.seconds = 0.0
-        """That deciding took; 0: not known."""
 
 
 class Mode:

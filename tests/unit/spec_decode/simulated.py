@@ -13,7 +13,7 @@ from outrider.models.batch import KVLayerSpec
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import AdaptiveProposer
-from outrider.spec_decode.lanes import DrafterTraits
+from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
 
 MAX_DRAFTS = 8

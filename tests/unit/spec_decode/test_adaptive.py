@@ -10,7 +10,7 @@ from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.adaptive import AdaptiveProposer, make_adaptive
-from outrider.spec_decode.lanes import DrafterTraits
+from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.ngram import NgramProposer
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
 

@@ -1,7 +1,5 @@
 """Goodput of the controller in simulated time, compared with the best of all fixed numbers of drafts."""
 
-from statistics import median
-
 import pytest
 
 from .simulated import (
@@ -169,32 +167,23 @@ TEXTS = {"suits": [0.85], "random": [0.08], "changes": [0.85, 0.08, 0.85]}
 @pytest.mark.parametrize("curve", [short, long])
 def test_never_slower_than_none_over_2000_steps_and_soon_as_good_as_the_best(curve, rows, text):
     """All steps count, with learning and trials. After 300 steps of a text: within 3% of the best number of drafts,
-    or 5% where the text has just changed (in two worlds of three: when its one request shows that is chance)."""
+    or 5% where the text has just changed."""
+    total = total_off = 0.0
     drafter = {short: (0.3, 0.6, 0.02), long: (0.5, 4.0, 0.1)}[curve]
-    numbers = {
-        p: best_fixed(
+    world = World(curve, {(b"", 0): 0.0, (b"", 1): 0.1}, [b""] * rows)
+    proposer = adaptive(world, Simulated(world, 0, *drafter), lookup(world, 0.3))
+    for p in TEXTS[text]:
+        world.accept[b"", 0] = p
+        world.requests = [world.fresh(b"", i * LENGTH // rows) for i in range(rows)]
+        off, best, _ = best_fixed(
             lambda p=p: World(curve, {(b"", 0): p}, [b""] * rows), [lambda world: Simulated(world, 0, *drafter)], 60
         )
-        for p in TEXTS[text]
-    }
-    shares: list[list[float]] = []
-    for seed in range(3 if text == "changes" else 1):
-        total = total_off = 0.0
-        world = World(curve, {(b"", 0): 0.0, (b"", 1): 0.1}, [b""] * rows, seed=seed)
-        proposer = adaptive(world, Simulated(world, 0, *drafter), lookup(world, 0.3))
-        shares.append([])
-        for p in TEXTS[text]:
-            world.accept[b"", 0] = p
-            world.requests = [world.fresh(b"", i * LENGTH // rows) for i in range(rows)]
-            off, best, _ = numbers[p]
-            began, tokens = world.exact, world.tokens
-            world.run(proposer, 300)
-            shares[-1].append(world.run(proposer, 2000 // len(TEXTS[text]) - 300) / best)
-            total += world.exact - began
-            total_off += (world.tokens - tokens) / off
-            assert total <= total_off / 0.97
-    for found in zip(*shares, strict=True):
-        assert median(found) >= (0.95 if text == "changes" else 0.97)
+        began, tokens = world.exact, world.tokens
+        world.run(proposer, 300)
+        assert world.run(proposer, 2000 // len(TEXTS[text]) - 300) >= (0.95 if text == "changes" else 0.97) * best
+        total += world.exact - began
+        total_off += (world.tokens - tokens) / off
+        assert total <= total_off / 0.97
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
@@ -217,32 +206,3 @@ def test_prompts_that_the_drafter_computes_too_are_part_of_its_price(rows, answe
     steady = world.run(proposer, 1200)
     assert 1600 / (400 / early + 1200 / steady) >= off / 1.03
     assert steady >= 0.96 * best
-
-
-@pytest.mark.parametrize("text", ["suits", "random"])
-@pytest.mark.parametrize("rows", [4, 16, 32])
-def test_decisions_that_take_as_long_as_half_a_step_are_rare(rows, text):
-    """As with a model of a few million parameters: requests of 40 tokens come and go; each decision takes 0.5 ms."""
-
-    def make_world():
-        return World(short, {(b"", 0): TEXTS[text][0], (b"", 1): 0.1}, [b""] * rows, length=40)
-
-    def drafter(world):
-        return Simulated(world, 0, 0.3, 0.6, 0.02)
-
-    _, best, _ = best_fixed(make_world, [drafter], 200)
-    world = make_world()
-    proposer = adaptive(world, drafter(world), lookup(world, 0.3))
-    decide, num_decisions = proposer.controller.decide, 0
-
-    def slowly(states, prompt_tokens):
-        nonlocal num_decisions
-        num_decisions += 1
-        world.spend(0.5)
-        decide(states, prompt_tokens)
-
-    proposer.controller.decide = slowly
-    world.run(proposer, 400)
-    num_decisions = 0
-    assert world.run(proposer, 1000) >= 0.95 * best
-    assert num_decisions < 150

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec_decode.controller import MAX_LANES, Controller
+from outrider.spec_decode.controller import MAX_LANES, Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
-from outrider.spec_decode.lanes import DrafterTraits, RowState
+from outrider.spec_decode.lanes import RowState
 from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, SHARE, Backoff, Budget
 from outrider.spec_decode.step_costs import Curve
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from outrider import SamplingParams
 from outrider.platform.core.request import Drafts, Request
 from outrider.spec_decode.adaptive import AdaptiveProposer
-from outrider.spec_decode.lanes import DrafterTraits
+from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, TargetOutput
 from outrider.spec_decode.step_costs import StepCosts
 
