@@ -241,3 +241,34 @@ def jobs(models, prompts):
         return [(p, params, models.lora(n)) for p, n in zip(prompts, names, strict=True)]
 
     return jobs
+
+
+@pytest.fixture(scope="session")
+def run_with_failures():
+    """The tokens of each prompt from an engine whose forward pass fails three times."""
+
+    def work(engine, prompts, params):
+        forward, calls = engine._runner._model.forward, []
+
+        def sometimes(*args):
+            calls.append(None)
+            if len(calls) in (1, 4, 9):
+                raise RuntimeError("out of memory")
+            return forward(*args)
+
+        engine._runner._model.forward = sometimes
+        for index, prompt in enumerate(prompts):
+            engine.add_request(EngineRequest(str(index), list(prompt), params, [1]))
+        texts, errors = {}, 0
+        while engine.has_work():
+            try:
+                for delta in engine.step():
+                    texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+            except RuntimeError as error:
+                assert str(error) == "out of memory"  # noqa: PT017
+                errors += 1
+            engine.check_integrity()
+        assert errors == 3
+        return [texts[str(index)] for index in range(len(prompts))]
+
+    return work

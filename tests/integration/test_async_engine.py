@@ -167,31 +167,12 @@ def test_penalties_are_given_the_token_before(make_engine, run, prompts, monkeyp
     assert sum(row.is_late for plan in plans for row in plan.rows) == 19
 
 
-def test_an_error_in_a_step_under_way_leaves_a_usable_engine(make_engine, run, greedy, prompts, plain_engine):
+def test_an_error_in_a_step_under_way_leaves_a_usable_engine(
+    make_engine, run, greedy, prompts, plain_engine, run_with_failures
+):
     want = run(plain_engine, [(p, greedy) for p in prompts])
     engine = make_engine(async_scheduling=True)
-    forward, calls = engine._runner._model.forward, []
-
-    def sometimes(*args):
-        calls.append(None)
-        if len(calls) in (1, 4, 9):
-            raise RuntimeError("out of memory")
-        return forward(*args)
-
-    engine._runner._model.forward = sometimes
-    for index, prompt in enumerate(prompts):
-        engine.add_request(EngineRequest(str(index), list(prompt), greedy, [1]))
-    texts, errors = {}, 0
-    while engine.has_work():
-        try:
-            for delta in engine.step():
-                texts.setdefault(delta.request_id, []).extend(delta.token_ids)
-        except RuntimeError as error:
-            assert str(error) == "out of memory"  # noqa: PT017
-            errors += 1
-        engine.check_integrity()
-    assert errors == 3
-    assert [texts[str(index)] for index in range(len(prompts))] == [o.token_ids for o in want]
+    assert run_with_failures(engine, prompts, greedy) == [o.token_ids for o in want]
 
 
 def test_an_engine_shuts_down_with_a_step_under_way(make_engine, greedy, prompts):

@@ -177,31 +177,12 @@ def test_a_step_is_launched_before_the_host_knows_what_the_one_before_accepted(
     assert len(outcomes[0].token_ids) == 24
 
 
-def test_an_error_in_a_step_under_way_leaves_a_usable_engine(models, make_engine, run, greedy, prompts, plain_engine):
+def test_an_error_in_a_step_under_way_leaves_a_usable_engine(
+    models, make_engine, run, greedy, prompts, plain_engine, run_with_failures
+):
     want = run(plain_engine, [(p, greedy) for p in prompts])
     engine = make(make_engine, models, "eagle3")
-    forward, calls = engine._runner._model.forward, []
-
-    def sometimes(*args):
-        calls.append(None)
-        if len(calls) in (1, 4, 9):
-            raise RuntimeError("out of memory")
-        return forward(*args)
-
-    engine._runner._model.forward = sometimes
-    for index, prompt in enumerate(prompts):
-        engine.add_request(EngineRequest(str(index), list(prompt), greedy, [1]))
-    texts, errors = {}, 0
-    while engine.has_work():
-        try:
-            for delta in engine.step():
-                texts.setdefault(delta.request_id, []).extend(delta.token_ids)
-        except RuntimeError as error:
-            assert str(error) == "out of memory"  # noqa: PT017
-            errors += 1
-        engine.check_integrity()
-    assert errors == 3
-    assert [texts[str(index)] for index in range(len(prompts))] == [o.token_ids for o in want]
+    assert run_with_failures(engine, prompts, greedy) == [o.token_ids for o in want]
 
 
 @pytest.mark.parametrize("options", [{"adaptive": True}, {"rejection_sample_method": "synthetic"}])

@@ -59,7 +59,7 @@ class Device:
 
     def launch(self, plan, before=None):
         self.num_launched += 1
-        launched = Launched(plan, before)
+        launched = self.told(plan, before)
         launched.number = self.num_launched
         self.events.append(("launch", launched.number))
         self.queue.append(launched)
@@ -77,8 +77,13 @@ class Device:
         self.events.append(("collect", launched.number))
         if launched.number in self.failing:
             raise RuntimeError("the device has failed")
-        found = [RowResult([launched.sampled[row.request]] if row.samples else []) for row in launched.plan.rows]
-        return StepResult(found)
+        return StepResult(self.results(launched))
+
+    def told(self, plan, before):
+        return Launched(plan, before)
+
+    def results(self, launched):
+        return [RowResult([launched.sampled[row.request]] if row.samples else []) for row in launched.plan.rows]
 
     def _compute(self, launched):
         """Writes the KV of its tokens, and checks that it reads that of the tokens before them."""

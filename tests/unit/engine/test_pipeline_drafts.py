@@ -13,7 +13,7 @@ from outrider.platform.core.request import Drafts
 from outrider.platform.engine.gates import DraftLimits
 from outrider.platform.engine.row_choices import may_draft_late, row_choices
 
-from .test_pipeline import BLOCK, Seats, expected, finish, make, next_token, pipe, plan_of, request, step
+from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, next_token, pipe, plan_of, request, step
 
 LATE = DraftLimits(3, extra_slots=True, overlaps=True)
 
@@ -42,40 +42,22 @@ class Launched:
         self.rows = {row.request: Row(row, longest) for row in plan.rows}
 
 
-class Device:
+class Drafting(Device):
     """Verifies and drafts; the drafter, whose KV lies in the same blocks, is right now and then. `drafts_late` of a
     plan says that it drafts with what it knows itself, else it waits for `collect`, and may lag behind."""
 
-    overlaps = True
     longest = 48
 
     def __init__(self, share=2, lazy=True, lags=False):
-        self.share, self.lazy, self.lags = share, lazy, lags
-        self.kv, self.draft_kv, self.queue, self.events = {}, {}, [], []
-        self.num_late_drafts = self.num_launched = 0
-        self.failing = set()
+        super().__init__(lazy)
+        self.share, self.lags = share, lags
+        self.draft_kv, self.num_late_drafts = {}, 0
 
-    def launch(self, plan, before=None):
-        launched = Launched(plan, before, self.longest)
-        self.num_launched += 1
-        launched.number = self.num_launched
-        self.events.append(("launch", launched.number))
-        self.queue.append(launched)
-        if not self.lazy:
-            self.drain()
-        return launched
+    def told(self, plan, before):
+        return Launched(plan, before, self.longest)
 
-    def drain(self):
-        while self.queue:
-            self._compute(self.queue.pop(0))
-
-    def collect(self, launched):
-        while launched in self.queue:
-            self._compute(self.queue.pop(0))
-        self.events.append(("collect", launched.number))
-        if launched.number in self.failing:
-            raise RuntimeError("the device has failed")
-        return StepResult([self._result(launched.plan, row, launched.rows[row.request]) for row in launched.plan.rows])
+    def results(self, launched):
+        return [self._result(launched.plan, row, launched.rows[row.request]) for row in launched.plan.rows]
 
     def _compute(self, launched):
         for row in launched.rows.values():
@@ -180,7 +162,7 @@ def test_every_sequence_gets_its_own_text(jobs, engine, drafter, limits, aborts)
     draft_limits = DraftLimits(k, extra_slots=extra, overlaps=True, max_positions=reach)
     config = {"max_num_batched_tokens": budget, "policy": policy, "max_model_len": longest}
     scheduler = make(blocks, draft_limits, [seats], **config)
-    device = Device(*drafter) if extra else WithoutLayers(*drafter)
+    device = Drafting(*drafter) if extra else WithoutLayers(*drafter)
     device.longest = longest
     pipeline = pipe(scheduler, device)
     want, outputs = {}, {}
@@ -208,7 +190,7 @@ def test_every_sequence_gets_its_own_text(jobs, engine, drafter, limits, aborts)
     assert not seats.holders
 
 
-class WithoutLayers(Device):
+class WithoutLayers(Drafting):
     """A drafter that keeps nothing, and never lags."""
 
     def _draft(self, row):
@@ -241,7 +223,7 @@ def expected_with(prompt, count, stop, min_tokens):
 @pytest.mark.parametrize("share", [0, 2, 4])
 def test_the_next_step_is_planned_while_one_runs(share):
     """All but a sequence's first steps, and the last ones, are launched before the one before is collected."""
-    scheduler, device = make(limits=LATE, num_blocks=80, max_num_batched_tokens=32), Device(share)
+    scheduler, device = make(limits=LATE, num_blocks=80, max_num_batched_tokens=32), Drafting(share)
     for name in "ab":
         scheduler.add(request(name, [1, 2, ord(name)], 40))
     outputs = finish(scheduler, pipe(scheduler, device))
@@ -355,7 +337,7 @@ def test_only_drafts_that_the_device_makes_let_the_next_step_be_planned(limits):
 
 @pytest.mark.parametrize("failing", [2, 4, 5, 9])
 def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
-    scheduler, device = make(limits=LATE, max_num_batched_tokens=32), Device(2)
+    scheduler, device = make(limits=LATE, max_num_batched_tokens=32), Drafting(2)
     device.failing = {failing}
     pipeline, outputs = pipe(scheduler, device), {}
     for name in "abc":
@@ -369,7 +351,7 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
 
 
 def test_a_sequence_under_way_does_not_give_way_before_it_is_committed():
-    scheduler, device = make(14, limits=LATE, max_model_len=40, max_num_batched_tokens=32), Device(3)
+    scheduler, device = make(14, limits=LATE, max_model_len=40, max_num_batched_tokens=32), Drafting(3)
     device.longest = 40
     pipeline, outputs = pipe(scheduler, device), {}
     for name, start in (("a", 0), ("b", 4)):
