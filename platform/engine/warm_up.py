@@ -37,23 +37,36 @@ def warm_up(
     ends = clock() + seconds
     try:
         for rows in _ROWS * _PASSES:
-            if clock() < ends and _fits(scheduler, rows, drafter.choices):
-                _measure(scheduler, runner, drafter, rows, lambda: clock() < ends)
+            for choices in _lives(scheduler, rows, drafter.choices):
+                if clock() < ends:
+                    _measure(scheduler, runner, drafter, rows, choices, lambda: clock() < ends)
     finally:
         drafter.release()
 
 
-def _fits(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> bool:
-    """Whether so many dummies run at once without preemption, whole batches at a time."""
-    config, most = scheduler.config, max(count for _, count in choices)
-    length = PROMPT + 1 + sum(_STEPS * (1 + count) for _, count in choices) + 2 * most
-    blocks = -(-length // scheduler.prefix_cache.block_size)
-    return (
-        rows <= config.max_num_seqs
-        and length < config.max_model_len
-        and rows * blocks <= scheduler.pool.num_free
-        and 2 * rows * (1 + most) <= config.max_num_batched_tokens
-    )
+def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Which of `choices` one batch of so many dummies has room for, and which the next; none where not even one of them
+    fits, whole batches at a time and without preemption."""
+    config = scheduler.config
+    most = max(count for _, count in choices)
+    blocks = min(scheduler.pool.num_free // rows, -(-config.max_model_len // scheduler.prefix_cache.block_size))
+    room = min(config.max_model_len - 1, blocks * scheduler.prefix_cache.block_size) - (PROMPT + 1 + 2 * most)
+    if (
+        rows > config.max_num_seqs
+        or _STEPS * (1 + most) > room
+        or 2 * rows * (1 + most) > config.max_num_batched_tokens
+    ):
+        return []
+    lives: list[list[tuple[int, int]]] = []
+    left = 0
+    for choice in choices:
+        tokens = _STEPS * (1 + choice[1])
+        if tokens > left:
+            lives.append([])
+            left = room
+        left -= tokens
+        lives[-1].append(choice)
+    return lives
 
 
 def _measure(
@@ -61,6 +74,7 @@ def _measure(
     runner: ModelRunner,
     drafter: AdaptiveProposer,
     rows: int,
+    choices: Sequence[tuple[int, int]],
     in_time: Callable[[], bool],
 ) -> None:
     dummies = [dummy(f"warm-up {index}", index) for index in range(rows)]
@@ -72,7 +86,7 @@ def _measure(
             if not in_time():
                 return
             step(scheduler, runner)
-        for number, count in drafter.choices:
+        for number, count in choices:
             drafter.hold(number, count)
             for _ in range(_STEPS):
                 if not in_time():

@@ -66,6 +66,24 @@ def test_prompts_are_computed_before_anything_is_measured(scheduler):
     assert not scheduler.has_work()
 
 
+def test_short_sequences_are_measured_in_several_lives():
+    pool = BlockPool(NUM_BLOCKS)
+    longest = warming.PROMPT + 1 + warming._STEPS * 3 + 2 * 2 + 1
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=longest, policy="fcfs")
+    scheduler, drafter = Scheduler(config, pool, PrefixCache(pool, 4)), Drafter()
+    drafter.choices = ((0, 0), (0, 2), (0, 1), (1, 2))
+    runner = Runner(drafter)
+    warm_up(scheduler, runner, drafter, seconds=1.0, clock=lambda: 0.0)
+    measured = {held: 0 for held in drafter.choices}
+    for order, tokens in runner.steps:
+        held = drafter.held[order - 1]
+        if set(tokens) == {1}:
+            measured[held] += 1
+    batches = warming._PASSES * 2  # of one and of two
+    assert all(measured[held] >= batches * warming._STEPS for held in drafter.choices)
+    assert pool.num_free == NUM_BLOCKS
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
 def test_it_ends_when_its_time_is_over(scheduler, num_steps):
     drafter = Drafter()
