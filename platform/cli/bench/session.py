@@ -13,7 +13,7 @@ from ....models.tokenizer import eos_token_ids, load_tokenizer
 from ...core.config import EngineArgs
 from ...core.errors import OutriderError, PromptTooLongError
 from ...core.lora_request import LoRARequest
-from .driver import BenchEngine
+from .driver import BenchEngine, settle
 from .machine import describe_machine, describe_model
 from .measure import Plan, adapter_paths, measure
 from .modes import Mode
@@ -60,6 +60,7 @@ def measure_speculation(
             engines.append(BenchEngine(mode, EngineArgs(model=str(path), speculative_config=mode.config, **shared)))
             for name, folder in adapter_paths(tasks).items():
                 engines[-1].load_adapter(LoRARequest(name, path=folder))
+        settle()
         rows = measure(engines, tasks, plan)
         model_facts = describe_model(engines[0].core.info, path)
     finally:

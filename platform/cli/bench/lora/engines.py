@@ -14,7 +14,7 @@ from ....core.messages import EngineRequest
 from ....core.sampling_params import SamplingParams
 from ....engine.engine_core import EngineCore
 from ..budget import Budget
-from ..driver import Run
+from ..driver import Run, settle
 from .cases import Case, choose
 from .figures import Run as Figures
 from .figures import boil_down
@@ -65,6 +65,7 @@ class Engines:
         """By the ranks that they have in turn."""
         self.plain = EngineCore(EngineArgs(**shared))
         self.serving = EngineCore(EngineArgs(**shared, enable_lora=True, **lora))
+        settle()
 
     def shutdown(self) -> None:
         """Of both."""
