@@ -64,6 +64,7 @@ class Rates:
         "_stale",
         "_tried",
         "epoch",
+        "num_tried",
     )
 
     def __init__(self, num_positions: int, prior: Rates | Prior, memory: float = LANE_MEMORY) -> None:
@@ -78,6 +79,8 @@ class Rates:
         self._recent = [0.0, 0.0]  # first drafts tried and accepted lately
         self.epoch = 0
         """Counts the changes of the text."""
+        self.num_tried = 0
+        """Counts the verified rows."""
         self._stale = True
         self._probabilities: list[float] = []
         self._available: list[float] | None = None
@@ -109,6 +112,7 @@ class Rates:
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """`num_accepted` of `num_drafts` verified drafts were right."""
+        self.num_tried += 1
         tried, accepted, fade = self._tried, self._accepted, self._fade
         for j in range(min(num_accepted + 1, num_drafts)):
             tried[j] = tried[j] * fade + 1.0

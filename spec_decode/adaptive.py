@@ -22,6 +22,7 @@ from .controller import Controller, DrafterTraits
 from .device_timer import CudaTimer, Timer
 from .lanes import RowState
 from .ngram import NgramProposer
+from .probing import SETTLING, SOON_SETTLED
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .step_costs import MIXED, DraftSize
 
@@ -86,12 +87,15 @@ class AdaptiveProposer:
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
         self._quiet: list[Proposal] | None = None  # the last answer, when the same batch may get it again
-        self._num_quiet = 0  # steps that got it
+        self._num_quiet = 0  # steps that got it, of those that were looked at
+        self._unseen = self._unseen_left = 0  # steps that nobody looks at, after one that was, and those still to come
+        self._unseen_seconds = 0.0  # of those that have passed
         self._drafted = False  # the last step
         self._in_drafters = 0.0  # seconds of this step
         self._held: tuple[int, int] | None = None
         self._ended: tuple[float, float] | None = None  # when the last step's drafting did, by both clocks
         self._undisturbed = True  # the step, up to its drafting
+        self._settles = 0.0  # when a step without drafts will be like others
 
     @property
     def needs(self) -> ProposerNeeds:
@@ -116,41 +120,82 @@ class AdaptiveProposer:
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
-        drafting = self._take_in_drafting()
-        began = self._clock()
-        gap = 0.0
-        if self._ended is not None:
-            spent = began - self._ended[0]
-            gap = spent - target.seconds - drafting
-            self._undisturbed = self._cpu_clock() - self._ended[1] >= _UNDISTURBED * spent
         batch = [row.request for row in rows]
         changed = batch != self._batch
+        if self._quiet is not None and not changed and self._unseen_left:
+            return self._pass_unseen(rows, target, self._quiet)
+        self._count_unseen()
+        if self._quiet is not None and not changed and not self._controller.is_time:
+            return self._stay_quiet(rows, target, self._quiet)
+        drafting = self._take_in_drafting()
+        began = self._clock()
+        gap = self._gap_before(began, target.seconds + drafting)
         if changed:
             self._batch = batch
             self._update_states(batch)
-        if self._quiet is not None and not changed and not self._controller.is_time:
-            proposals = self._quiet  # nothing is drafted: what a step costs beside its forward pass counts here
-            self._num_quiet += 1
-            stands_for = 1 if self._num_quiet <= _FEW_QUIET else _QUIET_SAMPLE
-            if self._num_quiet % stands_for == 0:
-                self._controller.computed(0, len(rows) * stands_for)
-                if self._undisturbed:
-                    self._controller.costs.add_step(len(rows), len(rows), target.seconds)
-            self._drafters[0].watch(rows, target)
-        else:
-            self._num_quiet = 0
-            self._in_drafters = 0.0
-            proposals = self._propose(rows, target, changed)
+        self._num_quiet = 0
+        self._in_drafters = 0.0
+        proposals = self._propose(rows, target, changed)
         ended = self._clock()
-        if self._ended is not None and gap < _LONGEST_GAP:
-            self._controller.costs.add_gap(gap, drafting=self._drafted)
+        self._add_gap(gap)
         self._drafted = self._quiet is None
         if self._drafted:
             self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
-        if self._held is None:
-            self._controller.stepped(drafting + target.seconds + ended - began)
+        self._stepped(drafting + target.seconds + ended - began)
         self._ended = (ended, self._cpu_clock())
         return proposals
+
+    def _stay_quiet(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: list[Proposal]) -> list[Proposal]:
+        """The same batch gets the same answer: nothing is drafted, and what a step takes is all there is to learn. Some
+        of the steps stand for those between them: of a small model's step, looking is no small part."""
+        self._num_quiet += 1
+        self._add_gap(self._gap_before(self._clock(), target.seconds))
+        self._controller.workload.computed(0, len(rows))
+        if self._undisturbed and self._has_settled(target.seconds):
+            self._controller.costs.add_step(len(rows), len(rows), target.seconds)
+        self._stepped(target.seconds)
+        if self._num_quiet >= _FEW_QUIET:
+            self._unseen_left = self._unseen = min(_QUIET_SAMPLE - 1, self._controller.steps_left)
+        self._drafters[0].watch(rows, target)
+        self._ended = (self._clock(), self._cpu_clock())
+        return proposals
+
+    def _pass_unseen(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: list[Proposal]) -> list[Proposal]:
+        self._unseen_left -= 1
+        self._unseen_seconds += target.seconds
+        self._drafters[0].watch(rows, target)
+        self._ended = (self._clock(), self._cpu_clock())
+        return proposals
+
+    def _count_unseen(self) -> None:
+        """The steps that nobody looked at have passed all the same."""
+        steps = self._unseen - self._unseen_left
+        if steps:
+            self._controller.workload.computed(0, steps * len(self._batch))
+            self._stepped(self._unseen_seconds, steps)
+        self._unseen = self._unseen_left = 0
+        self._unseen_seconds = 0.0
+
+    def _stepped(self, seconds: float, steps: int = 1) -> None:
+        if self._held is None:
+            self._controller.stepped(seconds, steps)
+
+    def _gap_before(self, began: float, computing: float) -> float | None:
+        """Seconds between the last step and this one, which computed for `computing` until `began`; also finds whether
+        another process had the processor meanwhile."""
+        if self._ended is None:
+            return None
+        spent = began - self._ended[0]
+        self._undisturbed = self._cpu_clock() - self._ended[1] >= _UNDISTURBED * spent
+        return spent - computing
+
+    def _has_settled(self, seconds: float) -> bool:
+        """Whether a step without drafts that has ended now, and took `seconds`, is like those that follow."""
+        return seconds >= SOON_SETTLED or self._clock() - seconds >= self._settles
+
+    def _add_gap(self, gap: float | None) -> None:
+        if gap is not None and gap < _LONGEST_GAP and (self._drafted or self._has_settled(gap)):
+            self._controller.costs.add_gap(gap, drafting=self._drafted)
 
     @property
     def choices(self) -> list[tuple[int, int]]:
@@ -177,7 +222,10 @@ class AdaptiveProposer:
 
     def _update_states(self, batch: Sequence[Request]) -> None:
         for request in [request for request in self._known if request.status is Status.FINISHED]:
-            del self._known[request]
+            state = self._known.pop(request)
+            if state.num_accepted:
+                wasted = state.num_tokens - len(request.tokens)
+                self._controller.workload.finished(state.num_accepted, max(0, wasted))
         for request in batch:
             if request not in self._known:
                 self._known[request] = self._controller.new_row(request.text_namespace[1])
@@ -216,9 +264,10 @@ class AdaptiveProposer:
     def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState], seconds: float) -> int:
         """Learn from the step; returns how many tokens were computed of rows that are not through their prompt."""
         controller = self._controller
-        num_tokens = prompt_tokens = num_prompts = num_outputs = 0
+        num_tokens = num_drafts = prompt_tokens = num_prompts = num_outputs = 0
         mixed = False
         for row, state in zip(rows, states, strict=True):
+            num_drafts += row.num_drafts
             computed = row.num_valid + row.num_drafts - row.num_accepted - row.start
             num_tokens += computed
             if not row.sampled:
@@ -228,12 +277,17 @@ class AdaptiveProposer:
                 num_prompts += computed
             if row.sampled:
                 num_outputs += 1 + row.num_accepted
+                if row.num_accepted:
+                    state.num_accepted += row.num_accepted
+                    state.num_tokens = len(row.tokens)
             if row.num_drafts and self._held is None:
                 controller.verified(state, row.num_drafts, row.num_accepted)
             state.proposed_by = -1
         if self._held is None:
-            controller.computed(num_prompts, num_outputs)
-        if self._undisturbed:
+            controller.workload.computed(num_prompts, num_outputs)
+        if num_drafts:
+            self._settles = self._clock() + SETTLING
+        if self._undisturbed and (num_drafts or mixed or self._has_settled(seconds)):
             controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, seconds)
         return prompt_tokens
 
@@ -292,6 +346,7 @@ class AdaptiveProposer:
                 self._controller.proposed(
                     index, [(states[at], count, len(results[at].drafts.token_ids)) for at, count in asked.items()]
                 )
+        self._controller.drafted(self._in_drafters)
         return results
 
     def _size(self, drafter: int, rows: Sequence[DraftRow]) -> DraftSize:

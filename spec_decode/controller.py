@@ -13,45 +13,47 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 
+While nothing is drafted, and neither evidence nor a trial is new, all this would find what it found the last time: then
+nothing of it is done (`_nothing_new`).
+
 Between decisions a row keeps what it was given. Nothing here reads a clock or a token: time comes in as seconds that
 were measured, requests as `RowState`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from .acceptance import FALLBACK, HOPEFUL, Rates, cumulative
-from .goodput import Offer, Plan, Prices, best_plan
-from .lanes import ENTER, Lane, Mode, RowState
-from .probing import MAX_INTERVAL, Backoff, Budget
+from .acceptance import cumulative
+from .goodput import Offer, Plan, Prices, best_plan, mean_goodput
+from .lanes import ENTER, Before, Lane, Lanes, Mode, Outlook, RowState
+from .probing import (
+    CLEARLY,
+    MAX_INTERVAL,
+    PROBE_DRAFTS,
+    PROBE_ROWS,
+    SLOW_INTERVAL,
+    SURPRISING,
+    TRIAL,
+    Backoff,
+    Budget,
+    settling_steps,
+)
 from .step_costs import MIXED, Curve, StepCosts, row_class
+from .workload import Workload
 
 SWITCH = 0.03
-CLEARLY = 0.25
-"""Gain or loss that is hardly an error: the contrary is tried most rarely."""
-TRIAL = 2
 PERIOD = 8
 """Steps between decisions, at most; twice that when drafting has paid for long, or while nothing is drafted, and so
 nothing is learned."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
-PROBE_DRAFTS, PROBE_ROWS = 2, 2
-"""Drafts and rows of a trial of a drafter, at most; one draft where each costs a pass. Few rows: what a trial costs
-says how soon the next one comes, and a text that has changed shows in any of its requests."""
-SURPRISING = 0.2
-"""Accepted drafts of a trial, beyond those expected, as a share: then it is repeated at once."""
-SLOW_INTERVAL = 128
-"""Steps between trials of what is known well: what steps take with and without drafts was measured at the start."""
+OUTLOOK = 64
+"""Steps after which it is decided anew although nothing has changed but, slowly, what steps take."""
 AMORTISED_OVER = 64
 """Steps over which a drafter's catching up is spread."""
-_WORKLOAD_MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
-"""Tokens of answers over which the share of prompts is averaged, and those that it takes to say anything."""
-MAX_LANES = 4096
-"""Adapters remembered, by last use."""
 
 
 class DrafterTraits(NamedTuple):
@@ -72,18 +74,18 @@ class Controller:
         self._has_passes = [traits.has_passes for traits in drafters]
         self._max_drafts = max_drafts
         self.costs = StepCosts(self._has_passes)
-        priors = [HOPEFUL, *[FALLBACK] * (len(drafters) - 1)]
-        self._means = [Rates(max_drafts, prior, memory=512.0) for prior in priors]
-        self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
+        self._lanes = Lanes(len(drafters), max_drafts)
         self._budget = Budget()
         self._without: dict[int, Backoff] = {}  # trials of no drafts, by class of rows
         self._with: dict[int, Backoff] = {}  # trials of drafting, by class of rows
         self._more: dict[int, Backoff] = {}  # trials of one draft more, by class of rows
         self._modes: dict[int, Mode] = {}  # by class of rows; 0: steps with prompts
+        self._outlooks: dict[int, Outlook] = {}  # by class of rows, too
+        self._on_trial = 0.0  # seconds that the step's trials of drafters were charged, where nothing else is drafted
         self._mode = Mode(True, 0)
         self.num_switches = 0
         self._has_layers = has_layers
-        self._seen_prompts = self._seen_outputs = 0.0  # tokens lately
+        self.workload = Workload()
         self._step = 0
         self._next_decision = 0
         self._trial_ends = 0
@@ -100,6 +102,11 @@ class Controller:
         """Whether to decide, even if nothing has changed."""
         return self._step >= self._next_decision
 
+    @property
+    def steps_left(self) -> int:
+        """Until it is time."""
+        return max(0, self._next_decision - self._step)
+
     # ------------------------------------------------------------------ evidence
 
     def new_row(self, key: Hashable) -> RowState:
@@ -111,53 +118,30 @@ class Controller:
 
     def lane(self, key: Hashable) -> Lane:
         """The lane of an adapter."""
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = Lane([Rates(self._max_drafts, mean) for mean in self._means], self._step)
-            self._lanes[key] = lane
-            if len(self._lanes) > MAX_LANES:
-                self._lanes.popitem(last=False)
-        else:
-            self._lanes.move_to_end(key)
-        return lane
+        return self._lanes.of(key, self._step)
 
     def forget(self, key: Hashable) -> None:
         """An adapter is gone."""
-        self._lanes.pop(key, None)
+        self._lanes.forget(key)
 
     def verified(self, row: RowState, num_drafts: int, num_accepted: int) -> None:
         """The step verified drafts of `row` that `row.proposed_by` made."""
-        drafter = row.proposed_by
-        if drafter < 0 or num_drafts < 1:
-            return
-        rates = row.lane.rates[drafter]
-        row.rates_of(drafter).count(rates.recent_probabilities, num_drafts, num_accepted)
-        rates.count(num_drafts, num_accepted)
-        self._means[drafter].count(num_drafts, num_accepted)
+        self._lanes.verified(row, num_drafts, num_accepted)
 
     def proposed(self, drafter: int, answers: Iterable[tuple[RowState, int, int]]) -> None:
         """`drafter` was asked for drafts: (row, number asked for, number proposed) of each."""
-        by_lane: dict[Lane, list[tuple[int, int]]] = {}
-        for row, num_asked, num_proposed in answers:
-            row.proposed_by = drafter if num_proposed else -1
-            by_lane.setdefault(row.lane, []).append((num_asked, num_proposed))
-        for lane, counts in by_lane.items():
-            lane.rates[drafter].count_proposals(counts)
-            self._means[drafter].count_proposals(counts)
+        self._lanes.proposed(drafter, answers)
 
-    def computed(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A step computed that many tokens of prompts, and brought that many of answers."""
-        keep = max(0.0, 1.0 - output_tokens / _WORKLOAD_MEMORY)
-        self._seen_prompts = self._seen_prompts * keep + prompt_tokens
-        self._seen_outputs = self._seen_outputs * keep + output_tokens
+    def drafted(self, seconds: float) -> None:
+        """All drafters together took that long in this step: trials are charged what they took, if that is more than
+        was thought."""
+        if self._on_trial:
+            self._budget.spent += max(0.0, seconds - self._on_trial)
+            self._on_trial = 0.0
 
-    @property
-    def _prompts_per_token(self) -> float:
-        return self._seen_prompts / self._seen_outputs if self._seen_outputs >= _FEW_OUTPUTS else 0.0
-
-    def stepped(self, seconds: float) -> None:
-        """A step has passed; with all that belongs to it, it took `seconds`."""
-        self._step += 1
+    def stepped(self, seconds: float, steps: int = 1) -> None:
+        """So many steps have passed; with all that belongs to them, they took `seconds`."""
+        self._step += steps
         self._budget.elapsed += seconds
 
     # ------------------------------------------------------------------ decision
@@ -179,6 +163,11 @@ class Controller:
         kind = MIXED if prompt_tokens else row_class(len(rows))
         self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
         self._next_decision = self._step + self._period()
+        if self._nothing_new(kind, rows):
+            for row in rows:
+                row.num_drafts = row.lane.num_drafts = 0
+            return
+        self._budget.forget_refusals()
         self._end_trials(rows)
         self._limit_to_known(rows, prompt_tokens)
         offering = [row for row in rows if row.limit > 0]
@@ -190,7 +179,9 @@ class Controller:
         offers = [self._offer(row) for row in offering]
         prices = self._prices(offering, len(rows), prompt_tokens)
         plan = best_plan(offers, prices, self._passes)
-        self._take_state(plan)
+        if not (self._lanes.is_new and self.drafting):  # whether drafting pays, with hysteresis
+            self.num_switches += self._mode.update(plan.gain, self._step)
+        self._outlooks[kind] = Outlook(self._lanes.evidence, self._step, plan.gain, {row.lane for row in rows})
         self._next_decision = self._step + self._period()
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
         if shown:
@@ -208,6 +199,21 @@ class Controller:
             self._try_more(offering, plan)
         if shown == self.drafting:
             self._probe(offering, plan, prices)
+
+    def _nothing_new(self, kind: int, rows: Sequence[RowState]) -> bool:
+        """Whether nothing is drafted, and a decision would find what the last one did."""
+        outlook = self._outlooks.get(kind)
+        if outlook is None or self.drafting or outlook.gain > ENTER or outlook.evidence != self._lanes.evidence:
+            return False
+        lanes = {row.lane for row in rows}
+        if self._step - outlook.step >= OUTLOOK or not lanes <= outlook.lanes:
+            return False
+        if not self._budget.may_suffice:
+            return True
+        drafting = self._with.get(kind)
+        if drafting is not None and drafting.due(self._step, MAX_INTERVAL if outlook.gain < -CLEARLY else 0):
+            return False
+        return not any(trial.due(self._step) for lane in lanes for trial in lane.trials)
 
     def _period(self) -> int:
         early = min(PERIOD, 2 + self._step // 8)
@@ -242,7 +248,17 @@ class Controller:
             extra += self._catch_up(offering) / AMORTISED_OVER
         target = costs.target_curve(MIXED if prompt_tokens else num_rows)
         base = num_rows + prompt_tokens
-        return Prices(num_rows, base, costs.host_seconds, target, drafts, self._has_passes, extra, self._token_extra)
+        return Prices(
+            num_rows,
+            base,
+            costs.host_seconds,
+            target,
+            drafts,
+            self._has_passes,
+            extra,
+            self._token_extra,
+            self.workload.useful,
+        )
 
     def _catch_up(self, rows: Iterable[RowState]) -> float:
         """Seconds that it takes until the neural drafter can draft for those that are given to it."""
@@ -251,7 +267,7 @@ class Controller:
     @property
     def _token_extra(self) -> float:
         """Seconds that the neural drafter's catching up with prompts takes for each token of their answers."""
-        return self._prompts_per_token * self.costs.catch_up(0, 1) if self._has_layers else 0.0
+        return self.workload.prompts_per_token * self.costs.catch_up(0, 1) if self._has_layers else 0.0
 
     def _choose_drafters(self, offering: Sequence[RowState], prompt_tokens: int, num_rows: int) -> None:
         """Every lane's drafter, as if the whole batch were like it."""
@@ -261,12 +277,13 @@ class Controller:
             drafts = [costs.draft_curve(drafter, num_rows) for drafter in range(len(self._traits))]
             for lane in {row.lane for row in offering}:
                 values = [
-                    _mean_goodput(
+                    mean_goodput(
                         lane.rates[drafter],
                         (num_rows, prompt_tokens),
                         target,
                         draft,
                         (costs.host_seconds + costs.drafting_seconds, 0.0 if drafter else self._token_extra),
+                        self.workload.useful,
                     )
                     for drafter, draft in enumerate(drafts)
                 ]
@@ -275,10 +292,6 @@ class Controller:
                     lane.drafter = best
         for row in offering:
             row.drafter = row.lane.drafter
-
-    def _take_state(self, plan: Plan) -> None:
-        """Whether drafting pays, with hysteresis."""
-        self.num_switches += self._mode.update(plan.gain, self._step)
 
     # ------------------------------------------------------------------ trials
 
@@ -293,15 +306,17 @@ class Controller:
         if not (unknown or backoff.due(self._step, MAX_INTERVAL if abs(plan.gain) > CLEARLY else 0)):
             return self.drafting
         if self.drafting:
-            cost = TRIAL * max(1.0 - 1.0 / (1.0 + plan.gain), 0.0) * prices.idle_seconds
+            num_steps = TRIAL + settling_steps(prices.idle_seconds)
+            cost = num_steps * max(1.0 - 1.0 / (1.0 + plan.gain), 0.0) * prices.idle_seconds
         else:
-            cost = TRIAL * max(-plan.gain, 0.0) * plan.seconds + self._catch_up(offering)
+            num_steps = TRIAL
+            cost = num_steps * max(-plan.gain, 0.0) * plan.seconds + self._catch_up(offering)
         if not self._budget.spend(cost, prices.idle_seconds):
             return self.drafting
         backoff.tried(self._step)
         if abs(plan.gain) < 3 * ENTER:
             backoff.hasten()
-        self._trial_ends = self._next_decision = self._step + TRIAL
+        self._trial_ends = self._next_decision = self._step + num_steps
         return not self.drafting
 
     def _try_more(self, offering: Sequence[RowState], plan: Plan) -> None:
@@ -329,6 +344,7 @@ class Controller:
                 cost = self._probe_cost(drafter, rows, plan, prices)
                 if self._budget.spend(cost, prices.idle_seconds, borrow=lane.surprising == drafter):
                     self._start_probe(drafter, lane, rows)
+                    self._on_trial += 0.0 if self.drafting else cost
 
     def _probe_drafts(self, drafter: int, row: RowState) -> int:
         return min(1 if self._has_passes[drafter] else PROBE_DRAFTS, row.limit)
@@ -337,7 +353,7 @@ class Controller:
         """Seconds that a step takes longer, and those that its lost drafts are worth."""
         drafts = self.costs.draft_curve(drafter, len(rows))
         count = max(self._probe_drafts(drafter, row) for row in rows)
-        cost = drafts(count) - drafts(0)
+        cost = 2 * self.costs.bookkeeping_seconds + drafts(count) - drafts(0)  # it is decided before it and after it
         cost += prices.target(prices.base_tokens + count * len(rows)) - prices.target(prices.base_tokens)
         if self._has_passes[drafter]:
             cost += self.costs.catch_up(drafter, sum(row.lag for row in rows))
@@ -351,7 +367,8 @@ class Controller:
         lane.trials[drafter].tried(self._step)
         if lane.surprising != drafter:
             lane.rates[drafter].look_again()
-        lane.before[drafter] = lane.rates[drafter].probabilities[0]
+        rates = lane.rates[drafter]
+        lane.before[drafter] = Before(rates.probabilities[0], rates.num_tried)
         for row in rows:
             row.drafter, row.num_drafts = drafter, self._probe_drafts(drafter, row)
         self._trial_ends = self._next_decision = self._step + 1
@@ -362,7 +379,8 @@ class Controller:
                 if before is not None:
                     lane.before[drafter] = None
                     lane.surprising = -1
-                    if lane.rates[drafter].recent > before + SURPRISING:
+                    rates = lane.rates[drafter]
+                    if rates.num_tried > before.num_tried and rates.recent > before.probability + SURPRISING:
                         lane.trials[drafter].surprised(self._step)
                         lane.surprising = drafter
 
@@ -376,24 +394,5 @@ class Controller:
                 "num_drafts": lane.num_drafts,
                 "acceptance": [round(p, 3) for p in lane.rates[lane.drafter].probabilities],
             }
-            for key, lane in self._lanes.items()
+            for key, lane in self._lanes
         }
-
-
-def _mean_goodput(
-    rates: Rates, batch: tuple[int, int], target: Curve, draft: Curve, extra: tuple[float, float]
-) -> float:
-    """The best goodput of mean requests of one lane, over the number of drafts.
-
-    Args:
-        batch: number of rows, and prompt tokens beside them.
-        extra: seconds for each step, and for each token.
-    """
-    num_rows, prompt_tokens = batch
-    tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, 0.0
-    for k, (p, available) in enumerate(zip(rates.probabilities, rates.available, strict=True), 1):
-        product *= p
-        tokens += num_rows * available * product
-        size += num_rows * available
-        best = max(best, tokens / (extra[0] + tokens * extra[1] + target(size) + draft(k)))
-    return best

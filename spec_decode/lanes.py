@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from .acceptance import Rates, RequestRates
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator
+from typing import NamedTuple
+
+from .acceptance import FALLBACK, HOPEFUL, Rates, RequestRates
 from .probing import MIN_INTERVAL, Backoff
 
 ENTER, LEAVE = 0.025, 0.005
@@ -11,6 +15,19 @@ LASTING = 200
 """Steps after which a change has lasted."""
 MOST_STEPS = 8
 """Steps for which one prediction counts, at most."""
+FEW_VERIFIED = 8.0
+"""Verified rows that say something of a drafter."""
+MAX_LANES = 4096
+"""Adapters remembered, by last use."""
+
+
+class Before(NamedTuple):
+    """What was known of a drafter when its trial began."""
+
+    probability: float
+    """Of its first draft."""
+    num_tried: int
+    """`Rates.num_tried`."""
 
 
 class Lane:
@@ -25,8 +42,8 @@ class Lane:
         self.drafter = 0
         self.num_drafts = 0
         """What a request of it was given last: where a new one starts."""
-        self.before: list[float | None] = [None] * len(rates)
-        """While a drafter is on trial: what it was thought to accept."""
+        self.before: list[Before | None] = [None] * len(rates)
+        """While a drafter is on trial."""
         self.surprising = -1
         """The drafter whose last trial showed much more than was expected."""
 
@@ -39,7 +56,7 @@ class Lane:
 class RowState:
     """One live request, as the controller sees it."""
 
-    __slots__ = ("asked", "drafter", "drafts", "lag", "lane", "limit", "num_drafts", "proposed_by", "rates")
+    __slots__ = ("drafter", "lag", "lane", "limit", "num_accepted", "num_drafts", "num_tokens", "proposed_by", "rates")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -52,6 +69,10 @@ class RowState:
         """Most drafts that it may get, set before each decision."""
         self.lag = 0
         """Tokens that the neural drafter lags behind it, set before each decision."""
+        self.num_accepted = 0
+        """Drafts of it that were accepted so far..."""
+        self.num_tokens = 0
+        """...and the tokens of the sequence with the last of them, of which some may come after its end."""
         self.proposed_by = -1
         """Whose drafts the next step verifies; -1: there are none."""
 
@@ -61,6 +82,65 @@ class RowState:
         if self.rates[drafter].epoch != epoch:
             self.rates[drafter] = RequestRates(epoch)
         return self.rates[drafter]
+
+
+class Lanes:
+    """Those of all adapters, and what their requests have in common."""
+
+    def __init__(self, num_drafters: int, max_drafts: int) -> None:
+        """Of the drafters, the first is the one that was asked for."""
+        priors = [HOPEFUL, *[FALLBACK] * (num_drafters - 1)]
+        self._means = [Rates(max_drafts, prior, memory=512.0) for prior in priors]
+        self._max_drafts = max_drafts
+        self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
+        self.evidence = 0
+        """Counts what was learned of acceptance."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the drafter that was asked for has hardly been tried: nobody knows what it is worth."""
+        return self._means[0].evidence < FEW_VERIFIED
+
+    def __iter__(self) -> Iterator[tuple[Hashable, Lane]]:
+        return iter(self._lanes.items())
+
+    def of(self, key: Hashable, step: int) -> Lane:
+        """The lane of an adapter, which may be new in this step."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = Lane([Rates(self._max_drafts, mean) for mean in self._means], step)
+            self._lanes[key] = lane
+            if len(self._lanes) > MAX_LANES:
+                self._lanes.popitem(last=False)
+        else:
+            self._lanes.move_to_end(key)
+        return lane
+
+    def forget(self, key: Hashable) -> None:
+        """An adapter is gone."""
+        self._lanes.pop(key, None)
+
+    def verified(self, row: RowState, num_drafts: int, num_accepted: int) -> None:
+        """See `Controller`."""
+        drafter = row.proposed_by
+        if drafter < 0 or num_drafts < 1:
+            return
+        self.evidence += 1
+        rates = row.lane.rates[drafter]
+        row.rates_of(drafter).count(rates.recent_probabilities, num_drafts, num_accepted)
+        rates.count(num_drafts, num_accepted)
+        self._means[drafter].count(num_drafts, num_accepted)
+
+    def proposed(self, drafter: int, answers: Iterable[tuple[RowState, int, int]]) -> None:
+        """See `Controller`."""
+        self.evidence += 1
+        by_lane: dict[Lane, list[tuple[int, int]]] = {}
+        for row, num_asked, num_proposed in answers:
+            row.proposed_by = drafter if num_proposed else -1
+            by_lane.setdefault(row.lane, []).append((num_asked, num_proposed))
+        for lane, counts in by_lane.items():
+            lane.rates[drafter].count_proposals(counts)
+            self._means[drafter].count_proposals(counts)
 
 
 class Mode:
@@ -92,3 +172,14 @@ class Mode:
         self._since = step
         self.drafting = not self.drafting
         return True
+
+
+class Outlook(NamedTuple):
+    """What a decision for a class of rows found."""
+
+    evidence: int
+    """What was known of acceptance then, as a count..."""
+    step: int
+    gain: float
+    """...and what drafting promised."""
+    lanes: set[Lane]

@@ -8,6 +8,8 @@ alternatives are about equal, rare where one is far behind, and never cost more 
 
 from __future__ import annotations
 
+import math
+
 SHARE = 0.012
 """Of busy time, for all trials together."""
 HEAD_START = 4.0
@@ -18,16 +20,45 @@ MOST_SAVED = 16.0
 """Steps' worth of trials that may be saved up: after a long time without any, they do not come all at once."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 1024
 """Steps between two trials of the same thing."""
+TRIAL = 2
+"""Steps of a trial of no drafts, once settled, or of drafting."""
+SETTLING, SOON_SETTLED = 0.003, 0.01
+"""Seconds after drafting for which steps without it take longer, by up to a quarter, since the processor's caches hold
+what drafting left there; and those of a step for which that is little."""
+CLEARLY = 0.25
+"""Gain or loss that is hardly an error: the contrary is tried most rarely."""
+PROBE_DRAFTS, PROBE_ROWS = 2, 2
+"""Drafts and rows of a trial of a drafter, at most; one draft where each costs a pass. Few rows: what a trial costs
+says how soon the next one comes, and a text that has changed shows in any of its requests."""
+SURPRISING = 0.2
+"""Accepted drafts of a trial, beyond those expected, as a share: then it is repeated at once."""
+SLOW_INTERVAL = 128
+"""Steps between trials of what is known well: what steps take with and without drafts was measured at the start."""
+
+
+def settling_steps(seconds: float) -> int:
+    """Steps of so many seconds until they take as long as they will for ever."""
+    return 0 if seconds >= SETTLING else min(8, math.ceil(SETTLING / max(seconds, 1e-6)))
 
 
 class Budget:
     """Seconds that trials may cost."""
 
-    __slots__ = ("elapsed", "spent")
+    __slots__ = ("_enough", "elapsed", "spent")
 
     def __init__(self) -> None:
         self.elapsed = 0.0
         self.spent = 0.0
+        self._enough: float | None = None  # busy time after which the cheapest of what was refused can be paid
+
+    @property
+    def may_suffice(self) -> bool:
+        """Whether something that was refused might not be now, or nothing was."""
+        return self._enough is None or self.elapsed >= self._enough
+
+    def forget_refusals(self) -> None:
+        """All that is due will be asked for again."""
+        self._enough = None
 
     def spend(self, cost: float, step_seconds: float, *, borrow: bool = False) -> bool:
         """Charge `cost` seconds and return True, or return False and charge nothing: there is not enough. `borrow`:
@@ -35,6 +66,8 @@ class Budget:
         self.spent = max(self.spent, SHARE * self.elapsed - MOST_SAVED * step_seconds)
         spare = (HEAD_START + MOST_BORROWED * borrow) * step_seconds
         if self.spent + cost > SHARE * self.elapsed + spare:
+            enough = (self.spent + cost - spare) / SHARE
+            self._enough = enough if self._enough is None else min(self._enough, enough)
             return False
         self.spent += max(cost, 0.0)
         return True

@@ -341,7 +341,12 @@ class StepCosts:
     def drafting_seconds(self) -> float:
         """What a step that drafts takes more of all that is neither the target's nor a drafter's: a large part of the
         step of a small model."""
-        return max(0.0, _low(self._drafting_gaps) - self.host_seconds) + _low(self._bookkeeping)
+        return max(0.0, _low(self._drafting_gaps) - self.host_seconds) + self.bookkeeping_seconds
+
+    @property
+    def bookkeeping_seconds(self) -> float:
+        """Deciding and counting, of that."""
+        return _low(self._bookkeeping)
 
     def add_gap(self, seconds: float, *, drafting: bool = False) -> None:
         """Time between two steps; `drafting`: the first of them drafted."""

@@ -14,6 +14,16 @@ from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.ngram import NgramProposer
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
 
+
+class Noting:
+    """A workload that hands on what it is told."""
+
+    useful, prompts_per_token = 1.0, 0.0
+
+    def __init__(self, computed) -> None:
+        self.computed = computed
+
+
 TRAITS = (DrafterTraits("draft_model", True), DrafterTraits("ngram", False))
 
 
@@ -137,7 +147,7 @@ def test_while_nothing_is_drafted_one_step_in_four_stands_for_all(parts):
     controller._next_decision = 10**9
     measured, outputs = [], []
     controller.costs.add_step = lambda rows, tokens, seconds: measured.append((rows, tokens, seconds))
-    controller.computed = lambda prompts, answers: outputs.append(answers)
+    controller.workload = Noting(lambda prompts, answers: outputs.append(answers))
     watched = first.watched
     for _ in range(108):
         proposer.propose([row(one)], OUTPUT)
@@ -149,7 +159,7 @@ def test_while_nothing_is_drafted_one_step_in_four_stands_for_all(parts):
 def test_prompts_and_answers_are_counted_where_they_are_computed(parts):
     proposer, _ = parts
     seen = []
-    proposer.controller.computed = lambda prompts, answers: seen.append((prompts, answers))
+    proposer.controller.workload = Noting(lambda prompts, answers: seen.append((prompts, answers)))
     whole, part = request(), request()
     first = DraftRow(whole, [1] * 21, 20, 0, 4, [], True, 0)
     proposer.propose([first, DraftRow(part, [1] * 40, 30, 0, 0, [], False, 5, 20)], OUTPUT)

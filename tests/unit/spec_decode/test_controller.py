@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec_decode.controller import MAX_LANES, Controller, DrafterTraits
+from outrider.spec_decode import controller as controller_module
+from outrider.spec_decode.controller import OUTLOOK, Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
-from outrider.spec_decode.lanes import RowState
+from outrider.spec_decode.lanes import MAX_LANES, Before, RowState
 from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, SHARE, Backoff, Budget
 from outrider.spec_decode.step_costs import Curve
 
@@ -102,6 +103,103 @@ def test_trials_never_cost_more_than_their_share():
         budget.spend(0.7, 1.0)
     assert budget.spent <= SHARE * budget.elapsed + HEAD_START
     assert budget.spent > 0.9 * SHARE * budget.elapsed
+
+
+def test_what_was_refused_is_asked_for_again_when_it_can_be_paid():
+    budget = Budget()
+    budget.elapsed = 100.0
+    assert budget.may_suffice
+    assert not budget.spend(HEAD_START + 4.0, 1.0)
+    assert not budget.spend(HEAD_START + 2.0, 1.0)
+    steps = 0
+    while not budget.may_suffice:
+        budget.elapsed += 1.0
+        steps += 1
+    assert steps == pytest.approx(2.0 / SHARE - 100.0, abs=1.0)  # for the cheaper one
+    budget.forget_refusals()
+    assert budget.spend(HEAD_START + 2.0, 1.0)
+
+
+@pytest.fixture
+def off(monkeypatch):
+    """off(steps, rows) -> the steps in which all was decided anew, of a controller whose drafts never pay."""
+    controller = Controller([NEURAL], 4)
+    decided = []
+
+    def plan(*args):
+        decided.append(controller._step)
+        return best_plan(*args)
+
+    monkeypatch.setattr(controller_module, "best_plan", plan)
+
+    def run(steps, rows):
+        for _ in range(steps):
+            drafts = max(row.num_drafts for row in rows)
+            if controller.due(len(rows), False, False):
+                for row in rows:
+                    row.limit = 4
+                controller.decide(rows, 0)
+            if drafts:
+                controller.proposed(0, [(row, row.num_drafts, row.num_drafts) for row in rows if row.num_drafts])
+            controller.costs.add_step(len(rows), len(rows) + drafts, 0.001 + 0.001 * drafts)
+            for row in rows:
+                controller.verified(row, row.num_drafts, 0)
+            if drafts:
+                controller.drafted(0.002)
+            controller.stepped(0.001)
+        found = decided[:]
+        decided.clear()
+        return found
+
+    run.controller = controller
+    return run
+
+
+def test_nothing_is_decided_anew_while_nothing_is_drafted_or_learned(off):
+    rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
+    off(3000, rows)
+    assert not off.controller.drafting
+    decided = off(1000, rows)
+    assert 1000 // OUTLOOK <= len(decided) <= 1000 // OUTLOOK + 8, "two more for each trial"
+    assert all(row.num_drafts == 0 for row in rows)
+
+
+def test_another_adapter_or_evidence_is_a_reason_to_decide(off):
+    rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
+    off(3000, rows)
+    step = off.controller._step
+    rows[0] = off.controller.new_row(b"b")
+    assert any(at < step + 20 for at in off(40, rows))
+    off(3000, rows)
+    step = off.controller._step
+    rows[1].proposed_by = 0
+    off.controller.verified(rows[1], 1, 1)
+    assert any(at < step + 20 for at in off(40, rows))
+
+
+def test_a_trial_that_verified_nothing_is_no_surprise(off):
+    """However good the last drafts were that could be verified."""
+    rows = [RowState(off.controller.lane(b"a")) for _ in range(2)]
+    off(3000, rows)
+    lane = rows[0].lane
+    for verified in (True, False):
+        rows[0].proposed_by = 0
+        lane.before[0] = Before(0.1, lane.rates[0].num_tried)
+        if verified:
+            off.controller.verified(rows[0], 1, 1)
+        off.controller._end_trials(rows)
+        assert lane.surprising == (0 if verified else -1)
+
+
+def test_a_trial_is_charged_what_it_took(off):
+    rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
+    off(20_000, rows)
+    budget = off.controller._budget
+    assert budget.spent <= SHARE * budget.elapsed + 0.002 + HEAD_START * 0.001
+    before, trials = budget.spent, sum(row.lane.trials[0].last for row in rows[:1])
+    while rows[0].lane.trials[0].last == trials:
+        off(1, rows)
+    assert budget.spent - before >= 0.002 - 1e-9
 
 
 def test_trials_that_show_nothing_become_rare_but_never_stop():

@@ -54,7 +54,7 @@ def test_the_devices_seconds_count_for_drafts_and_not_as_a_gap(monkeypatch):
     clock = Clock()
     proposer = AdaptiveProposer([(DrafterTraits("draft_model", True), Launching(clock))], 2, clock, timer=Timer)
     controller = proposer.controller
-    monkeypatch.setattr(controller, "stepped", steps.append)
+    monkeypatch.setattr(controller, "stepped", lambda seconds, number: steps.append(seconds))
     monkeypatch.setattr(controller, "due", lambda *args: False)
     request = Request("r", [1, 2, 3], 3, SamplingParams(), seed_key=1)
     row = DraftRow(request, request.tokens, 2, 2, 2, [], True, 1)
