@@ -28,7 +28,7 @@ from .step_costs import MIXED, DraftSize
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
 
-_USUAL_LAG = 2
+USUAL_LAG = 2
 """Tokens that a drafter computes anyway before its first draft: the newest one, and one whose draft was the last."""
 _UNDISTURBED = 0.8
 """Share of its time that a thread must have been running, for that time to count: another process had the rest."""
@@ -41,11 +41,17 @@ _LONGEST_GAP = 1.0
 
 
 def make_adaptive(
-    proposer: Drafter, config: SpeculativeConfig, device: str = "cpu", *, asynchronous: bool = False
+    proposer: Drafter,
+    config: SpeculativeConfig,
+    device: str = "cpu",
+    *,
+    asynchronous: bool = False,
+    kind: type[AdaptiveProposer] | None = None,
 ) -> AdaptiveProposer:
     """`proposer` under the controller, with prompt lookup to fall back on where `proposer` is neural.
 
-    `asynchronous`: another thread than the one that drafts computes the target's steps.
+    `asynchronous`: another thread than the one that drafts computes the target's steps. `kind`: None is
+    AdaptiveProposer.
     """
     drafters: list[tuple[DrafterTraits, Drafter]] = [
         (DrafterTraits(config.method, has_passes=config.method in MODEL_METHODS), proposer)
@@ -57,7 +63,8 @@ def make_adaptive(
         drafters.append((DrafterTraits("ngram", has_passes=False), lookup))
     cpu_clock = time.thread_time if device == "cpu" and not asynchronous else None
     timer = CudaTimer if device == "cuda" else None
-    return AdaptiveProposer(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock, timer=timer)
+    made = kind or AdaptiveProposer
+    return made(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock, timer=timer)
 
 
 class AdaptiveProposer:
@@ -142,13 +149,11 @@ class AdaptiveProposer:
             self._in_drafters = 0.0
             proposals = self._propose(rows, target, changed)
         ended = self._clock()
-        if self._ended is not None and gap < _LONGEST_GAP:
-            self._controller.costs.add_gap(gap, drafting=self._drafted)
+        self._take_in_gap(gap)
         self._drafted = self._quiet is None
         if self._drafted:
             self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
-        if self._held is None:
-            self._controller.stepped(drafting + target.seconds + ended - began)
+        self._stepped(drafting + target.seconds + ended - began)
         self._ended = (ended, self._cpu_clock())
         return proposals
 
@@ -190,7 +195,7 @@ class AdaptiveProposer:
         if self._held is not None:
             for state in states:
                 state.drafter, state.num_drafts = self._held
-        elif num_sampling and self._controller.due(num_sampling, prompt_tokens > 0, changed):
+        elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0, changed):
             self._decide(rows, states, prompt_tokens)
         counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
         proposals = self._without_drafts(rows)
@@ -203,6 +208,19 @@ class AdaptiveProposer:
         self._quiet = proposals if num_sampling == len(rows) else None
         return proposals
 
+    def _is_due(self, num_rows: int, mixed: bool, changed: bool) -> bool:
+        return self._controller.due(num_rows, mixed, changed)
+
+    def _stepped(self, seconds: float) -> None:
+        """A step has passed, which took `seconds` with all that belongs to it."""
+        if self._held is None:
+            self._controller.stepped(seconds)
+
+    def _take_in_gap(self, seconds: float) -> None:
+        """Time since the last step that is neither the target's nor a drafter's."""
+        if self._ended is not None and seconds < _LONGEST_GAP:
+            self._controller.costs.add_gap(seconds, drafting=self._drafted)
+
     def _take_in_drafting(self) -> float:
         """Learn what the last drafts took, which the device has made by now; returns its seconds after the host's."""
         launched, self._launched = self._launched, []
@@ -213,8 +231,9 @@ class AdaptiveProposer:
             behind += max(0.0, seconds - on_host)
         return behind
 
-    def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState], seconds: float) -> int:
-        """Learn from the step; returns how many tokens were computed of rows that are not through their prompt."""
+    def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState | None], seconds: float) -> int:
+        """Learn from the step; returns how many tokens were computed of rows that are not through their prompt. Of rows
+        that were computed in vain, as their requests had ended, what they took is all that counts."""
         controller = self._controller
         num_tokens = prompt_tokens = num_prompts = num_outputs = 0
         mixed = False
@@ -226,6 +245,8 @@ class AdaptiveProposer:
             if computed != 1 + row.num_drafts:
                 mixed = True
                 num_prompts += computed
+            if state is None or row.request.status is Status.FINISHED:
+                continue
             if row.sampled:
                 num_outputs += 1 + row.num_accepted
             if row.num_drafts and self._held is None:
@@ -245,7 +266,7 @@ class AdaptiveProposer:
             if row.sampled:
                 state.limit = row.max_drafts
                 if self._has_layers:
-                    state.lag = max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG)
+                    state.lag = max(0, len(row.tokens) - row.num_draft_valid - USUAL_LAG)
                 sampling.append(state)
         self._controller.decide(sampling, prompt_tokens)
 
@@ -303,7 +324,7 @@ class AdaptiveProposer:
                 served += 1
                 passes = max(passes, row.max_drafts)
                 if self._has_layers:
-                    lag += max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG - row.num_accepted)
+                    lag += max(0, len(row.tokens) - row.num_draft_valid - USUAL_LAG - row.num_accepted)
             mixed = mixed or not row.sampled
         if drafter > 0 or lag <= 4 * served:
             lag = 0

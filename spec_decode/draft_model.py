@@ -144,6 +144,9 @@ class DraftModelProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: tokens can be computed at any time."""
 
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Nothing is missed."""
+
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`."""
         return self._forward(sequences, known_rows(sequences, chunks))

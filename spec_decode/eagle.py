@@ -178,6 +178,16 @@ class EagleProposer:
         """Keep the step's hidden states."""
         self._store.append(rows, self._states(target))
 
+    @torch.inference_mode()
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Keep the step's hidden states: at once where it is not known yet which of them count, and while adapters
+        that have a part in them are there for sure."""
+        known = overshoot[0] is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
+        if known:
+            self.watch(rows, target)
+        else:
+            self._store.keep(rows, self._states(target), overshoot)
+
     def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
         if self._eagle3:
             return target.aux

@@ -136,6 +136,9 @@ class MedusaProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: only the last hidden states are read."""
 
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Nothing is missed."""
+
     def _draft(self, drafting: list[Drafting], hidden: Tensor, overshoot: Tensor | None = None) -> None:
         """Drafts for sequences, those who want most first, from their hidden states [B, H]."""
         if self._passes is not None:

@@ -16,10 +16,18 @@ from ...kernels.staging import to_device
 from ...models.batch import ForwardBatch, LayerKV, build_batch
 from ...models.decoder import Decoder, DecoderOutput
 from ...models.graphs import PassGraphs, PassInputs
-from ...spec_decode.proposer import AdapterPreparer, DraftRow, LateDrafter, Proposal, Proposer, TargetOutput
+from ...spec_decode.proposer import (
+    AdapterPreparer,
+    DraftRow,
+    LateChooser,
+    LateDrafter,
+    Proposal,
+    Proposer,
+    TargetOutput,
+)
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
-from ..core.request import Request
+from ..core.request import NO_DRAFTS, Request
 from .device_queue import AtOnce, DeviceQueue, Ticket
 from .prepared import Prepared, continued, of_rows, prepare
 from .sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
@@ -144,6 +152,8 @@ class ModelRunner:
             drafts = self._proposer.propose(rows, target)
         else:
             drafts = [_settled(proposal, row) for proposal, row in zip(queued.proposals, rows, strict=True)]
+            if isinstance(self._proposer, LateChooser):
+                self._proposer.landed(rows, target, queued.proposals)
         return StepResult(
             [
                 RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
@@ -187,11 +197,8 @@ class ModelRunner:
         if sampling is not None and is_followed:
             outcome = sampling.outcome(self._model.config.vocab_size)
             outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
-            if prepared.drafting:
-                assert isinstance(self._proposer, LateDrafter)
-                self._queue.mark()  # tokens are delivered while the device drafts
-                target = TargetOutput(computed.output.hidden, computed.output.aux)
-                proposals = self._proposer.propose_late(prepared.drafting, target, outcome)
+        if prepared.drafting:
+            proposals = self._draft_late(prepared, computed.output, outcome, most)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []
         offset = 0
         for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
@@ -200,6 +207,19 @@ class ModelRunner:
             offset += count
         seconds = self._capture_seconds - captured
         return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
+
+    def _draft_late(
+        self, prepared: Prepared, output: DecoderOutput, outcome: LateOutcome | None, most: int
+    ) -> list[Proposal]:
+        """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
+        assert isinstance(self._proposer, LateDrafter)
+        rows, target = prepared.drafting, TargetOutput(output.hidden, output.aux)
+        if not any(row.max_drafts for row in rows):
+            self._proposer.watch_late(rows, target, (prepared.rows.overshoot, most))
+            return [Proposal(NO_DRAFTS, 0) for _ in rows]
+        assert outcome is not None, "rows with drafts reach their end"
+        self._queue.mark()  # tokens are delivered while the device drafts
+        return self._proposer.propose_late(rows, target, outcome)
 
     def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles

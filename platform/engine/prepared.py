@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
     """Of each row: the place of its sequence among the chosen rows of the step before, or their number where it is not
     late. Empty: no row is."""
     drafting: list[DraftRow]
-    """The rows, where the device drafts without the host; else empty."""
+    """The rows, where the device drafts without the host, or nobody does; else empty."""
 
 
 def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
@@ -106,7 +106,7 @@ def of_rows(overshoot: Tensor | None, rows: list[int], count: int) -> Tensor | N
 
 
 def _late_row(row: RowPlan, first_index: int) -> DraftRow:
-    """For `LateDrafter.propose_late`."""
+    """For `LateDrafter`."""
     request = row.request
     return DraftRow(
         request=request,
@@ -115,7 +115,7 @@ def _late_row(row: RowPlan, first_index: int) -> DraftRow:
         num_draft_valid=row.end - row.num_drafts,
         max_drafts=row.max_new_drafts,
         block_table=request.blocks,
-        sampled=True,
+        sampled=row.samples,
         start=row.start,
         first_index=first_index,
         num_drafts=row.num_drafts,

@@ -20,7 +20,7 @@ from ...models.graphs import PassGraphs
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.adaptive import AdaptiveProposer
 from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
-from ...spec_decode.proposer import LateDrafter, Proposer
+from ...spec_decode.proposer import LateChooser, LateDrafter, Proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
@@ -208,7 +208,8 @@ def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterM
     limits = DraftLimits()
     if config.speculative is not None:
         limits = _draft_limits(config, config.speculative, proposer)
-    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits)
+    chooser = proposer if isinstance(proposer, LateChooser) else None
+    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits, chooser)
 
 
 def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer: Proposer) -> DraftLimits:
@@ -218,8 +219,9 @@ def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer
     on_device = isinstance(proposer, LateDrafter) and speculative.synthetic_acceptance_rates is None
     if not (config.async_scheduling and on_device):
         return limits
-    num_drafts = min(limits.num_drafts, needs.max_drafts)
-    return limits._replace(num_drafts=num_drafts, overlaps=True, max_positions=needs.max_positions)
+    if not isinstance(proposer, LateChooser):  # else another drafter may make more
+        limits = limits._replace(num_drafts=min(limits.num_drafts, needs.max_drafts))
+    return limits._replace(overlaps=True, max_positions=needs.max_positions)
 
 
 def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:
