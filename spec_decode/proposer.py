@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..platform.core.request import NO_DRAFTS, Drafts, Request
+from ..platform.core.request import NO_DRAFTS, Drafts, Request, Tokens
 
 if TYPE_CHECKING:
     from ..kernels.late import LateOutcome
@@ -34,7 +34,7 @@ class DraftRow(NamedTuple):
     """One request after a step."""
 
     request: Request
-    tokens: list[int]
+    tokens: Tokens
     """The sequence after this step: prompt, accepted tokens and the newly sampled one. For a row that did not reach its
     end: all tokens of the request. Not to be changed."""
     num_valid: int

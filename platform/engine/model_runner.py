@@ -27,7 +27,7 @@ from ...spec_decode.proposer import (
 )
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
-from ..core.request import NO_DRAFTS, Request
+from ..core.request import NO_DRAFTS, Continued, Request
 from .device_queue import AtOnce, DeviceQueue, Ticket
 from .prepared import Prepared, continued, of_rows, prepare
 from .sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
@@ -288,7 +288,7 @@ def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
     request = row.request
     return DraftRow(
         request=request,
-        tokens=request.tokens + got.token_ids if got.token_ids else request.tokens,
+        tokens=Continued(request.tokens, got.token_ids) if got.token_ids else request.tokens,
         num_valid=row.end - (row.num_drafts - got.num_accepted),
         num_draft_valid=min(request.num_draft_computed, _accepted_end(request, got)),
         max_drafts=0 if got.error is not None else row.max_new_drafts,

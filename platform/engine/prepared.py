@@ -14,7 +14,7 @@ from ...kernels.staging import to_device
 from ...models.batch import SequenceRows
 from ...spec_decode.proposer import DraftRow, Proposal
 from ..core.batch import RowPlan, StepPlan
-from ..core.request import NO_DRAFTS, Request
+from ..core.request import NO_DRAFTS, Continued, Request
 from .sampler import SampleRow
 
 
@@ -110,7 +110,7 @@ def _late_row(row: RowPlan, first_index: int) -> DraftRow:
     request = row.request
     return DraftRow(
         request=request,
-        tokens=[*request.tokens, *[0] * (row.end + 1 - len(request.tokens))],
+        tokens=Continued(request.tokens, [0] * (row.end + 1 - len(request.tokens))),
         num_valid=row.end,
         num_draft_valid=row.end - row.num_drafts,
         max_drafts=row.max_new_drafts,
