@@ -107,10 +107,18 @@ class PassGraphs:
             return None
         return GraphedPass(self, model, attention, kv, compute, preparers, options or PassOptions())
 
+    def captures(self, model: PagedModel) -> bool:
+        """Whether `of` gives passes for it."""
+        return isinstance(model.attention, ReplayableAttention)
+
     def row_logits(self, vocab_size: int, device: torch.device) -> Tensor:
         """[rows of the largest shape, vocab_size] float32: where passes put logits of their rows' last tokens, so that
-        each graph need not keep its own."""
+        each graph need not keep its own. To be made before the KV cache, which gets what memory is left."""
         return torch.empty(bucket(self.limits.max_rows), vocab_size, dtype=torch.float32, device=device)
+
+    def token_logits(self, vocab_size: int, device: torch.device) -> Tensor:
+        """[tokens of the largest shape, vocab_size] float32: the same for passes that want those of all tokens."""
+        return torch.empty(self.limits.max_tokens, vocab_size, dtype=torch.float32, device=device)
 
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
         """`work` as a graph; None when there are enough of them, or it could not be captured: said once, in the log."""

@@ -50,6 +50,8 @@ class RunnerParts(NamedTuple):
     """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
     graphs: PassGraphs | None = None
     """For decodes and verifications; None: every pass is launched piece by piece."""
+    logits: Tensor | None = None
+    """Where captured passes put them: `PassGraphs.token_logits`."""
     queue: DeviceQueue | None = None
     """Where a step's work goes; None: the host waits for it."""
 
@@ -99,14 +101,12 @@ class ModelRunner:
         self._prepare_adapters = parts.prepare_adapters
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
+        self._logits = parts.logits
         self._queue = parts.queue or AtOnce()
         self._passes = None
         if parts.graphs is not None:
             preparers = [parts.prepare_adapters, parts.prepare_head]
             self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers)
-            vocab_size = parts.model.config.vocab_size
-            shape = (parts.graphs.limits.max_tokens, vocab_size) if self._passes is not None else (0, vocab_size)
-            self._logits = torch.empty(shape, dtype=torch.float32, device=parts.model.device)
 
     @property
     def captures(self) -> bool:
@@ -234,6 +234,7 @@ class ModelRunner:
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: logits of all tokens, hidden states, and those that the proposer wants."""
+        assert self._logits is not None
         output = self._model.forward(batch, self._aux_layers)
         logits = self._model.compute_logits(output.hidden, inputs.adapters[1], out=self._logits[: len(output.hidden)])
         return logits, output.hidden, *output.aux

@@ -80,7 +80,10 @@ def build(
     drafter = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
     proposer = drafter if observe is None else observe(drafter)
     adapters = _make_adapters(config, model, proposer)
-    config = _resolve(args, path)  # again: the KV cache gets of the memory that weights and adapters have left
+    logits = None
+    if graphs is not None and graphs.captures(model):
+        logits = graphs.token_logits(model.config.vocab_size, model.device)
+    config = _resolve(args, path)  # again: the KV cache gets of the memory that all that was made so far has left
     layers = [*model.kv_layers, *proposer.needs.kv_layers]
     kv = allocate_kv(layers, config.cache.num_blocks, config.cache.block_size, dtype, device)
     proposer.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
@@ -94,6 +97,7 @@ def build(
             adapters.prepare,
             adapters.prepare_head,
             graphs,
+            logits,
             make_queue(device, asynchronous=config.async_scheduling),
         )
     )
