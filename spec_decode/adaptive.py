@@ -36,7 +36,7 @@ _LOOKUP_MIN = 2
 """Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""
 _FEW_QUIET, _QUIET_SAMPLE = 8, 4
 """While nothing is drafted, the first steps are measured, and then one in so many."""
-_LONGEST_GAP = 1.0
+LONGEST_GAP = 1.0
 """Seconds between two steps after which the engine was idle, not slow."""
 
 
@@ -218,7 +218,7 @@ class AdaptiveProposer:
 
     def _take_in_gap(self, seconds: float) -> None:
         """Time since the last step that is neither the target's nor a drafter's."""
-        if self._ended is not None and seconds < _LONGEST_GAP:
+        if self._ended is not None and seconds < LONGEST_GAP:
             self._controller.costs.add_gap(seconds, drafting=self._drafted)
 
     def _take_in_drafting(self) -> float:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..platform.core.batch import RowPlan
 from ..platform.core.request import Request, Status
-from .adaptive import USUAL_LAG, AdaptiveProposer
+from .adaptive import LONGEST_GAP, USUAL_LAG, AdaptiveProposer
 from .controller import DrafterTraits
 from .device_timer import HostTimer, Timer
 from .lanes import Lane
@@ -43,7 +44,8 @@ class LateAdaptive(AdaptiveProposer):
         timer: Callable[[], Timer] | None = None,
     ) -> None:
         """See `AdaptiveProposer`; the first drafter is a `LateDrafter`."""
-        super().__init__(drafters, max_drafts, clock, cpu_clock, timer)
+        self._make_timer = timer or partial(HostTimer, clock)
+        super().__init__(drafters, max_drafts, clock, cpu_clock, self._make_timer)
         first = drafters[0][1]
         assert isinstance(first, LateDrafter)
         self._late = first
@@ -51,6 +53,7 @@ class LateAdaptive(AdaptiveProposer):
         self._chosen = False  # the last choice is that of the step: `propose`, if it is asked, decides nothing
         self._unbooked = 0.0  # seconds of steps since the last choice
         self._timed: list[tuple[list[Proposal], DraftSize, Timer]] = []  # drafts of steps that have not landed
+        self._looked_up: list[tuple[int, DraftSize, float]] = []  # drafts of the last step by others than the first one
 
     def choose(self, rows: Sequence[RowPlan]) -> bool:
         """See `LateChooser`."""
@@ -83,7 +86,7 @@ class LateAdaptive(AdaptiveProposer):
 
     def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
         """See `LateDrafter`: by the first drafter."""
-        timer = self._timer() if self._timer is not None else HostTimer(self._clock)
+        timer = self._make_timer()
         proposals = self._late.propose_late(rows, target, late)
         timer.stop()
         asked = [row.max_drafts for row in rows if row.max_drafts]
@@ -150,6 +153,19 @@ class LateAdaptive(AdaptiveProposer):
         if request.is_late and request.under_way[-1].max_new_drafts:
             return 0
         return max(0, len(request.tokens) + request.num_coming - request.num_draft_computed - USUAL_LAG)
+
+    def _take_in_drafting(self) -> float:
+        self._looked_up = [(drafter, size, seconds) for drafter, size, seconds, _ in self._launched if drafter != 0]
+        self._launched = [entry for entry in self._launched if entry[0] == 0]
+        return super()._take_in_drafting()
+
+    def _take_in_gap(self, seconds: float) -> None:
+        """Steps after which prompt lookup drafts do not overlap: that the device waits is part of its price."""
+        if not self._looked_up:
+            super()._take_in_gap(seconds)
+        waited = max(0.0, seconds) if seconds < LONGEST_GAP else 0.0
+        for drafter, size, on_host in self._looked_up:
+            self._controller.costs.add_draft(drafter, size, on_host + waited)
 
     def _is_due(self, num_rows: int, mixed: bool, changed: bool) -> bool:
         return not self._chosen and super()._is_due(num_rows, mixed, changed)

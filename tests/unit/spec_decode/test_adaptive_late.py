@@ -50,8 +50,10 @@ class Clock:
 class Engine:
     """Plans a step while one runs, where it may, as `Pipeline` does. What prompt lookup drafts is wrong."""
 
-    def __init__(self, proposer, requests):
+    def __init__(self, proposer, requests, host=0.0, lookup_is_right=False):
+        """`host`: seconds that the device waits for it before a step that does not overlap."""
         self.proposer, self.requests = proposer, requests
+        self.host, self.lookup_is_right = host, lookup_is_right
         self.under_way = None
         self.in_turn = []  # numbers of the steps whose drafts the host asked for
         self.counts = []  # most drafts after each step
@@ -86,7 +88,7 @@ class Engine:
 
     def collect(self, step, accepted):
         number, rows, proposals, looked_up = step
-        accepted = 0 if looked_up else accepted
+        accepted = 0 if looked_up and not self.lookup_is_right else accepted
         self.proposer._clock.now += 0.01
         ended = [self.drafted(row, min(accepted, row.num_drafts)) for row in rows]
         if proposals is None:
@@ -100,6 +102,8 @@ class Engine:
 
     def run(self, num_steps, accepted=2):
         for _ in range(num_steps):
+            if self.under_way is None:
+                self.proposer._clock.now += self.host
             step = self.under_way or self.plan()
             self.under_way = self.plan() if step[2] is not None else None
             self.collect(step, accepted)
@@ -267,3 +271,17 @@ def test_a_spell_without_drafts_only_watches(made):
     assert engine.in_turn == []
     assert network.num_late == 0
     assert engine.counts == [0] * 7
+
+
+@pytest.mark.parametrize(("host", "best"), [(0.0, 1), (0.008, 0)])
+def test_what_the_device_waits_for_the_host_is_part_of_prompt_lookups_price(made, host, best):
+    """It is as often right as the network, and takes no time: worth it where steps need not overlap."""
+    proposer, _ = made
+    engine = Engine(proposer, [request()], host, lookup_is_right=True)
+    engine.run(1500)
+    lane = proposer.controller.lane(b"")
+    assert lane.drafter == best
+    assert proposer.controller.costs.draft_curve(1, 1)(2) == pytest.approx(host, abs=1e-3)
+    mark = len(engine.in_turn)
+    engine.run(100)
+    assert (len(engine.in_turn) - mark > 50) is (best == 1)
