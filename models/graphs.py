@@ -34,6 +34,9 @@ MAX_TOKENS = 512
 """Of a captured pass. Beyond that the device has so much to do that the host keeps ahead of it."""
 MAX_GRAPHS = 128
 """Of all passes: each takes some megabytes of the driver's memory."""
+OFTEN = 3
+"""Of the last quarter, a shape gets one when it has come so many times: rare ones, as ragged numbers of drafts and
+adapters bring, leave room for those that come again and again."""
 
 Preparer = Callable[[Sequence[tuple[Any, int]]], Any]
 """From each row's (adapter handle, number of tokens) to what the adapters' layers need; its `replayable` says whether
@@ -91,7 +94,9 @@ class PassGraphs:
     capture_seconds: float = 0.0
     """Spent on capturing so far."""
     disabled: bool = field(default=False)
-    """A capture has failed: what is captured goes on, and nothing is added."""
+    """A capture has failed, or there are enough: what is captured goes on, and nothing is added."""
+    _come: dict[tuple[int, Any], int] = field(default_factory=dict)
+    """How often shapes came that are not captured yet."""
 
     def of(
         self,
@@ -107,14 +112,30 @@ class PassGraphs:
             return None
         return GraphedPass(self, model, attention, kv, compute, preparers, options or PassOptions())
 
+    def captures(self, model: PagedModel) -> bool:
+        """Whether `of` gives passes for it."""
+        return isinstance(model.attention, ReplayableAttention)
+
     def row_logits(self, vocab_size: int, device: torch.device) -> Tensor:
         """[rows of the largest shape, vocab_size] float32: where passes put logits of their rows' last tokens, so that
-        each graph need not keep its own."""
+        each graph need not keep its own. To be made before the KV cache, which gets what memory is left."""
         return torch.empty(bucket(self.limits.max_rows), vocab_size, dtype=torch.float32, device=device)
+
+    def token_logits(self, vocab_size: int, device: torch.device) -> Tensor:
+        """[tokens of the largest shape, vocab_size] float32: the same for passes that want those of all tokens."""
+        return torch.empty(self.limits.max_tokens, vocab_size, dtype=torch.float32, device=device)
 
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
         """`work` as a graph; None when there are enough of them, or it could not be captured: said once, in the log."""
-        if self.disabled or self.num_captured >= self.limits.max_graphs:
+        if self.disabled:
+            return None
+        if self.num_captured >= self.limits.max_graphs:
+            self.disabled = True
+            log.warning(
+                "%d graphs are captured, which is all that may be: steps of further shapes (numbers of requests and of "
+                "drafts, with adapters or without) are launched piece by piece",
+                self.num_captured,
+            )
             return None
         started = time.perf_counter()
         try:
@@ -127,12 +148,22 @@ class PassGraphs:
         self.capture_seconds += time.perf_counter() - started
         return captured
 
+    def _comes_often(self, owner: int, key: Any) -> bool:
+        """Whether a shape is worth one of the graphs that are left; counts that it came."""
+        if 4 * self.num_captured < 3 * self.limits.max_graphs or self.disabled:
+            return True
+        self._come[owner, key] = times = self._come.get((owner, key), 0) + 1
+        if times < OFTEN:
+            return False
+        del self._come[owner, key]
+        return True
+
     def run(self, kept: dict[K, Captured], key: K, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
         """What the graph of this key in `kept` gives, captured from `work` if it is not there yet; None when it cannot
         be."""
         captured = kept.get(key)
         if captured is None:
-            captured = self._capture(work)
+            captured = self._capture(work) if self._comes_often(id(kept), key) else None
             if captured is None:
                 return None
             kept[key] = captured

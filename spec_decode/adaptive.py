@@ -29,7 +29,7 @@ from .step_costs import MIXED, DraftSize
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
 
-_USUAL_LAG = 2
+USUAL_LAG = 2
 """Tokens that a drafter computes anyway before its first draft: the newest one, and one whose draft was the last."""
 _UNDISTURBED = 0.8
 """Share of its time that a thread must have been running, for that time to count: another process had the rest."""
@@ -37,16 +37,22 @@ _LOOKUP_MIN = 2
 """Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""
 _FEW_QUIET, _QUIET_SAMPLE = 8, 4
 """While nothing is drafted, the first steps are measured, and then one in so many."""
-_LONGEST_GAP = 1.0
+LONGEST_GAP = 1.0
 """Seconds between two steps after which the engine was idle, not slow."""
 
 
 def make_adaptive(
-    proposer: Drafter, config: SpeculativeConfig, device: str = "cpu", *, asynchronous: bool = False
+    proposer: Drafter,
+    config: SpeculativeConfig,
+    device: str = "cpu",
+    *,
+    asynchronous: bool = False,
+    kind: type[AdaptiveProposer] | None = None,
 ) -> AdaptiveProposer:
     """`proposer` under the controller, with prompt lookup to fall back on where `proposer` is neural.
 
-    `asynchronous`: another thread than the one that drafts computes the target's steps.
+    `asynchronous`: another thread than the one that drafts computes the target's steps. `kind`: None is
+    AdaptiveProposer.
     """
     drafters: list[tuple[DrafterTraits, Drafter]] = [
         (DrafterTraits(config.method, has_passes=config.method in MODEL_METHODS), proposer)
@@ -58,7 +64,8 @@ def make_adaptive(
         drafters.append((DrafterTraits("ngram", has_passes=False), lookup))
     cpu_clock = time.thread_time if device == "cpu" and not asynchronous else None
     timer = CudaTimer if device == "cuda" else None
-    return AdaptiveProposer(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock, timer=timer)
+    made = kind or AdaptiveProposer
+    return made(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock, timer=timer)
 
 
 class AdaptiveProposer:
@@ -137,7 +144,8 @@ class AdaptiveProposer:
         self._in_drafters = 0.0
         proposals = self._propose(rows, target, changed)
         ended = self._clock()
-        self._add_gap(gap)
+        if gap is not None:
+            self._take_in_gap(gap)
         self._drafted = self._quiet is None
         if self._drafted:
             self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
@@ -149,7 +157,9 @@ class AdaptiveProposer:
         """The same batch gets the same answer: nothing is drafted, and what a step takes is all there is to learn. Some
         of the steps stand for those between them: of a small model's step, looking is no small part."""
         self._num_quiet += 1
-        self._add_gap(self._gap_before(self._clock(), target.seconds))
+        gap = self._gap_before(self._clock(), target.seconds)
+        if gap is not None:
+            self._take_in_gap(gap)
         self._controller.workload.computed(0, len(rows))
         if self._undisturbed and self._has_settled(target.seconds):
             self._controller.costs.add_step(len(rows), len(rows), target.seconds)
@@ -193,9 +203,10 @@ class AdaptiveProposer:
         """Whether a step without drafts that has ended now, and took `seconds`, is like those that follow."""
         return seconds >= SOON_SETTLED or self._clock() - seconds >= self._settles
 
-    def _add_gap(self, gap: float | None) -> None:
-        if gap is not None and gap < _LONGEST_GAP and (self._drafted or self._has_settled(gap)):
-            self._controller.costs.add_gap(gap, drafting=self._drafted)
+    def _take_in_gap(self, seconds: float) -> None:
+        """Time since the last step that is neither the target's nor a drafter's."""
+        if seconds < LONGEST_GAP and (self._drafted or self._has_settled(seconds)):
+            self._controller.costs.add_gap(seconds, drafting=self._drafted)
 
     @property
     def choices(self) -> list[tuple[int, int]]:
@@ -238,7 +249,7 @@ class AdaptiveProposer:
         if self._held is not None:
             for state in states:
                 state.drafter, state.num_drafts = self._held
-        elif num_sampling and self._controller.due(num_sampling, prompt_tokens > 0, changed):
+        elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0, changed):
             self._decide(rows, states, prompt_tokens)
         counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
         proposals = self._without_drafts(rows)
@@ -251,6 +262,9 @@ class AdaptiveProposer:
         self._quiet = proposals if num_sampling == len(rows) else None
         return proposals
 
+    def _is_due(self, num_rows: int, mixed: bool, changed: bool) -> bool:
+        return self._controller.due(num_rows, mixed, changed)
+
     def _take_in_drafting(self) -> float:
         """Learn what the last drafts took, which the device has made by now; returns its seconds after the host's."""
         launched, self._launched = self._launched, []
@@ -261,8 +275,9 @@ class AdaptiveProposer:
             behind += max(0.0, seconds - on_host)
         return behind
 
-    def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState], seconds: float) -> int:
-        """Learn from the step; returns how many tokens were computed of rows that are not through their prompt."""
+    def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState | None], seconds: float) -> int:
+        """Learn from the step; returns how many tokens were computed of rows that are not through their prompt. Of rows
+        that were computed in vain, as their requests had ended, what they took is all that counts."""
         controller = self._controller
         num_tokens = num_drafts = prompt_tokens = num_prompts = num_outputs = 0
         mixed = False
@@ -275,6 +290,8 @@ class AdaptiveProposer:
             if computed != 1 + row.num_drafts:
                 mixed = True
                 num_prompts += computed
+            if state is None or row.request.status is Status.FINISHED:
+                continue
             if row.sampled:
                 num_outputs += 1 + row.num_accepted
                 if row.num_accepted:
@@ -299,7 +316,7 @@ class AdaptiveProposer:
             if row.sampled:
                 state.limit = row.max_drafts
                 if self._has_layers:
-                    state.lag = max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG)
+                    state.lag = max(0, len(row.tokens) - row.num_draft_valid - USUAL_LAG)
                 sampling.append(state)
         self._controller.decide(sampling, prompt_tokens)
 
@@ -358,7 +375,7 @@ class AdaptiveProposer:
                 served += 1
                 passes = max(passes, row.max_drafts)
                 if self._has_layers:
-                    lag += max(0, len(row.tokens) - row.num_draft_valid - _USUAL_LAG - row.num_accepted)
+                    lag += max(0, len(row.tokens) - row.num_draft_valid - USUAL_LAG - row.num_accepted)
             mixed = mixed or not row.sampled
         if drafter > 0 or lag <= 4 * served:
             lag = 0

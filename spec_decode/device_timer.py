@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -34,3 +35,19 @@ class CudaTimer:
         """See Timer."""
         self._end.synchronize()
         return self._begin.elapsed_time(self._end) / 1000.0  # milliseconds
+
+
+class HostTimer:
+    """Where what runs meanwhile is the host's own work, of any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begin = self._end = clock()
+
+    def stop(self) -> None:
+        """See Timer."""
+        self._end = self._clock()
+
+    def seconds(self) -> float:
+        """See Timer."""
+        return self._end - self._begin

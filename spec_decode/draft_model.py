@@ -90,6 +90,8 @@ class DraftModelProposer:
         short passes are captured there."""
         self._model = model
         self._graphs = graphs
+        if graphs is not None and graphs.captures(model):
+            self._logits = graphs.row_logits(model.config.vocab_size, model.device)
         self._passes: GraphedPass | None = None
         self._invariant = invariant
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -113,8 +115,6 @@ class DraftModelProposer:
         self._prepare_adapters = prepare_adapters
         if self._graphs is not None:
             self._passes = self._graphs.of(self._model, kv, self._compute, [prepare_adapters])
-            if self._passes is not None:
-                self._logits = self._graphs.row_logits(self._model.config.vocab_size, self._model.device)
         self._limits = CatchUpLimits(
             block_size=kv[0].k.shape[2],
             num_positions=self._model.config.max_position_embeddings,
@@ -143,6 +143,9 @@ class DraftModelProposer:
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: tokens can be computed at any time."""
+
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Nothing is missed."""
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`."""

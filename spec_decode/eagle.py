@@ -107,6 +107,8 @@ class EagleProposer:
         short passes are captured there."""
         self._head = head
         self._graphs = graphs
+        if graphs is not None and graphs.captures(head):
+            self._logits = graphs.row_logits(head.config.draft_vocab_size, head.device)
         self._passes: GraphedPass | None = None
         self._invariant = invariant
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -136,8 +138,6 @@ class EagleProposer:
             layer = self._head.config.layer
             options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
             self._passes = self._graphs.of(self._head, self._kv, self._compute, [prepare_adapters], options)
-            if self._passes is not None:
-                self._logits = self._graphs.row_logits(self._head.config.draft_vocab_size, self._head.device)
         self._limits = CatchUpLimits(
             block_size=kv[0].k.shape[2],
             num_positions=self._head.config.layer.max_position_embeddings + 1,  # the first one is not computed
@@ -177,6 +177,16 @@ class EagleProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Keep the step's hidden states."""
         self._store.append(rows, self._states(target))
+
+    @torch.inference_mode()
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Keep the step's hidden states: at once where it is not known yet which of them count, and while adapters
+        that have a part in them are there for sure."""
+        known = overshoot[0] is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
+        if known:
+            self.watch(rows, target)
+        else:
+            self._store.keep(rows, self._states(target), overshoot)
 
     def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
         if self._eagle3:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..platform.core.errors import OutriderError
 from ..platform.core.speculative_config import SpeculativeConfig
-from .proposer import Drafter, NoProposer, Proposer
+from .proposer import Drafter, LateDrafter, NoProposer, Proposer
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
@@ -100,9 +100,11 @@ def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) ->
     with _naming(config.model):
         proposer = _FACTORIES[config.method](config, context)
     if config.adaptive:
-        from .adaptive import make_adaptive
+        from .adaptive import AdaptiveProposer, make_adaptive
+        from .adaptive_late import LateAdaptive
 
-        return make_adaptive(proposer, config, context.device, asynchronous=context.asynchronous)
+        kind = LateAdaptive if context.asynchronous and isinstance(proposer, LateDrafter) else AdaptiveProposer
+        return make_adaptive(proposer, config, context.device, asynchronous=context.asynchronous, kind=kind)
     return proposer
 
 

@@ -115,8 +115,8 @@ class HiddenStore:
     def keep(
         self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], overshoot: tuple[Tensor | None, int]
     ) -> Tensor:
-        """Write the hidden states [T, H_target] of all T tokens of a step at once: the host does not know which of its
-        drafts are right, and the others' are overwritten by the next steps.
+        """Write the hidden states [T, H_target] of all T tokens of a step at once: the host, which takes all its drafts
+        to be valid, does not know which are right, and the others' are overwritten by the next steps.
 
         Args:
             overshoot: see `late_slots`.
@@ -125,7 +125,7 @@ class HiddenStore:
             [T, width], what was written.
         """
         self.flush()
-        handles = [(row.request.adapter, 1 + row.num_drafts) for row in rows]
+        handles = [(row.request.adapter, row.num_valid - row.start) for row in rows]
         adapters = None
         if self._adapts and any(adapter is not None for adapter, _ in handles):
             adapters = self._prepare_adapters(handles)

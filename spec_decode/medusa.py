@@ -79,6 +79,8 @@ class MedusaProposer:
         there."""
         self._heads = heads
         self._graphs = graphs
+        if graphs is not None:
+            self._states, self._logits = _captured_memory(heads, bucket(graphs.limits.max_rows))
         self._passes: GraphedRows | None = None
         self._invariant = invariant
         self._edit_logits = edit_logits
@@ -93,12 +95,7 @@ class MedusaProposer:
         """Nothing of the cache."""
         self._prepare_adapters = prepare_adapters
         if self._graphs is not None:
-            config, device = self._heads.config, self._heads.device
-            fitting = MAX_LOGITS_BYTES // (4 * config.num_heads * config.vocab_size)
-            rows = min(bucket(self._graphs.limits.max_rows), fitting)
-            self._logits = torch.empty(config.num_heads * rows * config.vocab_size, dtype=torch.float32, device=device)
-            states = torch.zeros(rows, config.hidden_size, dtype=config.dtype, device=device)
-            self._passes = GraphedRows(self._graphs, states, self._compute, prepare_adapters)
+            self._passes = GraphedRows(self._graphs, self._states, self._compute, prepare_adapters)
 
     def forget_adapter(self, digest: bytes) -> None:
         """Nothing outlives a step."""
@@ -135,6 +132,9 @@ class MedusaProposer:
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: only the last hidden states are read."""
+
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Nothing is missed."""
 
     def _draft(self, drafting: list[Drafting], hidden: Tensor, overshoot: Tensor | None = None) -> None:
         """Drafts for sequences, those who want most first, from their hidden states [B, H]."""
@@ -173,6 +173,16 @@ class MedusaProposer:
         for head in range(num_heads):
             self._heads.logits(head, hidden, adapters, out=logits[head])
         return logits, most_likely_ids(logits)
+
+
+def _captured_memory(heads: MedusaHeads, most_rows: int) -> tuple[Tensor, Tensor]:
+    """Where captured heads find their rows, and where they put logits; made before the KV cache, which gets what memory
+    is left."""
+    config = heads.config
+    rows = min(most_rows, MAX_LOGITS_BYTES // (4 * config.num_heads * config.vocab_size))
+    states = torch.zeros(rows, config.hidden_size, dtype=config.dtype, device=heads.device)
+    logits = torch.empty(config.num_heads * rows * config.vocab_size, dtype=torch.float32, device=heads.device)
+    return states, logits
 
 
 def _by_number(sequences: Sequence[Drafting]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..platform.core.request import NO_DRAFTS, Drafts, Request, Status
+from ..platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput
 
 if TYPE_CHECKING:
@@ -59,18 +59,21 @@ class _History:
         self._min_n, self._max_n = min_n, max_n
         self._last: dict[int | tuple[int, ...], int] = {}
         self._before: list[int] = []  # by the place of a run's last token: the place before it; -1: none
+        self.tokens: list[int] = []
         self._array = np.empty(0, dtype=np.int32)  # made when it is needed
 
-    def update(self, tokens: list[int]) -> None:
-        """Take in what `tokens` have beyond those of the call before, which they extend."""
-        last, before, n = self._last, self._before, self._min_n
+    def update(self, new: Tokens) -> None:
+        """Take in what `new` has beyond the tokens of the call before, which it extends."""
+        tokens, last, before, n = self.tokens, self._last, self._before, self._min_n
+        tokens += new[len(tokens) :]
         for end in range(len(before), len(tokens)):
             key = tokens[end] if n == 1 else tuple(tokens[max(0, end - n + 1) : end + 1])
             before.append(last.get(key, -1))
             last[key] = end
 
-    def continuation(self, tokens: list[int]) -> int:
-        """`lookup` in `tokens`, those that were taken in last."""
+    def continuation(self) -> int:
+        """`lookup` in the tokens."""
+        tokens = self.tokens
         shortest, longest = self._min_n, min(self._max_n, len(tokens) - 1)
         if longest < shortest:
             return -1
@@ -127,15 +130,14 @@ class NgramProposer:
     def _draft(self, row: DraftRow) -> Drafts:
         if row.max_drafts < 1 or not row.sampled:
             return NO_DRAFTS
-        tokens = row.tokens
         history = self._histories.get(row.request.request_id)
         if history is None or history.request is not row.request:
             history = self._histories[row.request.request_id] = _History(row.request, self._min_n, self._max_n)
-        history.update(tokens)
-        start = history.continuation(tokens)
+        history.update(row.tokens)
+        start = history.continuation()
         if start < 0:
             return NO_DRAFTS
-        period = tokens[start : start + row.max_drafts]
+        period = history.tokens[start : start + row.max_drafts]
         repeats = -(-row.max_drafts // len(period))
         return Drafts((period * repeats)[: row.max_drafts])
 

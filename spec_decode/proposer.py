@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..platform.core.request import NO_DRAFTS, Drafts, Request
+from ..platform.core.request import NO_DRAFTS, Drafts, Request, Tokens
 
 if TYPE_CHECKING:
     from ..kernels.late import LateOutcome
     from ..models.batch import KVLayerSpec, LayerKV
     from ..models.layers.linear import Linear
+    from ..platform.core.batch import RowPlan
 
 AdapterPreparer = Callable[[Sequence[tuple[Any, int]]], Any]
 """From each row's (adapter handle, number of tokens) to what the adapters' layers need for one forward pass."""
@@ -33,7 +34,7 @@ class DraftRow(NamedTuple):
     """One request after a step."""
 
     request: Request
-    tokens: list[int]
+    tokens: Tokens
     """The sequence after this step: prompt, accepted tokens and the newly sampled one. For a row that did not reach its
     end: all tokens of the request. Not to be changed."""
     num_valid: int
@@ -140,6 +141,32 @@ class LateDrafter(Proposer, Protocol):
             exactly `max_drafts` drafts for each row. `num_draft_computed` is the number of `tokens`, to be taken for
             that of the true ones, or 0 where nothing was computed: then it is what it was.
         """
+        ...
+
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Stands in for `propose_late` in a step that asks for no drafts, whose rows may be any: take in what would be
+        lost otherwise.
+
+        Args:
+            rows: As if all drafts were right.
+            overshoot: [B] int64 on the device, by how many positions they begin before that (None: nowhere), and the
+                most that it can be.
+        """
+        ...
+
+
+@runtime_checkable
+class LateChooser(Protocol):
+    """A late drafter that decides how many drafts there are: when a step is planned, of what it knows by then."""
+
+    def choose(self, rows: Sequence[RowPlan]) -> bool:
+        """Asked once for each step that is planned, before any `propose` for it: lower its rows' `max_new_drafts` to
+        what is wanted of `propose_late`. False: `propose` is to be asked, and nothing is lowered."""
+        ...
+
+    def landed(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: Sequence[Proposal]) -> None:
+        """What came of a step for which `propose_late` (or `watch_late`) was asked and gave `proposals`. Steps come in
+        their order, those for which `propose` is asked among them."""
         ...
 
 

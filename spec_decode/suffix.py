@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..platform.core.request import NO_DRAFTS, Drafts, Request, Status
+from ..platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
 from ..platform.core.speculative_config import SpeculativeConfig
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .suffix_tree import NOTHING, Continuation, Place, SuffixTree, Text
@@ -145,7 +145,7 @@ class _Live:
         self.base, self.matched = base, 0
         self.tree, self.text = SuffixTree(self.depth), Text([])
 
-    def update(self, tokens: list[int], budget: int) -> int:
+    def update(self, tokens: Tokens, budget: int) -> int:
         """Take in what `tokens` has beyond the last call, at most `budget` of it; returns what is left of it."""
         if len(tokens) - self.base > MAX_OWN_TOKENS:
             self.restart(len(tokens) - MAX_OWN_TOKENS // 2)
@@ -155,7 +155,7 @@ class _Live:
             self.matched = self.tree.extend(self.text)
         return budget - (self.base + len(self.text.tokens) - known)
 
-    def past_place(self, stores: OutputStores, tree: SuffixTree, tokens: list[int], longest: int) -> Place | None:
+    def past_place(self, stores: OutputStores, tree: SuffixTree, tokens: Tokens, longest: int) -> Place | None:
         """The longest suffix of `tokens` in `tree`, of at most `longest` tokens. In a tree without news it has grown by
         the new tokens at most."""
         version, num_tokens, length = self.past
@@ -262,11 +262,11 @@ class SuffixProposer:
                 self._stores.add(request.text_namespace, request.tokens[request.num_prompt_tokens :])
 
 
-def longest_suffix(tree: SuffixTree, tokens: list[int], longest: int) -> Place | None:
+def longest_suffix(tree: SuffixTree, tokens: Tokens, longest: int) -> Place | None:
     """The longest suffix of `tokens` that is in `tree`, of at most `longest` tokens."""
-    end = len(tokens)
-    for start in range(max(0, end - longest), end):
-        place = tree.find(tokens, start, end)
+    last = tokens[max(0, len(tokens) - longest) :]
+    for start in range(len(last)):
+        place = tree.find(last, start, len(last))
         if place is not None:
             return place
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import torch
 
 from outrider import LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
+from outrider.platform.core.batch import StepPlan
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
+from outrider.platform.engine.model_runner import Launched
 
 from .load import random_prompt
 from .models import TINY, running
 from .report import Context
 
+IN_TURN = ", one step after the other"
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=48, ignore_eos=True),
     "seeded": SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=48, ignore_eos=True),
@@ -71,9 +75,8 @@ def check_demo(context: Context, root: Path) -> None:
     if context.quick:
         modes = {"eagle3": modes["eagle3"]}
     modes |= {f"{name} k=4": mode | {"num_speculative_tokens": 4} for name, mode in modes.items()}
-    # A fixed number of drafts is verified in steps that overlap, unless they may not.
-    in_turn = "eagle3 k=4, one step after the other"
-    modes[in_turn] = modes["eagle3 k=4"]
+    # Steps that verify a network's drafts overlap, unless they may not: a fixed number of drafts, and the controller's.
+    modes |= {f"{name}{IN_TURN}": modes[name] for name in ("eagle3", "eagle3 k=4")}
     adapters = [None, *(LoRARequest(name, path=str(path)) for name, path in demo_adapters().items())]
     prompts = [random_prompt(24, 2000, seed) for seed in range(4 if context.quick else 8)]
     options = {"dtype": "float32", "enable_lora": True, "max_model_len": 512, "max_num_seqs": 8, "load_format": "auto"}
@@ -82,11 +85,30 @@ def check_demo(context: Context, root: Path) -> None:
     for mode, config in modes.items():
         if not context.has_time(mode, 3):
             continue
-        chosen = options | {"speculative_config": config} | ({"async_scheduling": False} if mode == in_turn else {})
+        chosen = options | {"speculative_config": config, "async_scheduling": not mode.endswith(IN_TURN)}
         with running(str(demo_model_path()), context.device, **chosen) as engine:
+            overlaps = _note_overlaps(engine)
             for name, params in PARAMS.items():
-                passed = _texts(engine, prompts, params, adapters) == want[name]
-                context.row(f"demo {name} text with {mode}", passed=passed)
+                overlaps.clear()
+                started = time.perf_counter()
+                texts = _texts(engine, prompts, params, adapters)
+                rate = sum(map(len, texts)) / (time.perf_counter() - started)
+                values = {"overlapping": sum(overlaps) / len(overlaps), "steps": len(overlaps)}
+                passed = texts == want[name]
+                context.row(f"demo {name} text with {mode}", passed=passed, tokens_per_second=rate, **values)
+
+
+def _note_overlaps(engine: EngineCore) -> list[bool]:
+    """Of each step that is launched from now on, whether another one was under way."""
+    overlaps: list[bool] = []
+    launch = engine._runner.launch
+
+    def noted(plan: StepPlan, before: Launched | None = None) -> Launched:
+        overlaps.append(before is not None)
+        return launch(plan, before)
+
+    engine._runner.launch = noted  # type: ignore[method-assign]
+    return overlaps
 
 
 def run_tests(context: Context, root: Path) -> None:

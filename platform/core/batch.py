@@ -49,7 +49,8 @@ class StepPlan:
 
     rows: list[RowPlan] = field(default_factory=list)
     drafts_late: bool = False
-    """Whether the device makes the drafts for the next step without the host, which may plan that step meanwhile."""
+    """Whether the device makes the drafts for the next step, if there are any, without the host, which may plan that
+    step meanwhile."""
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,8 @@ from .speculative_config import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ACTIVATION_RESERVE = 1 << 30
+_GRAPH_RESERVE = 512 << 20
+"""For captured graphs: 4 MiB, the driver's and their own, for each of the most that there may be. Not measured yet."""
 POLICIES = ("fcfs", "priority", "fair")
 
 
@@ -265,11 +267,12 @@ def _bytes(name: str, value: int | str | None) -> int | None:
 
 def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
     """Bytes for the KV cache of what is free when weights and adapters are in place: on a GPU all but the share that is
-    not ours and a reserve for activations, on a CPU a quarter, 4 GiB at most."""
+    not ours and a reserve for activations and captured graphs, on a CPU a quarter, 4 GiB at most."""
     if hardware.device == "cpu":
         return min(hardware.free_memory_bytes // 4, 4 << 30)
     not_ours = int(hardware.total_memory_bytes * (1.0 - args.gpu_memory_utilization))
-    return max(0, hardware.free_memory_bytes - not_ours - _ACTIVATION_RESERVE)
+    reserve = _ACTIVATION_RESERVE + (0 if args.enforce_eager else _GRAPH_RESERVE)
+    return max(0, hardware.free_memory_bytes - not_ours - reserve)
 
 
 def _num_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from ..core.batch import RowPlan
 from ..core.request import Request
 
 
@@ -46,3 +48,12 @@ class DraftLimits(NamedTuple):
         if request.params.max_tokens is not None:
             limit = min(limit, request.params.max_tokens - request.num_output_tokens - least - 1)
         return max(0, min(limit, max_model_len - len(request.tokens) - most))
+
+
+class DraftChooser(Protocol):
+    """Decides how many drafts the device makes for each row, where that is not as many as may be."""
+
+    def choose(self, rows: Sequence[RowPlan]) -> bool:
+        """Asked once for each step that was planned: lower `max_new_drafts` of its rows to what is wanted. False: the
+        host drafts after them, and nothing is lowered."""
+        ...

@@ -16,10 +16,18 @@ from ...kernels.staging import to_device
 from ...models.batch import ForwardBatch, LayerKV, build_batch
 from ...models.decoder import Decoder, DecoderOutput
 from ...models.graphs import PassGraphs, PassInputs
-from ...spec_decode.proposer import AdapterPreparer, DraftRow, LateDrafter, Proposal, Proposer, TargetOutput
+from ...spec_decode.proposer import (
+    AdapterPreparer,
+    DraftRow,
+    LateChooser,
+    LateDrafter,
+    Proposal,
+    Proposer,
+    TargetOutput,
+)
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
-from ..core.request import Request
+from ..core.request import NO_DRAFTS, Continued, Request
 from .device_queue import AtOnce, DeviceQueue, Ticket
 from .prepared import Prepared, continued, of_rows, prepare
 from .sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
@@ -42,6 +50,8 @@ class RunnerParts(NamedTuple):
     """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
     graphs: PassGraphs | None = None
     """For decodes and verifications; None: every pass is launched piece by piece."""
+    logits: Tensor | None = None
+    """Where captured passes put them: `PassGraphs.token_logits`."""
     queue: DeviceQueue | None = None
     """Where a step's work goes; None: the host waits for it."""
 
@@ -91,14 +101,12 @@ class ModelRunner:
         self._prepare_adapters = parts.prepare_adapters
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
+        self._logits = parts.logits
         self._queue = parts.queue or AtOnce()
         self._passes = None
         if parts.graphs is not None:
             preparers = [parts.prepare_adapters, parts.prepare_head]
             self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers)
-            vocab_size = parts.model.config.vocab_size
-            shape = (parts.graphs.limits.max_tokens, vocab_size) if self._passes is not None else (0, vocab_size)
-            self._logits = torch.empty(shape, dtype=torch.float32, device=parts.model.device)
 
     @property
     def captures(self) -> bool:
@@ -144,6 +152,8 @@ class ModelRunner:
             drafts = self._proposer.propose(rows, target)
         else:
             drafts = [_settled(proposal, row) for proposal, row in zip(queued.proposals, rows, strict=True)]
+            if isinstance(self._proposer, LateChooser):
+                self._proposer.landed(rows, target, queued.proposals)
         return StepResult(
             [
                 RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
@@ -187,11 +197,8 @@ class ModelRunner:
         if sampling is not None and is_followed:
             outcome = sampling.outcome(self._model.config.vocab_size)
             outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
-            if prepared.drafting:
-                assert isinstance(self._proposer, LateDrafter)
-                self._queue.mark()  # tokens are delivered while the device drafts
-                target = TargetOutput(computed.output.hidden, computed.output.aux)
-                proposals = self._proposer.propose_late(prepared.drafting, target, outcome)
+        if prepared.drafting:
+            proposals = self._draft_late(prepared, computed.output, outcome, most)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []
         offset = 0
         for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
@@ -200,6 +207,19 @@ class ModelRunner:
             offset += count
         seconds = self._capture_seconds - captured
         return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
+
+    def _draft_late(
+        self, prepared: Prepared, output: DecoderOutput, outcome: LateOutcome | None, most: int
+    ) -> list[Proposal]:
+        """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
+        assert isinstance(self._proposer, LateDrafter)
+        rows, target = prepared.drafting, TargetOutput(output.hidden, output.aux)
+        if not any(row.max_drafts for row in rows):
+            self._proposer.watch_late(rows, target, (prepared.rows.overshoot, most))
+            return [Proposal(NO_DRAFTS, 0) for _ in rows]
+        assert outcome is not None, "rows with drafts reach their end"
+        self._queue.mark()  # tokens are delivered while the device drafts
+        return self._proposer.propose_late(rows, target, outcome)
 
     def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles
@@ -214,6 +234,7 @@ class ModelRunner:
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: logits of all tokens, hidden states, and those that the proposer wants."""
+        assert self._logits is not None
         output = self._model.forward(batch, self._aux_layers)
         logits = self._model.compute_logits(output.hidden, inputs.adapters[1], out=self._logits[: len(output.hidden)])
         return logits, output.hidden, *output.aux
@@ -268,7 +289,7 @@ def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
     request = row.request
     return DraftRow(
         request=request,
-        tokens=request.tokens + got.token_ids if got.token_ids else request.tokens,
+        tokens=Continued(request.tokens, got.token_ids) if got.token_ids else request.tokens,
         num_valid=row.end - (row.num_drafts - got.num_accepted),
         num_draft_valid=min(request.num_draft_computed, _accepted_end(request, got)),
         max_drafts=0 if got.error is not None else row.max_new_drafts,

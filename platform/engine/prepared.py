@@ -14,7 +14,7 @@ from ...kernels.staging import to_device
 from ...models.batch import SequenceRows
 from ...spec_decode.proposer import DraftRow, Proposal
 from ..core.batch import RowPlan, StepPlan
-from ..core.request import NO_DRAFTS, Request
+from ..core.request import NO_DRAFTS, Continued, Request
 from .sampler import SampleRow
 
 
@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
     """Of each row: the place of its sequence among the chosen rows of the step before, or their number where it is not
     late. Empty: no row is."""
     drafting: list[DraftRow]
-    """The rows, where the device drafts without the host; else empty."""
+    """The rows, where the device drafts without the host, or nobody does; else empty."""
 
 
 def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
@@ -106,16 +106,16 @@ def of_rows(overshoot: Tensor | None, rows: list[int], count: int) -> Tensor | N
 
 
 def _late_row(row: RowPlan, first_index: int) -> DraftRow:
-    """For `LateDrafter.propose_late`."""
+    """For `LateDrafter`."""
     request = row.request
     return DraftRow(
         request=request,
-        tokens=[*request.tokens, *[0] * (row.end + 1 - len(request.tokens))],
+        tokens=Continued(request.tokens, [0] * (row.end + 1 - len(request.tokens))),
         num_valid=row.end,
         num_draft_valid=row.end - row.num_drafts,
         max_drafts=row.max_new_drafts,
         block_table=request.blocks,
-        sampled=True,
+        sampled=row.samples,
         start=row.start,
         first_index=first_index,
         num_drafts=row.num_drafts,

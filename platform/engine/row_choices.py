@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..core.batch import RowPlan
 from ..core.request import Request
-from .gates import DraftLimits
+from .gates import DraftChooser, DraftLimits
 
 
 def row_choices(
@@ -29,33 +29,62 @@ def row_choices(
         there = request.under_way[-1].max_new_drafts if is_late else len(request.drafts.token_ids)
         if there:
             num_drafts = max(0, min(there, budget - known, share, limits.room(request, coming, coming, longest)))
-    # A drafter that was not asked has fallen behind meanwhile: nobody knows how far before the commit.
-    has_lag = is_late and limits.extra_slots and not request.under_way[-1].max_new_drafts
     choices = ((num_drafts, True), (num_drafts, False), (0, False)) if share else ((0, False),)
     for count, lookahead in choices:
         num_tokens = min(known + count, budget)
         samples = num_tokens >= known
         new_drafts = 0
-        if samples and share and (lookahead or not limits.extra_slots) and not has_lag:
+        if samples and share and (lookahead or not limits.extra_slots):
             new_drafts = min(share, _wanted(request, count, limits, longest))
         row = RowPlan(request, request.num_planned, num_tokens, count, samples, new_drafts, is_late and samples)
         yield row, new_drafts if limits.extra_slots else 0
 
 
-def may_draft_late(row: RowPlan, limits: DraftLimits, longest: int) -> bool:
+def is_followed(rows: Sequence[RowPlan], limits: DraftLimits, longest: int, chooser: DraftChooser | None) -> bool:
+    """Whether the next step can be planned before the host knows what these `rows` bring: the device makes its drafts,
+    or there are none."""
+    if not limits.overlaps or not rows:
+        return False
+    if chooser is None:
+        return all(may_draft_late(row, limits) and _has_its_drafts(row, limits, longest) for row in rows)
+    if not chooser.choose(rows):
+        return False
+    if any(row.max_new_drafts for row in rows):
+        return all(may_draft_late(row, limits) for row in rows)
+    return not any(_is_read(row) for row in rows)
+
+
+def may_draft_late(row: RowPlan, limits: DraftLimits) -> bool:
     """Whether the device can make the drafts after this row, exactly as many as planned, before the host knows what the
     row brought: of a decode or a verification, of a sequence whose logits do not depend on its tokens, that the drafter
-    does not lag behind, and that gets drafts if it may have any."""
+    does not lag behind."""
     request = row.request
     if request.reads_tokens or not row.samples or row.num_tokens != 1 + row.num_drafts:
         return False
     if request.num_output_tokens < max(1, request.params.min_tokens):
         return False  # how many tokens there are decides about logits; or this may be the last of a prompt
     if not row.max_new_drafts:
-        return not _wanted(request, row.num_drafts, limits, longest)
+        return True
     if row.end + row.max_new_drafts > limits.max_positions:
         return False
-    return row.is_late or not limits.extra_slots or request.num_draft_computed >= len(request.tokens)
+    if not limits.extra_slots:
+        return True
+    if row.is_late:  # a drafter that was not asked has fallen behind: nobody knows how far before the commit
+        return bool(request.under_way[-1].max_new_drafts)
+    return request.num_draft_computed >= len(request.tokens)
+
+
+def _has_its_drafts(row: RowPlan, limits: DraftLimits, longest: int) -> bool:
+    """Whether the row gets drafts if it may have any."""
+    return bool(row.max_new_drafts) or not _wanted(row.request, row.num_drafts, limits, longest)
+
+
+def _is_read(row: RowPlan) -> bool:
+    """Whether logits after this row depend on what it brings: on its tokens, or on their number."""
+    if not row.samples:
+        return False
+    request = row.request
+    return request.reads_tokens or (row.num_drafts > 0 and request.num_output_tokens < request.params.min_tokens)
 
 
 def _wanted(request: Request, num_drafts: int, limits: DraftLimits, longest: int) -> int:

@@ -20,12 +20,12 @@ from ..core.messages import TokenDelta
 from ..core.request import NO_DRAFTS, Request, Status
 from .block_pool import BlockPool
 from .fair import Turns
-from .gates import DraftLimits, Gate
+from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
 from .policies import POLICIES
 from .prefix_cache import PrefixCache
 from .prompt_pace import PromptPace
-from .row_choices import may_draft_late, row_choices
+from .row_choices import is_followed, row_choices
 from .step_budget import StepBudget
 
 # Waiting sequences that gates may prepare for while the batch is full.
@@ -42,6 +42,7 @@ class Scheduler:
         prefix_cache: PrefixCache,
         gates: Sequence[Gate] = (),
         drafts: DraftLimits | None = None,
+        chooser: DraftChooser | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -49,6 +50,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._gates = gates
         self._draft_limits = drafts or DraftLimits()
+        self._chooser = chooser
         policy = POLICIES[config.policy]
         self._turns = Turns(policy, config.fair, config.max_num_batched_tokens)
         self._is_metered = policy.is_metered
@@ -161,9 +163,8 @@ class Scheduler:
         self._admit(step, prompts)
         while prompts:
             self._plan_prompt(prompts.popleft(), step)
-        rows, limits = list(step.rows.values()), self._draft_limits
-        drafts_late = limits.overlaps and all(may_draft_late(row, limits, self.config.max_model_len) for row in rows)
-        return StepPlan(rows, drafts_late)
+        rows = list(step.rows.values())
+        return StepPlan(rows, is_followed(rows, self._draft_limits, self.config.max_model_len, self._chooser))
 
     def _tokens_for_drafts(self) -> int:
         """How much of a step's budget drafts may take, all together: what the sequences' own tokens leave. Of long

@@ -20,7 +20,7 @@ from ...models.graphs import PassGraphs
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.adaptive import AdaptiveProposer
 from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
-from ...spec_decode.proposer import LateDrafter, Proposer
+from ...spec_decode.proposer import LateChooser, LateDrafter, Proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
@@ -80,7 +80,10 @@ def build(
     drafter = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
     proposer = drafter if observe is None else observe(drafter)
     adapters = _make_adapters(config, model, proposer)
-    config = _resolve(args, path)  # again: the KV cache gets of the memory that weights and adapters have left
+    logits = None
+    if graphs is not None and graphs.captures(model):
+        logits = graphs.token_logits(model.config.vocab_size, model.device)
+    config = _resolve(args, path)  # again: the KV cache gets of the memory that all that was made so far has left
     layers = [*model.kv_layers, *proposer.needs.kv_layers]
     kv = allocate_kv(layers, config.cache.num_blocks, config.cache.block_size, dtype, device)
     proposer.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
@@ -94,6 +97,7 @@ def build(
             adapters.prepare,
             adapters.prepare_head,
             graphs,
+            logits,
             make_queue(device, asynchronous=config.async_scheduling),
         )
     )
@@ -208,7 +212,8 @@ def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterM
     limits = DraftLimits()
     if config.speculative is not None:
         limits = _draft_limits(config, config.speculative, proposer)
-    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits)
+    chooser = proposer if isinstance(proposer, LateChooser) else None
+    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits, chooser)
 
 
 def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer: Proposer) -> DraftLimits:
@@ -218,8 +223,9 @@ def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer
     on_device = isinstance(proposer, LateDrafter) and speculative.synthetic_acceptance_rates is None
     if not (config.async_scheduling and on_device):
         return limits
-    num_drafts = min(limits.num_drafts, needs.max_drafts)
-    return limits._replace(num_drafts=num_drafts, overlaps=True, max_positions=needs.max_positions)
+    if not isinstance(proposer, LateChooser):  # else another drafter may make more
+        limits = limits._replace(num_drafts=min(limits.num_drafts, needs.max_drafts))
+    return limits._replace(overlaps=True, max_positions=needs.max_positions)
 
 
 def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:

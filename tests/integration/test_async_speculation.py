@@ -185,11 +185,10 @@ def test_an_error_in_a_step_under_way_leaves_a_usable_engine(
     assert run_with_failures(engine, prompts, greedy) == [o.token_ids for o in want]
 
 
-@pytest.mark.parametrize("options", [{"adaptive": True}, {"rejection_sample_method": "synthetic"}])
-def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts, greedy, options, monkeypatch):
-    config = models.speculative("draft_model", 3) | {"adaptive": False} | options
-    if "adaptive" not in options:
-        config["synthetic_acceptance_rates"] = [0.8, 0.5, 0.2]
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5, 0.2]}
+    config = models.speculative("draft_model", 3) | {"adaptive": adaptive} | rates
     engine = make_engine(speculative_config=config, async_scheduling=True)
     plans = watch(engine, monkeypatch)
     run(engine, [(prompt, greedy) for prompt in prompts])

@@ -3,7 +3,9 @@ with adapters that change from step to step, with drafters, and with drafts that
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,15 @@ from outrider.models import attention
 from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import SequenceRows
 from outrider.models.graphs import PassGraphs, PassLimits
+from outrider.platform.core.batch import StepPlan
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine import sampler, setup
 from outrider.platform.engine.engine_core import EngineCore
+from outrider.platform.engine.model_runner import Launched, ModelRunner
 from outrider.spec_decode import drawing, verification
+from outrider.spec_decode.controller import Controller
+from outrider.spec_decode.lanes import RowState
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
 
@@ -121,12 +127,18 @@ def take(engine: EngineCore, outputs: dict[str, list[int]]) -> None:
 
 
 def run(
-    files: dict[str, Path], device: str, method: str | None, *, adapted: bool, overlapping: bool = False
+    files: dict[str, Path],
+    device: str,
+    method: str | None,
+    *,
+    adapted: bool,
+    overlapping: bool = False,
+    adaptive: bool = False,
 ) -> tuple[list[list[int]], Drafted]:
     """Requests of several lengths, one of them without an adapter; their tokens, and what was drafted for them."""
     speculative = None
     if method is not None:
-        speculative = {"method": method, "num_speculative_tokens": 2}
+        speculative = {"method": method, "num_speculative_tokens": 2, "adaptive": adaptive}
         speculative |= {"model": str(files[method])} if method in files else {}
     engine = EngineCore(
         EngineArgs(
@@ -227,3 +239,34 @@ def test_text_is_the_same(
         pairs = [(drafted[key], wanted[key]) for key in drafted.keys() & wanted.keys()]
         assert all(got[: len(want)] == want[: len(got)] for got, want in pairs)
         assert sum(min(len(got), len(want)) for got, want in pairs) > 10
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+def test_numbers_of_drafts_that_change_from_step_to_step(
+    files: dict[str, Path], graphs: PassGraphs, device: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps overlap, and the host never waits for where rows begin; spells without drafts among them."""
+    as_on_a_gpu(monkeypatch)
+    decisions = itertools.cycle([(2, 1, 2), (1, 2, 2), (0, 0, 0), (0, 0, 0), (2, 2, 0), (2, 2, 1)])
+
+    def decide(controller: Controller, rows: Sequence[RowState], prompt_tokens: int) -> None:
+        for row, count in zip(rows, next(decisions), strict=False):
+            row.drafter, row.num_drafts = 0, min(count, row.limit)
+
+    monkeypatch.setattr(Controller, "decide", decide)
+    monkeypatch.setattr(Controller, "due", lambda *args: True)
+    monkeypatch.setattr(setup, "warm_up", lambda *args: None)
+    beside = []
+    launch = ModelRunner.launch
+
+    def noted(runner: ModelRunner, plan: StepPlan, before: Launched | None = None) -> Launched:
+        beside.extend(row.num_drafts for row in plan.rows if row.is_late)
+        return launch(runner, plan, before)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    found, drafted = run(files, device, method, adapted=True, overlapping=True, adaptive=True)
+    assert graphs.num_replayed >= 4
+    assert set(beside) == {0, 1, 2}
+    assert any(drafted.values())
+    monkeypatch.undo()
+    assert found == run(files, "cpu", None, adapted=True)[0]

@@ -146,8 +146,29 @@ def test_passes_without_a_graph(passes: Passes) -> None:
     for old, new in zip(before, (part for layer in passes.kv for part in layer), strict=True):
         assert torch.equal(old, new)
     assert passes.graphs.num_captured == 0
-    passes.graphs.num_captured = passes.graphs.limits.max_graphs
-    assert run((0, 1)) is None  # there are enough
+
+
+def test_of_the_last_graphs_rare_shapes_get_none(passes: Passes, caplog: pytest.LogCaptureFixture) -> None:
+    graphs, shapes = passes.graphs, [[(0, 1)] * count for count in (1, 2, 3, 4, 6)]
+    for shape in shapes[:4]:
+        passes.check(passes.rows(*shape))
+    assert graphs.num_captured == 4
+
+    def run(shape: list[tuple[int, int]]) -> object:
+        with torch.inference_mode():
+            return passes.passes.run(passes.rows(*shape), [(None, count) for _, count in shape])
+
+    for _ in range(2):
+        assert run(shapes[4]) is None
+        assert run([(0, 2)]) is None
+    assert run(shapes[0]) is not None
+    assert run(shapes[4]) is not None
+    assert caplog.records == []
+    assert graphs.num_captured == 5
+    for _ in range(7):
+        assert run([(0, 2)]) is None  # there are enough
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert all(run(shape) is not None for shape in shapes), "what there is goes on"
 
 
 def test_what_cannot_be_captured_is_launched_piece_by_piece(passes: Passes, caplog: pytest.LogCaptureFixture) -> None:

@@ -141,8 +141,8 @@ class Run:
 
 
 def settle() -> None:
-    """What is there now stays, as in a server: else a collection that looked at it would hold up a step for a tenth of a
-    second."""
+    """What is there now stays, as in a server: else a collection that looked at it would hold up a step for a tenth of
+    a second."""
     gc.collect()
     gc.freeze()
 

@@ -116,10 +116,10 @@ class Seats:
     forget = release
 
 
-def make(num_blocks=30, limits=None, gates=(), **config):
+def make(num_blocks=30, limits=None, gates=(), chooser=None, **config):
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "policy": "fcfs"} | config
     pool = BlockPool(num_blocks)
-    return Scheduler(SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK), gates, limits or DraftLimits())
+    return Scheduler(SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK), gates, limits or DraftLimits(), chooser)
 
 
 def pipe(scheduler, device):

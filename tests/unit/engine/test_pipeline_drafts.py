@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.platform.core.batch import RowPlan, RowResult, StepResult
 from outrider.platform.core.request import Drafts
 from outrider.platform.engine.gates import DraftLimits
-from outrider.platform.engine.row_choices import may_draft_late, row_choices
+from outrider.platform.engine.row_choices import is_followed, row_choices
 
 from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, next_token, pipe, plan_of, request, step
 
@@ -156,12 +156,17 @@ jobs = st.lists(
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=4),
 )
 def test_every_sequence_gets_its_own_text(jobs, engine, drafter, limits, aborts):
+    check_texts(jobs, engine, drafter, limits, aborts)
+
+
+def check_texts(jobs, engine, drafter, limits, aborts, chooser=None):
+    """Run an engine of simulated parts; returns its device."""
     blocks, budget, policy, cached = engine
     k, extra, reach, longest = limits
     seats = Seats()
     draft_limits = DraftLimits(k, extra_slots=extra, overlaps=True, max_positions=reach)
     config = {"max_num_batched_tokens": budget, "policy": policy, "max_model_len": longest}
-    scheduler = make(blocks, draft_limits, [seats], **config)
+    scheduler = make(blocks, draft_limits, [seats], chooser, **config)
     device = Drafting(*drafter) if extra else WithoutLayers(*drafter)
     device.longest = longest
     pipeline = pipe(scheduler, device)
@@ -188,6 +193,7 @@ def test_every_sequence_gets_its_own_text(jobs, engine, drafter, limits, aborts)
     }
     assert all(outputs.get(name, []) == text[: len(outputs.get(name, []))] for name, text in want.items())
     assert not seats.holders
+    return device
 
 
 class WithoutLayers(Drafting):
@@ -248,6 +254,10 @@ def running(num_tokens=10, params=None, **fields):
     return item
 
 
+def drafts_late(row, limits=LATE):
+    return is_followed([row], limits, 100, None)
+
+
 def follow(item, num_drafts, new_drafts):
     """A row of it is under way."""
     item.under_way = [
@@ -266,7 +276,7 @@ def test_a_row_beside_another_counts_all_drafts_as_right():
     follow(item, 3, 2)
     row = largest(item)
     assert (row.start, row.num_tokens, row.num_drafts, row.max_new_drafts, row.is_late) == (13, 3, 2, 3, True)
-    assert may_draft_late(row, LATE, 100)
+    assert drafts_late(row)
     item.num_computed = 11
     item.land(item.under_way[0])
     item.under_way.append(row)
@@ -275,12 +285,12 @@ def test_a_row_beside_another_counts_all_drafts_as_right():
 
 
 def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
-    """It was not asked in the step under way: the row, which asks for nothing, is committed before the next one."""
+    """It was not asked in the step under way: the host drafts, when it knows how far the drafter is behind."""
     item = running()
     follow(item, 3, 0)
-    for limits, new, late in ((LATE, 0, False), (LATE._replace(extra_slots=False), 3, True)):
+    for limits, late in ((LATE, False), (LATE._replace(extra_slots=False), True)):
         row = largest(item, limits)
-        assert (row.num_drafts, row.max_new_drafts, may_draft_late(row, limits, 100)) == (0, new, late)
+        assert (row.num_drafts, row.max_new_drafts, drafts_late(row, limits)) == (0, 3, late)
 
 
 @pytest.mark.parametrize("coming", [0, 1, 2, 3])
@@ -303,8 +313,8 @@ WAITING = {
 @pytest.mark.parametrize("why", WAITING)
 def test_drafts_wait_for_the_host(why):
     item = WAITING[why]
-    assert not may_draft_late(largest(item), LATE, 100)
-    assert may_draft_late(largest(running()), LATE, 100)
+    assert not drafts_late(largest(item))
+    assert drafts_late(largest(running()))
 
 
 def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
@@ -314,13 +324,13 @@ def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
         (LATE._replace(max_positions=12), False),
         (LATE._replace(max_positions=13), True),
     ):
-        assert may_draft_late(largest(item), limits, 100) is late
+        assert drafts_late(largest(item), limits) is late
     rows = [row for row, _ in row_choices(item, 16, 3, LATE, 100)]
     assert [row.max_new_drafts for row in rows] == [3, 0, 0]
-    assert [may_draft_late(row, LATE, 100) for row in rows] == [True, False, False], "blocks were short"
+    assert [drafts_late(row) for row in rows] == [True, False, False], "blocks were short"
     never = running(params={"speculative": False}, num_draft_computed=0)
-    assert may_draft_late(largest(never), LATE, 100), "it asks for no drafts"
-    assert not may_draft_late(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0), LATE, 100)
+    assert drafts_late(largest(never)), "it asks for no drafts"
+    assert not drafts_late(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0))
 
 
 @pytest.mark.parametrize("limits", [DraftLimits(3), LATE])

@@ -74,7 +74,7 @@ def test_short_sequences_are_measured_in_several_lives():
     drafter.choices = ((0, 0), (0, 2), (0, 1), (1, 2))
     runner = Runner(drafter)
     warm_up(scheduler, runner, drafter, seconds=1.0, clock=lambda: 0.0)
-    measured = {held: 0 for held in drafter.choices}
+    measured = dict.fromkeys(drafter.choices, 0)
     for order, tokens in runner.steps:
         held = drafter.held[order - 1]
         if set(tokens) == {1}:

@@ -1,0 +1,238 @@
+"""Speculation whose number of drafts changes from step to step, while steps overlap: the same text, all evidence."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outrider import SamplingParams
+from outrider.platform.engine import setup
+from outrider.platform.engine.warm_up import warm_up
+from outrider.spec_decode import adaptive as adaptive_module
+from outrider.spec_decode import drawing
+from outrider.spec_decode.adaptive_late import LateAdaptive
+from outrider.spec_decode.controller import Controller
+from outrider.spec_decode.workload import Workload
+
+METHODS = ["draft_model", "eagle", "eagle3", "medusa"]
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 5, "min_tokens": 5},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 6, "logprobs": 2},
+    {"temperature": 0.9, "seed": 7, "logit_bias": {9: 3.0}},
+]
+MIXED = [
+    *KINDS,
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "prompt_logprobs": 1, "stop_token_ids": list(range(40, 60))},
+    {"temperature": 1.0, "seed": 10, "speculative": 1},
+    {"temperature": 0.0, "speculative": False, "max_tokens": 9},
+]
+
+
+class Script:
+    """In place of a controller's decisions: in each step another number of drafts for each row, and spells of drafting
+    by the network, by prompt lookup, and of none."""
+
+    def __init__(self, monkeypatch, seed=5, spell=6, drafters=(0, 0, None, 1), counts=(0, *(1, 2, 4) * 4)):
+        self.random, self.spell, self.drafters, self.counts = random.Random(seed), spell, drafters, counts
+        self.num_decisions = 0
+        monkeypatch.setattr(Controller, "decide", lambda controller, rows, prompt_tokens: self.decide(rows))
+        monkeypatch.setattr(Controller, "due", lambda *args: True)
+        monkeypatch.setattr(Controller, "is_time", property(lambda controller: True))
+        monkeypatch.setattr(adaptive_module, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
+        monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
+
+    def decide(self, rows):
+        drafter = self.drafters[self.num_decisions // self.spell % len(self.drafters)]
+        self.num_decisions += 1
+        for row in rows:
+            row.drafter = drafter or 0
+            row.num_drafts = 0 if drafter is None else min(self.random.choice(self.counts), row.limit)
+
+
+def jobs_of(models, prompts, kinds, adapters=True, **values):
+    names = [None, "a", "b", None, "a", "c"] * 2 if adapters else [None] * len(prompts)
+    lengths = {"max_tokens": 28, "ignore_eos": True} | values
+    return [
+        (prompt, SamplingParams(**lengths | kinds[index % len(kinds)]), models.lora(name))
+        for index, (prompt, name) in enumerate(zip(prompts, names, strict=False))
+    ]
+
+
+def make(make_engine, models, method, **options):
+    config = models.speculative(method, 4) | {"adaptive": True}
+    return make_engine(speculative_config=config, async_scheduling=True, **LORA, **options)
+
+
+def tokens(outcomes):
+    return [outcome.token_ids for outcome in outcomes]
+
+
+def watch(engine, monkeypatch):
+    """(plan, whether another step was under way) of every step launched."""
+    plans, launch = [], engine._runner.launch
+
+    def noted(plan, before=None):
+        plans.append((plan, before is not None))
+        return launch(plan, before)
+
+    monkeypatch.setattr(engine._runner, "launch", noted)
+    return plans
+
+
+OPTIONS = {
+    "plain": {},
+    "chunks": {"max_num_batched_tokens": 40},
+    "few blocks": {"block_size": 4, "num_gpu_blocks_override": 44, "max_model_len": 96, "max_num_batched_tokens": 48},
+    "fair, no cache": {"scheduling_policy": "fair", "enable_prefix_caching": False, "max_num_seqs": 3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_is_that_without_drafts(models, make_engine, plain_engine, run, prompts, method, options, monkeypatch):
+    """Drafters take turns, numbers change every step; prompts come in chunks, requests wait, yield and join."""
+    Script(monkeypatch)
+    if options == "fair, no cache":
+        monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
+    engine = make(make_engine, models, method, **OPTIONS[options])
+    plans = watch(engine, monkeypatch)
+    for kinds in (KINDS, MIXED, [MIXED[index] for index in (7, 0, 5, 6, 2, 3)]):
+        jobs = jobs_of(models, prompts * 2, kinds)
+        assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
+        engine.check_integrity()
+    beside = [plan for plan, overlaps in plans if overlaps]
+    late = [row for plan in beside for row in plan.rows if row.is_late]
+    assert sum(row.num_drafts > 0 for row in late) > 20
+    assert sum(row.num_drafts == 0 for row in late) > 20
+    assert any(len({row.num_drafts for row in plan.rows}) > 2 for plan in beside), "rows have different numbers"
+    assert len(beside) < len(plans), "prompt lookup needs the host"
+    if options == "few blocks":
+        assert engine.stats().num_preemptions > 0
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    spell=st.integers(1, 12),
+    drafters=st.lists(st.sampled_from([0, 0, None, 1]), min_size=1, max_size=5),
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    kinds=st.lists(st.sampled_from(MIXED), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(5, 36), min_size=2, max_size=8),
+)
+def test_any_decisions(pair, run, models, prompts, seed, spell, drafters, counts, kinds, lengths):
+    """The same engines, again and again: what one run leaves in the prefix cache, another finds."""
+    plain, engines, script = pair
+    script.random, script.spell, script.drafters, script.counts = random.Random(seed), spell, drafters, counts
+    jobs = [
+        (prompt, params.clone(max_tokens=length), lora)
+        for (prompt, params, lora), length in zip(jobs_of(models, prompts * 2, kinds), lengths, strict=False)
+    ]
+    want = tokens(run(plain, jobs))
+    for engine in engines:
+        assert tokens(run(engine, jobs)) == want
+        engine.check_integrity()
+
+
+@pytest.fixture(params=["draft_model", "eagle3"])
+def pair(request, models, make_engine, plain_engine, monkeypatch):
+    """Whom to compare: the engine without speculation, and two with the same script."""
+    script = Script(monkeypatch)
+    engines = [
+        make(make_engine, models, request.param),
+        make(make_engine, models, request.param, block_size=4, num_gpu_blocks_override=66, max_num_batched_tokens=24),
+    ]
+    return plain_engine, engines, script
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_spells_without_drafts_overlap_as_without_speculation(
+    models, make_engine, plain_engine, run, prompts, method, monkeypatch
+):
+    """Prompts among them; then drafts come as if the drafter had seen all."""
+    script = Script(monkeypatch, drafters=[None])
+    engine = make(make_engine, models, method)
+    plans = watch(engine, monkeypatch)
+    jobs = jobs_of(models, prompts, KINDS)
+    want = tokens(run(plain_engine, jobs))
+    assert tokens(run(engine, jobs)) == want
+    assert all(plan.drafts_late for plan, _ in plans)
+    assert [overlaps for _, overlaps in plans].count(False) == 1, "the first"
+    assert any(not row.samples or row.num_tokens > 1 for plan, beside in plans for row in plan.rows)
+    script.drafters, script.counts = [None, 0], [4]
+    drafted = note_drafts(engine)
+    assert tokens(run(engine, jobs)) == want
+    fixed = make_engine(speculative_config=models.speculative(method, 4) | {"adaptive": False}, **LORA)
+    fresh = note_drafts(fixed)
+    run(fixed, jobs)
+    common = [(drafted[key], fresh[key]) for key in drafted.keys() & fresh.keys() if drafted[key] and fresh[key]]
+    assert len(common) > 10
+    assert all(one[: len(other)] == other[: len(one)] for one, other in common)
+
+
+def note_drafts(engine):
+    """What is drafted, by the request's name and its tokens."""
+    drafted, collect = {}, engine._runner.collect
+
+    def noted(launched):
+        result = collect(launched)
+        for row, got in zip(launched.plan.rows, result.rows, strict=True):
+            key = row.request.seed_key, (*row.request.tokens, *got.token_ids)
+            drafted[key] = list(got.drafts.token_ids)
+        return result
+
+    engine._runner.collect = noted
+    return drafted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evidence_is_taken_in_once(models, make_engine, run, prompts, method, monkeypatch):
+    """Of every draft that was verified, and of every token that came; booked on who made it."""
+    Script(monkeypatch)
+    engine = make(make_engine, models, method)
+    seen, outputs, steps = Counter(), [], []
+    verified, controller = Controller.verified, engine._runner._proposer.controller
+
+    def noted(self, row, num_drafts, num_accepted):
+        seen[row.proposed_by] += num_drafts
+        seen["accepted"] += num_accepted
+        verified(self, row, num_drafts, num_accepted)
+
+    monkeypatch.setattr(Controller, "verified", noted)
+    monkeypatch.setattr(LateAdaptive, "_has_settled", lambda self, seconds: True)
+    monkeypatch.setattr(Workload, "computed", lambda self, prompts, answers: outputs.append(answers))
+    add_step = controller.costs.add_step
+    controller.costs.add_step = lambda rows, tokens, seconds: (steps.append(tokens), add_step(rows, tokens, seconds))
+    plans = watch(engine, monkeypatch)
+    outcomes = run(engine, jobs_of(models, prompts, KINDS, max_tokens=40))
+    assert seen[-1] == 0
+    assert min(seen[0], seen[1]) > 10
+    said = sum(outcome.speculation.num_draft_tokens for outcome in outcomes)
+    accepted = sum(outcome.speculation.num_accepted_tokens for outcome in outcomes)
+    assert seen[0] + seen[1] == said
+    assert accepted <= seen["accepted"] <= accepted + 4 * len(outcomes), "an end may cut off what was accepted"
+    assert sum(outputs) >= sum(len(outcome.token_ids) for outcome in outcomes)
+    assert steps == [plan.num_tokens for plan, _ in plans], "every step, in order"
+
+
+def test_who_draws_on_the_host_is_not_late(models, make_engine):
+    assert not isinstance(make(make_engine, models, "ngram")._runner._proposer, LateAdaptive)
+    assert isinstance(make(make_engine, models, "medusa")._runner._proposer, LateAdaptive)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_decisions_of_the_controller(models, make_engine, plain_engine, run, prompts, method, monkeypatch):
+    """Its own: whatever the times are."""
+    engine = make(make_engine, models, method)
+    plans = watch(engine, monkeypatch)
+    for _ in range(4):
+        jobs = jobs_of(models, prompts, KINDS, max_tokens=48)
+        assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
+    assert sum(overlaps for _, overlaps in plans) > len(plans) / 2

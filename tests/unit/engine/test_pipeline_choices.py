@@ -1,0 +1,119 @@
+"""Steps that overlap while somebody chooses how many drafts each row gets, another number every step."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.platform.core.batch import RowPlan
+from outrider.platform.engine.row_choices import is_followed
+
+from .test_pipeline import expected, finish, make, pipe, request
+from .test_pipeline_drafts import LATE, Drafting, check_texts, follow, jobs, largest, running
+
+
+class Chooser:
+    """Gives each row some number of drafts, or lets the host decide."""
+
+    def __init__(self, seed, waits, counts):
+        """`waits`: share of the steps in which the host decides; `counts`: of drafts, to choose from."""
+        self.random, self.waits, self.counts = random.Random(seed), waits, counts
+        self.asked = []
+
+    def choose(self, rows):
+        self.asked.append(list(rows))
+        if self.random.random() < self.waits:
+            return False
+        for row in rows:
+            row.max_new_drafts = min(row.max_new_drafts, self.random.choice(self.counts))
+        return True
+
+
+@settings(deadline=None, max_examples=250)
+@given(
+    jobs,
+    st.tuples(st.integers(14, 34), st.integers(4, 24), st.sampled_from(["fcfs", "priority", "fair"]), st.booleans()),
+    st.tuples(st.integers(0, 4), st.booleans(), st.booleans()),
+    st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([20, 48]), st.sampled_from([33, 38, 48])),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=4),
+    st.tuples(
+        st.integers(0, 99), st.sampled_from([0.0, 0.2]), st.sampled_from([[0], [0, 0, 3], [0, 1, 4], [1, 2, 3, 4]])
+    ),
+)
+def test_every_sequence_gets_its_own_text(jobs, engine, drafter, limits, aborts, choices):
+    check_texts(jobs, engine, drafter, limits, aborts, Chooser(*choices))
+
+
+@pytest.mark.parametrize("counts", [[0], [3], [1, 2, 3]])
+def test_steps_overlap_whatever_number_of_drafts_is_chosen(counts):
+    """All but those of the prompt, where drafts are wanted: with none, as in an engine without a drafter."""
+    chooser = Chooser(1, 0.0, counts)
+    scheduler = make(80, LATE, chooser=chooser, max_num_batched_tokens=32)
+    device = Drafting(2)
+    scheduler.add(request("a", [1, 2, 3], 30))
+    assert finish(scheduler, pipe(scheduler, device)) == {"a": expected([1, 2, 3], 30)}
+    kinds = [kind for kind, _ in device.events]
+    begins = ["launch"] if counts == [0] else ["launch", "collect", "launch"]
+    assert kinds[: len(begins) + 6] == [*begins, *["launch", "collect"] * 3]
+    assert sum(pair == ("launch", "launch") for pair in pairwise(kinds)) == 1, "from then on one is always under way"
+    assert len(chooser.asked) == device.num_launched, "once for each step"
+    assert (device.num_late_drafts > 0) is (counts != [0])
+
+
+def chosen(rows, counts, limits=LATE):
+    """Whether a step with these numbers of drafts is followed."""
+
+    class Fixed:
+        def choose(self, rows):
+            for row, count in zip(rows, counts, strict=True):
+                row.max_new_drafts = count
+            return True
+
+    return is_followed(rows, limits, 100, Fixed())
+
+
+def test_a_row_may_be_given_no_drafts_beside_others():
+    rows = [largest(running()), largest(running())]
+    assert [row.max_new_drafts for row in rows] == [3, 3]
+    assert chosen(rows, [0, 2])
+
+
+def test_what_the_drafter_lags_behind_is_caught_up_with_by_the_host():
+    lagging = running(num_draft_computed=4)
+    assert chosen([largest(lagging)], [0])
+    assert not chosen([largest(lagging)], [1])
+    item = running()
+    follow(item, 2, 0)
+    assert chosen([largest(item)], [0])
+    assert not chosen([largest(item)], [1])
+    assert chosen([largest(item)], [1], LATE._replace(extra_slots=False))
+
+
+def test_prompts_stand_beside_rows_without_drafts_alone():
+    prompt = RowPlan(running(), 0, 4, 0, samples=False, max_new_drafts=0)
+    assert chosen([largest(running()), prompt], [0, 0])
+    assert not chosen([largest(running()), prompt], [1, 0])
+
+
+def test_logits_that_read_what_comes_wait_without_drafts_too():
+    reading = running(params={"presence_penalty": 1.0})
+    assert not chosen([largest(reading)], [0])
+    young = running(params={"min_tokens": 9})
+    assert chosen([largest(young)], [0]), "one token comes"
+    young.drafts = running().drafts._replace(token_ids=[1, 2])
+    assert largest(young).num_drafts == 2
+    assert not chosen([largest(young)], [0]), "how many come decides about the logits after them"
+
+
+def test_the_host_decides_where_the_chooser_says_so():
+    chooser = Chooser(1, 1.0, [3])
+    scheduler = make(80, LATE, chooser=chooser, max_num_batched_tokens=32)
+    device = Drafting(2)
+    scheduler.add(request("a", [1, 2, 3], 20))
+    assert finish(scheduler, pipe(scheduler, device)) == {"a": expected([1, 2, 3], 20)}
+    assert [kind for kind, _ in device.events[:4]] == ["launch", "collect", "launch", "collect"]
+    assert device.num_late_drafts == 0
