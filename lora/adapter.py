@@ -60,7 +60,7 @@ class Adapter:
     """A parsed adapter in host memory. Never changed."""
 
     digest: bytes
-    """SHA-256 of what it computes: every adapted module's name, scale and tensors, the drafter's too. Keys every
+    """SHA-256 of what it computes: every adapted module's name and tensors as served, the drafter's too. Keys every
     cache."""
     rows: int
     """Rank rows that it takes on the device: the largest rank of its modules, the drafter's too."""

@@ -16,11 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.conversion import place
 from .adapter import EMBEDDING, LM_HEAD, LoraWeights
 from .pacing import give_way
 
 ALIGNMENT = 64
 """Bytes: a cache line."""
+_ELEMENTS = 1 << 17
+"""Numbers that are copied at once, or one matrix."""
 
 
 class Place(NamedTuple):
@@ -98,15 +101,25 @@ class RowLayout:
             live[: len(weights.a), index] = 1
         parts.sort(key=lambda part: part[0].start)
         spans = _joined([columns for columns, _ in parts], ALIGNMENT // self.dtype.itemsize)
-        data = torch.zeros(num_rows, sum(stop - start for start, stop in spans), dtype=self.dtype)
+        width = sum(stop - start for start, stop in spans)
+        is_full = sum(tensor.numel() for _, tensor in parts) == num_rows * width
+        data = (torch.empty if is_full else torch.zeros)(num_rows, width, dtype=self.dtype)
         remaining = iter(spans)
         start = stop = shift = end = 0
+        placed: list[tuple[int, Tensor]] = []
         for columns, tensor in parts:
             if columns.start >= stop:  # the next span
                 start, stop = next(remaining)
                 shift, end = end - start, end + stop - start
-            data[: len(tensor), columns.start + shift : columns.stop + shift] = tensor
-            give_way()
+            placed.append((columns.start + shift, tensor.contiguous()))
+        size = 0
+        first = 0
+        for index, (_, tensor) in enumerate(placed):
+            size += tensor.numel()
+            if size >= _ELEMENTS or index + 1 == len(placed):
+                place(data, placed[first : index + 1])
+                first, size = index + 1, 0
+                give_way()
         return PackedRows(tuple(spans), data, live)
 
     def names(self, packed: PackedRows) -> list[str]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.native import loaded
 from .adapter import Adapter
 from .dora import BaseWeight
 from .files import AdapterFiles
@@ -44,6 +45,8 @@ class Setup(NamedTuple):
     files: dict[str, Any]
     layouts: list[dict[str, Any]]
     """The target's, and the drafter's."""
+    native: bool
+    """Whether the engine's process has loaded the native kernels."""
 
 
 class ReadyRows(NamedTuple):
@@ -71,6 +74,7 @@ def describe(parent: int, files: AdapterFiles, layouts: Sequence[ModelLayout]) -
             "dtype": str(files.dtype).removeprefix("torch."),
         },
         [{"linears": layout.linears.sites, "vocabulary": layout.vocabulary.sites} for layout in layouts],
+        loaded() is not None,
     )
 
 

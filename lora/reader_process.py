@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..kernels.native import library
 from ..platform.core.errors import OutriderError
 from .adapter import AdapterSource
 from .dora import BaseWeight
@@ -82,6 +83,8 @@ def serve(connection: socket.socket) -> None:
     send(connection, {})
     setup = Setup(*receive(connection)[0])
     files, layouts = make_files(setup, BaseWeight(_no_base, _no_base), _no_base), make_layouts(setup)
+    if setup.native:
+        library()
     asked = select.poll()
     asked.register(connection, select.POLLIN)
     while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from collections.abc import Callable, Iterator
@@ -13,17 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..platform.core.errors import OutriderError
 from .pacing import give_way
 from .peft_config import adapter_error, shown
+from .tensor_header import InvalidFileError, read_header
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 # A header is a line of JSON for each tensor; an adapter of a large model has ten thousand of 150 bytes.
 _MAX_HEADER_BYTES = 16 << 20
+_LENGTH_BYTES = 8
+"""In front of the header: how long it is."""
 _PIECE = 1 << 17
 """Bytes that are read at once."""
 
@@ -49,6 +50,7 @@ class TensorFile(NamedTuple):
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
+    """Of a key; contiguous."""
 
 
 @contextmanager
@@ -66,65 +68,54 @@ def open_tensors(folder: Path) -> Iterator[TensorFile]:
         raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder)}")
     try:
         if file.suffix == ".safetensors":
-            _check_header(file)
-            yield _read_safetensors(file)
+            with _open_safetensors(file) as tensors:
+                yield tensors
         else:
             state = _load_pickle(file)
             yield TensorFile({key: tuple(value.shape) for key, value in state.items()}, state.__getitem__)
     except OutriderError:
         raise
-    except SafetensorError as error:
+    except InvalidFileError as error:
         raise adapter_error(f"{shown(file)} is not a valid safetensors file: {error}") from error
     except Exception as error:  # a broken pickle or a vanished file fails in many ways; all mean the same here
         raise adapter_error(f"cannot read {shown(file)}: {type(error).__name__}: {error}") from error
 
 
-def _check_header(file: Path) -> None:
-    """The library parses headers of up to 100 MB: a minute, and gigabytes."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-    if size > _MAX_HEADER_BYTES:
-        raise adapter_error(
-            f"{shown(file)} is not a valid safetensors file: its header claims {size} bytes; the limit is "
-            f"{_MAX_HEADER_BYTES}"
-        )
-
-
-def _content(file: Path) -> NDArray[np.uint8]:
-    """All of a file, in pieces: others get their turn in between."""
+@contextmanager
+def _open_safetensors(file: Path) -> Iterator[TensorFile]:
+    """Tensors are read when they are asked for: what is used at once is still in the processor's cache."""
     with file.open("rb", buffering=0) as opened:
-        content = np.empty(os.fstat(opened.fileno()).st_size, np.uint8)
-        rest = content.data
-        while rest.nbytes:
-            count = opened.readinto(rest[:_PIECE])
-            if not count:
-                raise EOFError(f"it has become shorter by {rest.nbytes} bytes")
-            rest = rest[count:]
-            give_way()
+        descriptor = opened.fileno()
+        num_bytes = os.fstat(descriptor).st_size
+        size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+        if size > _MAX_HEADER_BYTES:  # before it is read: parsing it would take a minute, and gigabytes
+            raise InvalidFileError(f"its header claims {size} bytes; the limit is {_MAX_HEADER_BYTES}")
+        start = _LENGTH_BYTES + size
+        if num_bytes < start:
+            raise InvalidFileError(f"it has {num_bytes} bytes, fewer than its header claims ({start})")
+        entries = read_header(_content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
+
+        def read(key: str) -> Tensor:
+            entry = entries[key]
+            if entry.dtype not in _DTYPES:
+                raise adapter_error(f"{key} has dtype {entry.dtype}, which is not served")
+            content = torch.from_numpy(_content(descriptor, start + entry.start, entry.stop - entry.start))
+            return content.view(_DTYPES[entry.dtype]).view(entry.shape)
+
+        yield TensorFile({key: entry.shape for key, entry in entries.items()}, read)
+
+
+def _content(descriptor: int, start: int, size: int) -> NDArray[np.uint8]:
+    """Bytes of a file, in pieces: others get their turn in between."""
+    content = np.empty(size, np.uint8)
+    rest = content.data
+    while rest.nbytes:
+        count = os.preadv(descriptor, [rest[:_PIECE]], start)
+        if not count:
+            raise EOFError(f"it has become shorter by {rest.nbytes} bytes")
+        rest, start = rest[count:], start + count
+        give_way()
     return content
-
-
-def _read_safetensors(file: Path) -> TensorFile:
-    """All of it is read, and its tensors are views: the library takes 50 µs for each of hundreds."""
-    with safe_open(str(file), framework="pt", device="cpu") as opened:  # checks the header: sizes, and no gaps
-        del opened
-    content = torch.from_numpy(_content(file))
-    size = int.from_bytes(content[:8].numpy().tobytes(), "little")
-    header: dict[str, Any] = json.loads(content[8 : 8 + size].numpy().tobytes())
-    header.pop("__metadata__", None)
-    data = content[8 + size :]
-
-    def read(key: str) -> Tensor:
-        entry = header[key]
-        if entry["dtype"] not in _DTYPES:
-            raise adapter_error(f"{key} has dtype {entry['dtype']}, which is not served")
-        start, stop = entry["data_offsets"]
-        part = data[start:stop]
-        if part.data_ptr() % 8:
-            part = part.clone()  # the format does not align its tensors
-        return part.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
-
-    return TensorFile({key: tuple(entry["shape"]) for key, entry in header.items()}, read)
 
 
 def _load_pickle(file: Path) -> dict[str, Tensor]:
@@ -139,8 +130,7 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     state: Any = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise adapter_error(f"{shown(file)} does not hold a dictionary of tensors")
-    tensors = {str(key): value.detach() for key, value in state.items()}
-    for key, value in tensors.items():
+    for key, value in state.items():
         if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
             raise adapter_error(f"{shown(file)}: {key} is no plain tensor ({value.layout}, {value.device})")
-    return tensors
+    return {str(key): value.detach().contiguous() for key, value in state.items()}

@@ -6,16 +6,19 @@ base_model.model.model.layers.3.mlp.up_proj.lora_A.default.weight
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from .dora import BaseWeight
 from .pacing import give_way
 from .peft_config import adapter_error
+
+T = TypeVar("T")
 
 # Parts of a module's weights.
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
@@ -44,6 +47,10 @@ _REFUSED_KEYS = (
 )
 # Projections that some models merge, and what they are in models that do not.
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+_MAX_REMEMBERED = 200
+"""Characters of a key that is remembered."""
 
 
 class ModuleShape(NamedTuple):
@@ -104,7 +111,7 @@ def group_keys(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Module
     copies: dict[str, str] = {}
     found: dict[str, FileModule | None] = {}  # each module has several keys
     for key in sorted(shapes):
-        match = _KEY.match(key)
+        match = _matched(key)
         if match is None:
             copies[key] = _copied_module(key, known)
             continue
@@ -140,6 +147,19 @@ def _check_parts(modules: Mapping[str, FileModule]) -> None:
             owners[target] = name
 
 
+def _remembered(understand: Callable[[str], T]) -> Callable[[str], T]:
+    """The same function of a key; most adapters have the same keys as the one before. Long ones, which no model has,
+    would fill the memory."""
+    remembering = functools.lru_cache(4096)(understand)
+    return lambda key: remembering(key) if len(key) <= _MAX_REMEMBERED else understand(key)
+
+
+@_remembered
+def _matched(key: str) -> re.Match[str] | None:
+    return _KEY.match(key)
+
+
+@_remembered
 def _unwrapped(module: str) -> str:
     """A module's name without what was around the model in training."""
     module = _TRAINING_WRAPPERS.sub("", module)

@@ -1,11 +1,10 @@
-"""The tensors of a PEFT folder: keys and shapes checked against a model's modules, then read, scaled and digested.
+"""The tensors of a PEFT folder: keys and shapes checked against a model's modules, then read.
 
 The tensors' keys and shapes say what is adapted; adapter_config.json says how it is scaled.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dora import gains
-from .pacing import give_way
 from .peft_config import PeftConfig, adapter_error, read_config, shown
-from .tensor_file import WEIGHT_FILES, open_tensors
+from .served import LoraWeights, StoredModule, StoredWeights, serve
+from .tensor_file import WEIGHT_FILES, TensorFile, open_tensors
 from .tensor_keys import BASE, DRAFTER, MAGNITUDE, A, B, FileModule, ModuleShape, Owner, group_keys
 
 __all__ = [
@@ -33,23 +31,12 @@ __all__ = [
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class LoraWeights(NamedTuple):
-    """One module's weights, in the dtype served."""
-
-    a: Tensor
-    """[r, in]."""
-    b: Tensor
-    """[r, out]: PEFT's lora_B transposed, the scale folded in, and the gain where there is one."""
-    gain: Tensor | None = None
-    """[out] float32: what the base weights' rows are multiplied with (DoRA); None: nothing."""
-
-
 class FolderWeights(NamedTuple):
     """A folder's content."""
 
     modules: dict[str, LoraWeights]
     digest: bytes
-    """SHA-256 of every adapted module's name, scale and tensors."""
+    """Of what it computes; see `served.serve`."""
 
     @property
     def rank(self) -> int:
@@ -71,8 +58,6 @@ def read_weights(
         config = read_config(folder)
     except OSError as error:  # no permission, or a path that got too long
         raise adapter_error(f"cannot read {shown(folder)}: {error.strerror}") from error
-    modules: dict[str, LoraWeights] = {}
-    digest = hashlib.sha256()
     with open_tensors(folder) as file:
         found, copies = group_keys(file.shapes, known, owner)
         for module in found.values():
@@ -80,18 +65,13 @@ def read_weights(
         _check_saved(config, copies.values())
         for key, name in copies.items():
             _check_copy(key, file.read(key), name, known[name])
-        for _, module in sorted(found.items()):
-            scale = config.scale_of(module.configured)
-            tensors = {part: file.read(key) for part, key in module.keys.items()}
-            for part, tensor in sorted(tensors.items()):
-                if tensor.dtype not in _FLOATS:
-                    raise adapter_error(f"{module.name}: {part} has dtype {tensor.dtype}, which is not served")
-                digest.update(f"{module.name}|{part}|{scale!r}|{tensor.dtype}|{list(tensor.shape)}\n".encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-            modules.update(_served(module, tensors, scale, known, dtype))
-            give_way()
-    _check_finite(modules)
-    return FolderWeights(modules, digest.digest())
+        sources = [
+            source
+            for _, module in sorted(found.items())
+            for source in _sources(module, config.scale_of(module.configured), file.shapes, known)
+        ]
+        bases = {name: shape.base for name, shape in known.items()}
+        return FolderWeights(*serve(sources, lambda source: _read(source, file), dtype, bases))
 
 
 def _check_module(
@@ -135,51 +115,24 @@ def _check_copy(key: str, tensor: Tensor, name: str, shape: ModuleShape) -> None
         )
 
 
-def _served(
-    module: FileModule,
-    tensors: Mapping[str, Tensor],
-    scale: float,
-    known: Mapping[str, ModuleShape],
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, LoraWeights]]:
-    """The weights of each of the model's modules that the file's module stands for."""
-    a, b = tensors[A].to(dtype), tensors[B]
-    b = b.to(torch.promote_types(b.dtype, torch.float32)).t() * scale
-    magnitudes: Tensor | None = tensors.get(MAGNITUDE)
+def _sources(
+    module: FileModule, scale: float, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, ModuleShape]
+) -> Iterator[StoredModule]:
+    """Where the file has each of the model's modules that its module stands for."""
+    rank, in_features = shapes[module.keys[A]]
     start = 0
     for target in module.targets:
-        columns = slice(start, start + known[target].out_features)
-        part, gain = b[:, columns], None
-        if magnitudes is not None:
-            gain = _gain(target, known[target], magnitudes[columns], a, part)
-            part = part * gain
-        yield target, LoraWeights(a, part.to(dtype).contiguous(), gain)
-        start = columns.stop
+        size = known[target].out_features if len(module.targets) > 1 else module.shape.out_features
+        yield StoredModule(target, rank, in_features, size, scale, module, start)
+        start += size
 
 
-def _gain(name: str, shape: ModuleShape, magnitude: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    if shape.base is None:
-        raise adapter_error(f"{name}: DoRA (use_dora) is not served here")
-    return gains(magnitude, a, b.float(), shape.base)
-
-
-def _check_finite(modules: Mapping[str, LoraWeights]) -> None:
-    """Refuse what is not finite in the dtype served."""
-    parts = [
-        (name, part, tensor)
-        for name, weights in modules.items()
-        for part, tensor in ((MAGNITUDE, weights.gain), (A, weights.a), (B, weights.b))
-        if tensor is not None
-    ]
-    # No sum with an infinity or a NaN in it is finite. In its own dtype: asked for float32, torch takes forty times as
-    # long, and where the sum of finite weights overflows, they are looked at one by one.
-    sums = []
-    for _, _, tensor in parts:
-        sums.append(tensor.sum().float())
-        give_way()
-    if bool(torch.stack(sums).isfinite().all()):
-        return
-    for name, part, tensor in parts:
-        give_way()
-        if not bool(torch.isfinite(tensor).all()):
-            raise adapter_error(f"{name}: {part} is not finite in {str(tensor.dtype).removeprefix('torch.')}")
+def _read(source: StoredModule, file: TensorFile) -> StoredWeights:
+    module = source.module
+    tensors = {part: file.read(key) for part, key in module.keys.items()}
+    for part, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise adapter_error(f"{module.name}: {part} has dtype {tensor.dtype}, which is not served")
+    rows = slice(source.start, source.start + source.out_features)
+    magnitude = tensors.get(MAGNITUDE)
+    return StoredWeights(tensors[A], tensors[B][rows], None if magnitude is None else magnitude[rows])

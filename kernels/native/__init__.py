@@ -15,7 +15,7 @@ import torch
 
 from .compiler import build
 
-__all__ = ["DTYPES", "library"]
+__all__ = ["DTYPES", "library", "loaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,3 +41,8 @@ def library() -> ctypes.PyDLL | None:
     except (RuntimeError, OSError) as error:  # RuntimeError: of BuildError, and of a user without a home
         logger.warning("the native CPU kernels are not used, which costs speed: %s", error)
         return None
+
+
+def loaded() -> ctypes.PyDLL | None:
+    """The kernels if something has needed them before: who could do without them does not wait for the compiler."""
+    return library() if library.cache_info().currsize else None

@@ -88,6 +88,17 @@ def test_the_digest_is_of_the_content(tmp_path):
     assert len(set(digests[1:])) == 4
 
 
+def test_files_of_two_dtypes_that_are_served_alike_are_one_content(tmp_path):
+    narrow = {key: tensor.bfloat16() for key, tensor in tensors().items()}
+    paths = [
+        write_adapter(tmp_path / "narrow", narrow),
+        write_adapter(tmp_path / "wide", {key: tensor.float() for key, tensor in narrow.items()}),
+        write_adapter(tmp_path / "exact"),
+    ]
+    assert len({read(path, dtype=torch.bfloat16).digest for path in paths}) == 1
+    assert len({read(path).digest for path in paths}) == 2
+
+
 # --- refusals ---
 
 

@@ -1,0 +1,40 @@
+"""Matrices as a file has them, in the form in which they are served, and side by side in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from . import native as _native
+from . import torch as _torch
+from .torch import Matrix
+
+__all__ = ["Matrix", "convert", "place"]
+
+
+def convert(out: Tensor, matrices: Sequence[Matrix]) -> bool:
+    """out = (scale_0 M_0 | scale_1 M_1ᵀ | ...) one after another, in the dtype of `out`.
+
+    Products are in float32, or float64 where the matrix is. The result has the same bits with each implementation.
+
+    Args:
+        out: [n], contiguous, as many elements as the matrices have; mutated.
+        matrices: Contiguous, on the CPU.
+
+    Returns:
+        Whether everything is finite in `out`; if not, its content means nothing.
+    """
+    convert = _native.convert if _native.serves(out) else _torch.convert
+    return convert(out, matrices)
+
+
+def place(out: Tensor, parts: Sequence[tuple[int, Tensor]]) -> None:
+    """out[:r, column : column + w] = M for each (column, M [r, w]).
+
+    Args:
+        out: [n, width], contiguous, on the CPU; mutated.
+        parts: Contiguous, in the dtype of `out`, which has room for them.
+    """
+    place = _native.place if _native.serves(out) else _torch.place
+    place(out, parts)

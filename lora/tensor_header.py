@@ -1,0 +1,89 @@
+"""The header of a safetensors file, which whoever uploaded it may have made up: checked before data is looked at.
+
+    8 bytes: length | JSON: {key: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__"} | data
+
+As the library does, in a tenth of its time: every tensor has as many bytes as its shape says, and together they are all
+of the data, without gaps and without overlaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+_BITS = {
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I16": 16,
+    "U16": 16,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
+"""Of an element."""
+
+
+class InvalidFileError(Exception):
+    """It is no safetensors file; says why."""
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """First byte of the data, and the one after the last."""
+    stop: int
+
+
+def read_header(text: bytes, num_bytes: int) -> dict[str, HeaderEntry]:
+    """The tensors by key, of a file with `num_bytes` of data.
+
+    Raises:
+        InvalidFileError: it is no such header, or does not fit the data.
+    """
+    try:
+        header = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise InvalidFileError(f"its header is no JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise InvalidFileError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    entries = {key: _entry(key, value) for key, value in header.items()}
+    end = 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if entry.start != end:
+            raise InvalidFileError(f"the data of {key[:200]!r} begin at byte {entry.start}, not at {end}")
+        end = entry.stop
+    if end != num_bytes:
+        raise InvalidFileError(f"its tensors have {end} bytes, the file has {num_bytes}")
+    return entries
+
+
+def _entry(key: str, value: Any) -> HeaderEntry:
+    try:
+        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+        bits = _BITS[dtype]
+        numbers = (start, stop, *shape)
+    except (KeyError, TypeError, ValueError):
+        raise InvalidFileError(f"its header has no dtype, shape and data_offsets for {key[:200]!r}") from None
+    if type(shape) is not list or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        raise InvalidFileError(f"its header has wrong numbers for {key[:200]!r}")
+    if math.prod(shape) * bits != (stop - start) * 8:
+        raise InvalidFileError(f"{key[:200]!r} has {stop - start} bytes, which is not what its shape takes")
+    return HeaderEntry(dtype, tuple(shape), start, stop)
