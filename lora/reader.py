@@ -162,8 +162,9 @@ class AdapterReader:
     def _spawn(self) -> subprocess.Popen[bytes]:
         self._connection, theirs = socket.socketpair()
         with theirs:
-            # A session of its own: an interrupt typed in the terminal is not for it. `-P`: no folder of the caller's
-            # comes before the standard library. A program that is started, not a copy of this process: it runs no code
+            # A group of its own: an interrupt typed in the terminal is not for it. Not a session: Linux may give each
+            # session the same share of a core (autogroups), and its niceness would count for nothing. `-P`: no folder of
+            # the caller's comes before the standard library. A program that is started, not a copy of this process: it runs no code
             # of the user's script.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -173,7 +174,7 @@ class AdapterReader:
                 stdout=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                process_group=0,
             )
 
     def _look_for_start(self) -> None:
