@@ -163,9 +163,9 @@ class AdapterReader:
         self._connection, theirs = socket.socketpair()
         with theirs:
             # A group of its own: an interrupt typed in the terminal is not for it. Not a session: Linux may give each
-            # session the same share of a core (autogroups), and its niceness would count for nothing. `-P`: no folder of
-            # the caller's comes before the standard library. A program that is started, not a copy of this process: it runs no code
-            # of the user's script.
+            # session the same share of a core (autogroups), and its niceness would count for nothing.
+            # A program that is started, not a copy of this process: it runs no code of the user's script. `-P`: no
+            # folder of the caller's comes before the standard library.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             return subprocess.Popen(

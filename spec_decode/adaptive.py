@@ -233,10 +233,7 @@ class AdaptiveProposer:
 
     def _update_states(self, batch: Sequence[Request]) -> None:
         for request in [request for request in self._known if request.status is Status.FINISHED]:
-            state = self._known.pop(request)
-            if state.num_accepted:
-                wasted = state.num_tokens - len(request.tokens)
-                self._controller.workload.finished(state.num_accepted, max(0, wasted))
+            del self._known[request]
         for request in batch:
             if request not in self._known:
                 self._known[request] = self._controller.new_row(request.text_namespace[1])
@@ -294,9 +291,6 @@ class AdaptiveProposer:
                 continue
             if row.sampled:
                 num_outputs += 1 + row.num_accepted
-                if row.num_accepted:
-                    state.num_accepted += row.num_accepted
-                    state.num_tokens = len(row.tokens)
             if row.num_drafts and self._held is None:
                 controller.verified(state, row.num_drafts, row.num_accepted)
             state.proposed_by = -1

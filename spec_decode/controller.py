@@ -248,17 +248,7 @@ class Controller:
             extra += self._catch_up(offering) / AMORTISED_OVER
         target = costs.target_curve(MIXED if prompt_tokens else num_rows)
         base = num_rows + prompt_tokens
-        return Prices(
-            num_rows,
-            base,
-            costs.host_seconds,
-            target,
-            drafts,
-            self._has_passes,
-            extra,
-            self._token_extra,
-            self.workload.useful,
-        )
+        return Prices(num_rows, base, costs.host_seconds, target, drafts, self._has_passes, extra, self._token_extra)
 
     def _catch_up(self, rows: Iterable[RowState]) -> float:
         """Seconds that it takes until the neural drafter can draft for those that are given to it."""
@@ -283,7 +273,6 @@ class Controller:
                         target,
                         draft,
                         (costs.host_seconds + costs.drafting_seconds, 0.0 if drafter else self._token_extra),
-                        self.workload.useful,
                     )
                     for drafter, draft in enumerate(drafts)
                 ]

@@ -2,13 +2,12 @@
 (SmartSpec and TurboSpec: Liu et al. 2024, arXiv 2406.14066).
 
     goodput = E[tokens emitted] / E[seconds]
-    E[tokens emitted] = R + u sum over drafts (i, j) of a_ij c_ij
+    E[tokens emitted] = R + sum over drafts (i, j) of a_ij c_ij
     E[seconds] = host + target(B + sum over drafts of a_ij) + sum over drafters d of draft_d(rows served, K_d)
                  + what the first drafter takes for the prompts that come with so many tokens, if it serves any row
 
-with c_ij the probability that drafts 0 .. j of row i are all accepted, a_ij that there is a draft j, u the share of
-what is accepted that comes before the end of its answer, R the rows that sample, B the tokens computed without drafts,
-and K_d the most drafts that drafter d makes for a row.
+with c_ij the probability that drafts 0 .. j of row i are all accepted, a_ij that there is a draft j, R the rows that
+sample, B the tokens computed without drafts, and K_d the most drafts that drafter d makes for a row.
 
 For given K the drafts differ in nothing but c_ij, and c_ij falls with j: the best set of any size takes the largest.
 So the drafts are sorted once, and for all K together a sweep over the sorted list prices every prefix.
@@ -58,8 +57,6 @@ class Prices(NamedTuple):
     token_extra: float = 0.0
     """Seconds more for each token that comes: what it takes the first drafter to compute the prompts, spread over what
     they are answered."""
-    useful: float = 1.0
-    """Share of the accepted drafts that come before the end of their answer."""
 
     @property
     def idle_seconds(self) -> float:
@@ -114,7 +111,7 @@ def _best_for_one(offer: Offer, prices: Prices, off: float, passes: int) -> Plan
     token_extra = prices.token_extra if offer.drafter == 0 else 0.0
     best = Plan([0], 0.0, 1.0, off, 0)
     for k, (accepted, available) in enumerate(zip(offer.cumulative, offer.available, strict=True), 1):
-        tokens += available * accepted * prices.useful
+        tokens += available * accepted
         size += available
         seconds = fixed + tokens * token_extra + prices.target(size) + draft(k)
         score = tokens / seconds * (STAY if k == passes else 1.0)
@@ -124,20 +121,19 @@ def _best_for_one(offer: Offer, prices: Prices, off: float, passes: int) -> Plan
 
 
 def mean_goodput(
-    rates: Rates, batch: tuple[int, int], target: Curve, draft: Curve, extra: tuple[float, float], useful: float
+    rates: Rates, batch: tuple[int, int], target: Curve, draft: Curve, extra: tuple[float, float]
 ) -> float:
     """The best goodput of mean requests of one lane, over the number of drafts.
 
     Args:
         batch: number of rows, and prompt tokens beside them.
         extra: seconds for each step, and for each token.
-        useful: share of the accepted drafts that come before the end of their answer.
     """
     num_rows, prompt_tokens = batch
     tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, 0.0
     for k, (p, available) in enumerate(zip(rates.probabilities, rates.available, strict=True), 1):
         product *= p
-        tokens += num_rows * available * product * useful
+        tokens += num_rows * available * product
         size += num_rows * available
         best = max(best, tokens / (extra[0] + tokens * extra[1] + target(size) + draft(k)))
     return best
@@ -170,7 +166,7 @@ def _sweep(drafts: _Drafts, prices: Prices, limits: list[int]) -> tuple[np.ndarr
     most = np.array(limits)[:, None]
     unlimited = ~np.array(prices.has_passes)[drafts.drafters]
     chosen = unlimited | (drafts.positions < most)
-    tokens = prices.base_rows + prices.useful * np.cumsum(drafts.gains * chosen, axis=1)
+    tokens = prices.base_rows + np.cumsum(drafts.gains * chosen, axis=1)
     seconds = prices.target.at(prices.base_tokens + np.cumsum(drafts.sizes * chosen, axis=1))
     seconds += prices.host + prices.extra
     first = chosen & (drafts.positions == 0)

@@ -56,7 +56,7 @@ class Lane:
 class RowState:
     """One live request, as the controller sees it."""
 
-    __slots__ = ("drafter", "lag", "lane", "limit", "num_accepted", "num_drafts", "num_tokens", "proposed_by", "rates")
+    __slots__ = ("drafter", "lag", "lane", "limit", "num_drafts", "proposed_by", "rates")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -69,10 +69,6 @@ class RowState:
         """Most drafts that it may get, set before each decision."""
         self.lag = 0
         """Tokens that the neural drafter lags behind it, set before each decision."""
-        self.num_accepted = 0
-        """Drafts of it that were accepted so far..."""
-        self.num_tokens = 0
-        """...and the tokens of the sequence with the last of them, of which some may come after its end."""
         self.proposed_by = -1
         """Whose drafts the next step verifies; -1: there are none."""
 

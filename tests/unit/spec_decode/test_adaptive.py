@@ -18,7 +18,7 @@ from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, Propos
 class Noting:
     """A workload that hands on what it is told."""
 
-    useful, prompts_per_token = 1.0, 0.0
+    prompts_per_token = 0.0
 
     def __init__(self, computed) -> None:
         self.computed = computed
