@@ -62,8 +62,8 @@ def serve(
     dtype: torch.dtype,
     bases: Mapping[str, BaseWeight | None],
 ) -> tuple[dict[str, LoraWeights], bytes]:
-    """The weights served by module, and the digest: SHA-256 of every module's name, A and scaled B in `dtype`, and
-    magnitudes. Files with the same digest compute the same on one base.
+    """The weights served by module, and the digest: SHA-256 of every module's name, A and scaled B in `dtype`; where
+    there are magnitudes, of these and B as the file has them. Files with the same digest compute the same on one base.
 
     A few modules at a time go all the way, in the processor's cache: most of the time would be spent on the memory.
 
@@ -88,8 +88,9 @@ def serve(
         for source, weights in zip(group, found, strict=True):
             if weights.magnitude is not None:
                 gained = True
-                digest.update(f"{source.name}|{weights.magnitude.dtype}\n".encode())
-                digest.update(weights.magnitude.view(torch.uint8).numpy().data)
+                digest.update(f"{source.name}|{source.scale}|{weights.b.dtype}|{weights.magnitude.dtype}\n".encode())
+                for part in (weights.b, weights.magnitude):  # the gain is of B before it is rounded
+                    digest.update(part.view(torch.uint8).numpy().data)
                 modules[source.name] = _with_gain(source, weights, modules[source.name], bases[source.name])
         give_way()
     if gained or not is_finite:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..platform.core.errors import OutriderError
@@ -75,7 +76,7 @@ def open_tensors(folder: Path) -> Iterator[TensorFile]:
             yield TensorFile({key: tuple(value.shape) for key, value in state.items()}, state.__getitem__)
     except OutriderError:
         raise
-    except InvalidFileError as error:
+    except (SafetensorError, InvalidFileError) as error:
         raise adapter_error(f"{shown(file)} is not a valid safetensors file: {error}") from error
     except Exception as error:  # a broken pickle or a vanished file fails in many ways; all mean the same here
         raise adapter_error(f"cannot read {shown(file)}: {type(error).__name__}: {error}") from error
@@ -90,6 +91,8 @@ def _open_safetensors(file: Path) -> Iterator[TensorFile]:
         size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
         if size > _MAX_HEADER_BYTES:  # before it is read: parsing it would take a minute, and gigabytes
             raise InvalidFileError(f"its header claims {size} bytes; the limit is {_MAX_HEADER_BYTES}")
+        with safe_open(str(file), framework="pt", device="cpu") as checked:  # sizes, gaps, keys
+            del checked
         start = _LENGTH_BYTES + size
         if num_bytes < start:
             raise InvalidFileError(f"it has {num_bytes} bytes, fewer than its header claims ({start})")

@@ -52,6 +52,8 @@ FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
 OUTLOOK = 64
 """Steps after which it is decided anew although nothing has changed but, slowly, what steps take."""
+LITTLE_EVIDENCE, HARDLY = 8, 0.1
+"""That much evidence, of trials that were no surprise, does not make good a loss of so much."""
 AMORTISED_OVER = 64
 """Steps over which a drafter's catching up is spread."""
 
@@ -128,7 +130,7 @@ class Controller:
         """The step verified drafts of `row` that `row.proposed_by` made."""
         self._lanes.verified(row, num_drafts, num_accepted)
 
-    def proposed(self, drafter: int, answers: Iterable[tuple[RowState, int, int]]) -> None:
+    def proposed(self, drafter: int, answers: Sequence[tuple[RowState, int, int]]) -> None:
         """`drafter` was asked for drafts: (row, number asked for, number proposed) of each."""
         self._lanes.proposed(drafter, answers)
 
@@ -163,12 +165,13 @@ class Controller:
         kind = MIXED if prompt_tokens else row_class(len(rows))
         self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
         self._next_decision = self._step + self._period()
+        self._on_trial = 0.0
+        self._end_trials(rows)
         if self._nothing_new(kind, rows):
             for row in rows:
                 row.num_drafts = row.lane.num_drafts = 0
             return
         self._budget.forget_refusals()
-        self._end_trials(rows)
         self._limit_to_known(rows, prompt_tokens)
         offering = [row for row in rows if row.limit > 0]
         for row in rows:
@@ -179,7 +182,7 @@ class Controller:
         offers = [self._offer(row) for row in offering]
         prices = self._prices(offering, len(rows), prompt_tokens)
         plan = best_plan(offers, prices, self._passes)
-        if not (self._lanes.is_new and self.drafting):  # whether drafting pays, with hysteresis
+        if not (self.drafting and self._is_unknown(offering, plan)):  # whether drafting pays, with hysteresis
             self.num_switches += self._mode.update(plan.gain, self._step)
         self._outlooks[kind] = Outlook(self._lanes.evidence, self._step, plan.gain, {row.lane for row in rows})
         self._next_decision = self._step + self._period()
@@ -203,10 +206,12 @@ class Controller:
     def _nothing_new(self, kind: int, rows: Sequence[RowState]) -> bool:
         """Whether nothing is drafted, and a decision would find what the last one did."""
         outlook = self._outlooks.get(kind)
-        if outlook is None or self.drafting or outlook.gain > ENTER or outlook.evidence != self._lanes.evidence:
+        if outlook is None or self.drafting or outlook.gain > ENTER or self._step - outlook.step >= OUTLOOK:
+            return False
+        if self._lanes.evidence - outlook.evidence > (LITTLE_EVIDENCE if outlook.gain < -HARDLY else 0):
             return False
         lanes = {row.lane for row in rows}
-        if self._step - outlook.step >= OUTLOOK or not lanes <= outlook.lanes:
+        if not lanes <= outlook.lanes or any(lane.surprising >= 0 for lane in lanes):
             return False
         if not self._budget.may_suffice:
             return True
@@ -214,6 +219,12 @@ class Controller:
         if drafting is not None and drafting.due(self._step, MAX_INTERVAL if outlook.gain < -CLEARLY else 0):
             return False
         return not any(trial.due(self._step) for lane in lanes for trial in lane.trials)
+
+    def _is_unknown(self, offering: Sequence[RowState], plan: Plan) -> bool:
+        """Whether the plan uses the drafter that was asked for, and nobody knows it yet: it is tried before judged."""
+        if not self._lanes.is_new or self._step >= OUTLOOK:
+            return False
+        return any(count and row.drafter == 0 for row, count in zip(offering, plan.num_drafts, strict=True))
 
     def _period(self) -> int:
         early = min(PERIOD, 2 + self._step // 8)

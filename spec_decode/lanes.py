@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from .acceptance import FALLBACK, HOPEFUL, Rates, RequestRates
@@ -127,8 +127,10 @@ class Lanes:
         rates.count(num_drafts, num_accepted)
         self._means[drafter].count(num_drafts, num_accepted)
 
-    def proposed(self, drafter: int, answers: Iterable[tuple[RowState, int, int]]) -> None:
+    def proposed(self, drafter: int, answers: Sequence[tuple[RowState, int, int]]) -> None:
         """See `Controller`."""
+        if not answers:
+            return
         self.evidence += 1
         by_lane: dict[Lane, list[tuple[int, int]]] = {}
         for row, num_asked, num_proposed in answers:

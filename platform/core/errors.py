@@ -31,8 +31,10 @@ class OutriderError(Exception):
         self.param = param
 
     def info(self) -> ErrorInfo:
-        """The error as plain data."""
-        return ErrorInfo(type(self).type, self.message, self.param)
+        """The error as plain data. Its text can be sent: halves of characters, which names in files may hold, are shown
+        as their numbers."""
+        message = self.message.encode(errors="backslashreplace").decode()
+        return ErrorInfo(type(self).type, message, self.param)
 
 
 class InvalidRequestError(OutriderError, ValueError):

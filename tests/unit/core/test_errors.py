@@ -33,3 +33,8 @@ def test_wrong_lora_requests_name_the_field(arguments, param):
     with pytest.raises(errors.InvalidRequestError) as caught:
         LoRARequest(*arguments)
     assert caught.value.param == param
+
+
+def test_messages_can_be_sent_whatever_names_they_quote():
+    info = errors.InvalidRequestError("no tensor \ud800 here").info()
+    assert info.message.encode() == rb"no tensor \ud800 here"

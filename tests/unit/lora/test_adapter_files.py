@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import save, save_file
 
 from outrider.lora.adapter import parse
+from outrider.lora.dora import BaseWeight
+from outrider.lora.served import StoredModule, StoredWeights, serve
 from outrider.lora.sites import AdapterSites
 from outrider.lora.tensor_file import WEIGHT_FILES
+from outrider.lora.tensor_header import InvalidFileError, read_header
 from outrider.platform.core.errors import AdapterError
 
 from .conftest import SIZES, make_linears, module, tensors, write_adapter
@@ -265,6 +268,10 @@ def safetensors(header, data=b"", size=None):
     return struct.pack("<Q", len(text) if size is None else size) + text + data
 
 
+HALF_A_CHARACTER = {"\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+SLOW_PRODUCT = {"x": {"dtype": "F32", "shape": [2**62] * 20_000, "data_offsets": [0, 4]}}
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -295,6 +302,8 @@ def safetensors(header, data=b"", size=None):
         safetensors({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"12345678"),
         safetensors({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "xy"}, b"12345678"),
         safetensors({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"12345678"),
+        safetensors(HALF_A_CHARACTER, b"1234"),
+        safetensors(SLOW_PRODUCT, b"1234"),
     ],
     ids=lambda content: content[8:].decode("latin-1")[:60] or "empty",
 )
@@ -303,6 +312,13 @@ def test_headers_that_lie(tmp_path, read, content):
     (tmp_path / WEIGHT_FILES[0]).write_bytes(content)
     with pytest.raises(AdapterError, match="not a valid safetensors file"):
         read(path)
+
+
+@pytest.mark.parametrize("header", [HALF_A_CHARACTER, SLOW_PRODUCT], ids=["half a character", "slow product"])
+def test_what_the_library_would_not_have_let_through_if_it_had_seen_it(header):
+    """The file may change after it was checked."""
+    with pytest.raises(InvalidFileError, match=r"no Unicode text|more elements"):
+        read_header(json.dumps(header).encode(), 4)
 
 
 def test_a_header_that_would_take_long_to_parse_is_not_parsed(tmp_path, read):
@@ -348,3 +364,25 @@ def test_matrices_without_rows(tmp_path, read):
     save_file(state, tmp_path / WEIGHT_FILES[0])
     with pytest.raises(AdapterError, match=r"lora_[AB] is \[(0, 16|16, 0)\]"):
         read(tmp_path)
+
+
+# --- digests ---
+
+
+def test_the_digest_of_dora_is_of_b_before_it_is_rounded():
+    """So is the gain, and what is served."""
+    base = torch.randn(64, 16)
+    a, b, magnitude = torch.randn(4, 16), torch.randn(64, 4), torch.rand(64) + 1.0
+    other = b * (1.0 + 1e-3 * torch.randn(64, 4))
+    other = torch.where((2.0 * other).bfloat16() == (2.0 * b).bfloat16(), other, b)
+    bases = {"m": BaseWeight(lambda: base.square().sum(1), lambda x: x.float() @ base.t())}
+
+    def served(b):
+        source = StoredModule("m", 4, 16, 64, 2.0, None, 0)
+        modules, digest = serve([source], lambda _: StoredWeights(a, b, magnitude), torch.bfloat16, bases)
+        return modules["m"].b, digest
+
+    (one, digest), (two, other_digest) = served(b), served(other)
+    assert not torch.equal(one, two)
+    assert digest != other_digest
+    assert served(b)[1] == digest

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.spec_decode import controller as controller_module
-from outrider.spec_decode.controller import OUTLOOK, Controller, DrafterTraits
+from outrider.spec_decode.controller import LITTLE_EVIDENCE, OUTLOOK, Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
 from outrider.spec_decode.lanes import MAX_LANES, Before, RowState
 from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, SHARE, Backoff, Budget
-from outrider.spec_decode.step_costs import Curve
+from outrider.spec_decode.step_costs import Curve, DraftSize
 
 NEURAL = DrafterTraits("draft_model", True)
 LOOKUP = DrafterTraits("ngram", False)
@@ -172,8 +172,9 @@ def test_another_adapter_or_evidence_is_a_reason_to_decide(off):
     assert any(at < step + 20 for at in off(40, rows))
     off(3000, rows)
     step = off.controller._step
-    rows[1].proposed_by = 0
-    off.controller.verified(rows[1], 1, 1)
+    for _ in range(LITTLE_EVIDENCE + 1):
+        rows[1].proposed_by = 0
+        off.controller.verified(rows[1], 1, 1)
     assert any(at < step + 20 for at in off(40, rows))
 
 
@@ -189,6 +190,33 @@ def test_a_trial_that_verified_nothing_is_no_surprise(off):
             off.controller.verified(rows[0], 1, 1)
         off.controller._end_trials(rows)
         assert lane.surprising == (0 if verified else -1)
+
+
+def test_an_unknown_drafter_is_no_reason_to_use_the_other_one_for_ever():
+    """It is so slow that it is never asked, and nothing is learned of it; the other is always wrong."""
+    controller = Controller([NEURAL, LOOKUP], 4)
+    rows = [RowState(controller.lane(b"a"))]
+    drafted = 0
+    for _ in range(1000):
+        count, drafter = rows[0].num_drafts, rows[0].drafter
+        if controller.due(1, False, False):
+            rows[0].limit = 4
+            controller.decide(rows, 0)
+        drafted += count > 0
+        controller.costs.add_step(1, 1 + count, 0.01 + 0.001 * count)
+        if count:
+            controller.proposed(drafter, [(rows[0], count, count)])
+            controller.costs.add_draft(drafter, DraftSize(1, count), 0.0 if drafter else 0.2 * count)
+            controller.verified(rows[0], count, 0)
+        controller.stepped(0.01)
+    assert not controller.drafting
+    assert drafted < 100
+
+
+def test_nothing_proposed_is_no_evidence():
+    controller = Controller([NEURAL], 4)
+    controller.proposed(0, [])
+    assert controller._lanes.evidence == 0
 
 
 def test_a_trial_is_charged_what_it_took(off):
