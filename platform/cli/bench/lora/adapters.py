@@ -18,7 +18,8 @@ from ....core.lora_request import LoRARequest
 FILES_PER_RANK = 4
 """Different files of weights; the adapters of a rank share them by hard links and differ in their scale."""
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_SCALE_STEP = 2.0**-12
+_SCALES_PER_OCTAVE = 128
+"""So near each other that thousands of them are not large; not so near that bfloat16 rounds two to one."""
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -59,7 +60,7 @@ class AdapterWriter:
         config = {
             "peft_type": "LORA",
             "r": rank,
-            "lora_alpha": rank * (1.0 + number * _SCALE_STEP),
+            "lora_alpha": rank * 2.0 ** (number // FILES_PER_RANK / _SCALES_PER_OCTAVE),
             "target_modules": sorted(name.rpartition(".")[2] for name in linear_shapes(self._config)),
             "bias": "none",
             "inference_mode": True,
