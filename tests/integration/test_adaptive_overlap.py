@@ -19,6 +19,8 @@ from outrider.spec_decode.adaptive_late import LateAdaptive
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.workload import Workload
 
+from .test_async_speculation import note_drafts
+
 METHODS = ["draft_model", "eagle", "eagle3", "medusa"]
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 KINDS = [
@@ -175,21 +177,6 @@ def test_spells_without_drafts_overlap_as_without_speculation(
     common = [(drafted[key], fresh[key]) for key in drafted.keys() & fresh.keys() if drafted[key] and fresh[key]]
     assert len(common) > 10
     assert all(one[: len(other)] == other[: len(one)] for one, other in common)
-
-
-def note_drafts(engine):
-    """What is drafted, by the request's name and its tokens."""
-    drafted, collect = {}, engine._runner.collect
-
-    def noted(launched):
-        result = collect(launched)
-        for row, got in zip(launched.plan.rows, result.rows, strict=True):
-            key = row.request.seed_key, (*row.request.tokens, *got.token_ids)
-            drafted[key] = list(got.drafts.token_ids)
-        return result
-
-    engine._runner.collect = noted
-    return drafted
 
 
 @pytest.mark.parametrize("method", METHODS)
