@@ -12,14 +12,23 @@ from torch import Tensor
 
 from ..kernels.late import LateTokens
 from ..kernels.memory import lazy_zeros
-from ..kernels.paged_attention import LayerKV
+from ..kernels.paged_attention import CACHE_FLOAT8, LayerKV
 from ..kernels.staging import to_device
 from .attention import ReplayableAttention
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
 
-__all__ = ["ForwardBatch", "KVLayerSpec", "LateTokens", "LayerKV", "SequenceRows", "allocate_kv", "build_batch"]
+__all__ = [
+    "ForwardBatch",
+    "KVLayerSpec",
+    "LateTokens",
+    "LayerKV",
+    "SequenceRows",
+    "allocate_kv",
+    "build_batch",
+    "kv_dtype",
+]
 
 
 READY_BYTES = 1 << 26
@@ -32,6 +41,8 @@ class KVLayerSpec(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
+    is_attention: bool = True
+    """Whether attention reads it; what else lies in a layer of the cache is never rounded to fewer bits."""
 
     @property
     def num_elements(self) -> int:
@@ -123,21 +134,30 @@ class ForwardBatch:
     has an adapter."""
 
 
+def kv_dtype(dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
+    """What the attention of a model of `dtype` keeps, where the option is "auto" or "fp8"."""
+    return dtype if kv_cache_dtype == "auto" else CACHE_FLOAT8
+
+
 def allocate_kv(
     specs: Sequence[KVLayerSpec],
     num_blocks: int,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    kv_cache_dtype: str = "auto",
 ) -> list[LayerKV]:
     """A zeroed cache of `num_blocks` blocks for each layer; zeros because attention reads slots never written to.
+
+    `dtype` is the model's; for `kv_cache_dtype` see `kv_dtype`.
 
     On a CPU the first blocks have memory at once, and the others, of which there may be gigabytes, when they are used.
     """
     layers = []
     for spec in specs:
         shape = (spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
-        layers.append(LayerKV(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)))
+        kept = kv_dtype(dtype, kv_cache_dtype) if spec.is_attention else dtype
+        layers.append(LayerKV(lazy_zeros(shape, kept, device), lazy_zeros(shape, kept, device)))
     if torch.device(device).type == "cpu":
         num_bytes = sum(part.nbytes for layer in layers for part in layer)
         num_ready = min(num_blocks, num_blocks * READY_BYTES // max(num_bytes, 1))

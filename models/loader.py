@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ..platform.core.config import ModelFacts
 from ..platform.core.errors import InvalidRequestError, NotFoundError
+from .batch import kv_dtype
 from .config import DTYPES, read_json, stored_dtype
 from .decoder import Decoder
 from .layers.embedding import LM_HEAD
@@ -64,8 +65,10 @@ def resolve_model_path(name_or_path: str | Path, *, draft: bool = False) -> Path
         ) from error
 
 
-def read_facts(path: str | Path, served_dtype: str | None = None) -> ModelFacts:
+def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto") -> ModelFacts:
     """What `platform.core.config.resolve` needs to know, from config.json alone; None or "auto": the stored dtype.
+
+    For `kv_cache_dtype` see `models.batch.kv_dtype`.
 
     Raises:
         NotFoundError: there is no config.json.
@@ -82,7 +85,7 @@ def read_facts(path: str | Path, served_dtype: str | None = None) -> ModelFacts:
         dtype=stored,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
-        kv_bytes_per_token=elements * config.dtype.itemsize,
+        kv_bytes_per_token=elements * kv_dtype(config.dtype, kv_cache_dtype).itemsize,
     )
 
 

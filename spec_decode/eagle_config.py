@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..models.batch import kv_dtype
 from ..models.config import DTYPES, DecoderConfig, FamilyTraits, decoder_config, named_architectures, read_json
 from .checkpoint import refuse
 
@@ -146,7 +147,7 @@ def with_tensors(config: EagleConfig, names: Collection[str]) -> EagleConfig:
     )
 
 
-def eagle_kv_bytes_per_token(path: str | Path, dtype_name: str) -> int:
+def eagle_kv_bytes_per_token(path: str | Path, dtype_name: str, kv_cache_dtype: str = "auto") -> int:
     """Bytes a token of a head's own KV and of the hidden states that it keeps, from config.json alone.
 
     Raises:
@@ -154,7 +155,8 @@ def eagle_kv_bytes_per_token(path: str | Path, dtype_name: str) -> int:
     """
     dtype = DTYPES[dtype_name]
     layer = decoder_config(_flattened(read_json(Path(path) / "config.json")), "eagle", dtype, _TRAITS)
-    return (2 * layer.num_kv_heads * layer.head_dim + layer.hidden_size) * dtype.itemsize
+    kv_bytes = 2 * layer.num_kv_heads * layer.head_dim * kv_dtype(dtype, kv_cache_dtype).itemsize
+    return kv_bytes + layer.hidden_size * dtype.itemsize
 
 
 def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,11 +108,12 @@ def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) ->
     return proposer
 
 
-def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str) -> int:
+def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_cache_dtype: str = "auto") -> int:
     """Bytes a token in the layers that the drafter will own, from its config.json alone, before anything is loaded.
 
     Args:
         dtype: in which it will be served.
+        kv_cache_dtype: see `models.batch.kv_dtype`.
 
     Raises:
         NotFoundError, UnsupportedModelError: as for any model.
@@ -124,10 +125,10 @@ def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str) -> in
     with _naming(config.model):
         path = resolve_model_path(config.model, draft=config.method != "draft_model")
         if config.method == "draft_model":
-            return read_facts(path, dtype).kv_bytes_per_token
+            return read_facts(path, dtype, kv_cache_dtype).kv_bytes_per_token
         from .eagle import eagle_kv_bytes_per_token
 
-        return eagle_kv_bytes_per_token(path, dtype)
+        return eagle_kv_bytes_per_token(path, dtype, kv_cache_dtype)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class HiddenStore:
     @property
     def spec(self) -> KVLayerSpec:
         """The layer that it asks of the cache: half of the vector as a key, half as a value."""
-        return KVLayerSpec(1, self._width // 2)
+        return KVLayerSpec(1, self._width // 2, is_attention=False)
 
     def bind(self, kv: LayerKV, prepare_adapters: AdapterPreparer) -> None:
         """Its layer of the cache."""

@@ -65,6 +65,32 @@ def check_parity(context: Context, root: Path) -> None:
             for name, params in PARAMS.items():
                 passed = _texts(engine, prompts, params) == want[name]
                 context.row(f"{name} text with {mode} is the CPU's", passed=passed)
+    _check_short_cache(context, path, prompts, options)
+
+
+def _check_short_cache(context: Context, path: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> None:
+    """With an fp8 cache: the prompts' log-probabilities are the CPU's, but for what falls on the other side of a
+    rounding."""
+    if not context.has_time("fp8 cache", 3):
+        return
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for device in ("cpu", context.device):
+        with running(path, device, kv_cache_dtype="fp8", **options) as engine:
+            found.append(_prompt_logprobs(engine, prompts, params))
+    difference = max(abs(a - b) for a, b in zip(*found, strict=True))
+    context.row("log-probabilities with an fp8 cache are the CPU's", passed=difference < 0.05, largest=difference)
+
+
+def _prompt_logprobs(engine: EngineCore, prompts: Sequence[list[int]], params: SamplingParams) -> list[float]:
+    found: dict[str, list[float]] = {}
+    for index, prompt in enumerate(prompts):
+        engine.add_request(EngineRequest(str(index), prompt, params))
+    while engine.has_work():
+        for delta in engine.step():
+            if delta.prompt_logprobs is not None:
+                found[delta.request_id] = [entry.logprobs[0] for entry in delta.prompt_logprobs[1:] if entry]
+    return [value for index in range(len(prompts)) for value in found[str(index)]]
 
 
 def check_demo(context: Context, root: Path) -> None:

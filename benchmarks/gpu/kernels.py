@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import rms_norm as norms
+from outrider.kernels.paged_attention import CACHE_FLOAT8
 from outrider.kernels.sampling import filter_logits, row_stats, top_logprobs
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.verification import INVARIANT, REJECTION, pack, verify
@@ -36,7 +37,9 @@ class Case(NamedTuple):
     graph: bool = True
 
 
-def attention(queries: int, contexts: list[int], heads: int, kv_heads: int, dim: int = 128) -> Case:
+def attention(
+    queries: int, contexts: list[int], heads: int, kv_heads: int, dim: int = 128, *, cache: torch.dtype = BF16
+) -> Case:
     """Rows of `queries` at the end of their contexts."""
     total, num_tokens = sum(contexts), queries * len(contexts)
 
@@ -52,15 +55,16 @@ def attention(queries: int, contexts: list[int], heads: int, kv_heads: int, dim:
         positions = torch.cat([torch.arange(start, start + queries) for start in starts]).numpy()
         plan = backend.plan(rows, positions, BLOCK)
         shape = (kv_heads, sum(counts), BLOCK, dim)
-        kv = LayerKV(*(torch.randn(shape, dtype=BF16, device=device) for _ in range(2)))
+        kv = LayerKV(*(torch.randn(shape, dtype=BF16, device=device).to(cache) for _ in range(2)))
         q = torch.randn(num_tokens, heads, dim, dtype=BF16, device=device)
         k, v = (torch.randn(num_tokens, kv_heads, dim, dtype=BF16, device=device) for _ in range(2))
         return lambda: backend.forward(q, k, v, kv, plan, None)
 
-    num_bytes = 2 * (2 * total * kv_heads * dim + 2 * num_tokens * (heads + kv_heads) * dim)
+    num_bytes = 2 * cache.itemsize * total * kv_heads * dim + 4 * num_tokens * (heads + kv_heads) * dim
     flops = 4 * heads * dim * sum(queries * (context - (queries - 1) // 2) for context in contexts)
     what = f"{len(contexts)} x {contexts[0]}, {queries} queries, {heads}/{kv_heads} heads"
-    return Case(f"attention {what}", make, num_bytes, flops if queries > 64 else 0, triton_only=True)
+    kind = "attention" if cache == BF16 else "attention fp8"
+    return Case(f"{kind} {what}", make, num_bytes, flops if queries > 64 else 0, triton_only=True)
 
 
 def adapters(num_tokens: int, rank: int, inputs: int, slices: list[int], *, distinct: bool) -> Case:
@@ -167,6 +171,8 @@ def cases(quick: bool) -> list[Case]:
         attention(1, [4096] * 64, 32, 8),
         attention(1, [1024] * 256, 32, 8),
         attention(5, [4096] * 32, 32, 8),
+        attention(1, [4096] * 64, 32, 8, cache=CACHE_FLOAT8),
+        attention(1, [32768], 64, 8, cache=CACHE_FLOAT8),
         attention(2048, [2048] * 4, 32, 8),
         *(adapters(64, 16, 4096, slices, distinct=True) for slices in (qkv, [4096], gate_up)),
         adapters(64, 16, 14336, [4096], distinct=True),

@@ -15,7 +15,7 @@ import torch
 
 from .compiler import build
 
-__all__ = ["DTYPES", "library", "loaded"]
+__all__ = ["DTYPES", "FLOAT8", "library", "loaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ SWITCH = "OUTRIDER_NATIVE"
 
 # The dtypes that the kernels know, by the code that they are told.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+FLOAT8 = 2
+"""The code of float8 e4m3, for the KV cache alone."""
 
 
 @functools.cache

@@ -34,7 +34,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT8 = 2 };
 
 inline Vec zeros() { return Vec{} ; }
 inline Vec all(float value) { return value - Vec{}; }

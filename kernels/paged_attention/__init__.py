@@ -3,14 +3,26 @@
     softmax(q Kᵀ / sqrt(D) + mask) V, a query seeing only positions up to its own (and within its window)
 
 The cache of a layer is two tensors [Hk, num_blocks, block_size, D]: picking whole blocks of dimension 1 leaves each
-head's keys contiguous, which is what the products want.
+head's keys contiguous, which is what the products want. They are of the model's dtype or, for half of the memory,
+float8 e4m3, whose numbers stand for themselves: what is larger than 448 is cut off.
 """
 
 from .invariant import PairRun, TileGroup, TrustedTiles, attend_tiles, trusted_tiles
 from .native import NativeStep, RowArrays, Shape, is_native
-from .torch import LayerKV, LongRow, QueryTile, ShortGroup, Workspace, attend_long, attend_short, write_kv
+from .torch import (
+    CACHE_FLOAT8,
+    LayerKV,
+    LongRow,
+    QueryTile,
+    ShortGroup,
+    Workspace,
+    attend_long,
+    attend_short,
+    write_kv,
+)
 
 __all__ = [
+    "CACHE_FLOAT8",
     "LayerKV",
     "LongRow",
     "NativeStep",

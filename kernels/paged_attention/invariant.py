@@ -97,7 +97,7 @@ def _scores(folded: Tensor, kv: LayerKV, run: PairRun, workspace: Workspace) -> 
     """[Hk, run's pairs, M, keys a chunk] in the model's dtype, from folded [Hk, N, M, D]."""
     kv_heads, _, rows, head_dim = folded.shape
     pairs = run.tile_index.shape[0]
-    keys, _ = workspace.gather(kv, run.block_index)
+    keys, _ = workspace.gather(kv, run.block_index, folded.dtype)
     q = folded.index_select(1, run.tile_index).view(kv_heads * pairs, rows, head_dim)
     scores = _query_key(q, keys.view(kv_heads * pairs, -1, head_dim))
     return scores.view(kv_heads, pairs, rows, -1)[:, : run.num_pairs]
@@ -110,7 +110,7 @@ def _weighted_values(weights: Tensor, kv: LayerKV, group: TileGroup, workspace: 
     parts, start = [], 0
     for run in group.runs:
         pairs = run.tile_index.shape[0]
-        _, values = workspace.gather(kv, run.block_index)
+        _, values = workspace.gather(kv, run.block_index, weights.dtype)
         mine = weights[:, start : start + run.num_pairs]
         if run.num_pairs < pairs:
             mine = torch.nn.functional.pad(mine, (0, 0, 0, 0, 0, pairs - run.num_pairs))

@@ -6,8 +6,10 @@
 // exact zero. So the result does not depend, bit for bit, on the other queries, rows, chunks, blocks or threads.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
+#include "float8.h"
 #include "small_products.h"
 
 using namespace outrider;
@@ -83,8 +85,8 @@ void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t toke
     }
 }
 
-// What is not finite becomes 0, and keys stay within their limit: see `write_kv` in torch.py.
-template <typename E>
+// What is not finite becomes 0, and keys stay within their limit: see `write_kv` in torch.py. C: the caches' type.
+template <typename E, typename C>
 void write_token(const Step& step, const Layer& layer, int64_t token) {
     const int64_t dim = step.head_dim;
     for (int64_t head = 0; head < step.num_kv_heads; head++) {
@@ -97,16 +99,16 @@ void write_token(const Step& step, const Layer& layer, int64_t token) {
             Vec k = load(key + i, dim - i), v = load(value + i, dim - i);
             k = select(k - k == 0.0f, k, zeros());
             k = select(k > KEY_LIMIT, all(KEY_LIMIT), select(k < -KEY_LIMIT, all(-KEY_LIMIT), k));
-            store((E*)layer.key_cache + place + i, k, dim - i);
-            store((E*)layer.value_cache + place + i, select(v - v == 0.0f, v, zeros()), dim - i);
+            store((C*)layer.key_cache + place + i, k, dim - i);
+            store((C*)layer.value_cache + place + i, select(v - v == 0.0f, v, zeros()), dim - i);
         }
     }
 }
 
 // Where the keys and values of an item's tile at position `base` lie; returns how many there are. The places behind
 // them are those of its last one.
-template <typename E>
-int64_t places(const Step& step, const Layer& layer, const Item& item, int64_t base, const E** keys, const E** values) {
+template <typename C>
+int64_t places(const Step& step, const Layer& layer, const Item& item, int64_t base, const C** keys, const C** values) {
     const int64_t* table = step.blocks + step.table_starts[item.row];
     const int64_t offset = item.kv_head * layer.head_stride, size = step.block_size;
     const int64_t count = std::min<int64_t>(TILE_KEYS, item.stop - base);
@@ -114,8 +116,8 @@ int64_t places(const Step& step, const Layer& layer, const Item& item, int64_t b
     for (int64_t block = base / size, within = base % size; key < count; block++, within = 0) {
         int64_t place = offset + (table[block] * size + within) * step.head_dim;
         for (const int64_t end = std::min(count, key + size - within); key < end; key++, place += step.head_dim) {
-            keys[key] = (const E*)layer.key_cache + place;
-            values[key] = (const E*)layer.value_cache + place;
+            keys[key] = (const C*)layer.key_cache + place;
+            values[key] = (const C*)layer.value_cache + place;
         }
     }
     std::fill(keys + count, keys + TILE_KEYS, keys[count - 1]);
@@ -123,8 +125,8 @@ int64_t places(const Step& step, const Layer& layer, const Item& item, int64_t b
     return count;
 }
 
-// The state of one item.
-template <typename E>
+// The state of one item. Keys and values of a cache of float8 are widened, tile by tile, to bfloat16.
+template <typename E, typename C>
 class Tile {
   public:
     Tile(const Step& step, const Layer& layer, const Item& item) : step_(step), layer_(layer), item_(item) {
@@ -154,9 +156,12 @@ class Tile {
     }
 
   private:
+    using W = std::conditional_t<std::is_same_v<C, fp8>, bf16, C>;
+    static constexpr int WIDENED = std::is_same_v<C, fp8> ? TILE_KEYS * MAX_DIM : 1;
+
     // The keys at positions [base, base + count).
     void attend(int64_t base, int64_t count, const Item* next) {
-        const E* values[TILE_KEYS];
+        const W* values[TILE_KEYS];
         load_keys(base, count, next, values);
         const int64_t vecs = (count + LANES - 1) / LANES;
         const float* columns = columns_;
@@ -164,7 +169,7 @@ class Tile {
                               vecs * LANES, scores_, TILE_KEYS, num_rows_);
         for (int64_t n = 0; n < num_rows_; n++) weigh(n, base, vecs);
         if (num_rows_ <= ROWS && dim_ == padded_) {
-            product<true, E>(scores_, TILE_KEYS, [&values](int64_t key) { return values[key]; }, count, padded_, sums_,
+            product<true, W>(scores_, TILE_KEYS, [&values](int64_t key) { return values[key]; }, count, padded_, sums_,
                              padded_, num_rows_);
             return;
         }
@@ -177,9 +182,23 @@ class Tile {
     }
 
     // Keys to columns_, and where the values lie. Meanwhile the next tile is fetched, of this item or of `next`.
-    void load_keys(int64_t base, int64_t count, const Item* next, const E** values) {
-        const E *keys[TILE_KEYS], *next_keys[TILE_KEYS], *next_values[TILE_KEYS];
-        places(step_, layer_, item_, base, keys, values);
+    void load_keys(int64_t base, int64_t count, const Item* next, const W** values) {
+        const W* keys[TILE_KEYS];
+        const C *next_keys[TILE_KEYS], *next_values[TILE_KEYS];
+        if constexpr (std::is_same_v<C, W>) {
+            places(step_, layer_, item_, base, keys, values);
+        } else {
+            const C *short_keys[TILE_KEYS], *short_values[TILE_KEYS];
+            places(step_, layer_, item_, base, short_keys, short_values);
+            for (int64_t key = 0; key < TILE_KEYS; key++) {
+                const int64_t place = std::min(key, count - 1) * MAX_DIM;
+                keys[key] = wide_keys_ + place;
+                values[key] = wide_values_ + place;
+                if (key >= count) continue;
+                widen(short_keys[key], dim_, wide_keys_ + place);
+                widen(short_values[key], dim_, wide_values_ + place);
+            }
+        }
         int64_t ahead = 0;
         if (base + TILE_KEYS < item_.stop)
             ahead = places(step_, layer_, item_, base + TILE_KEYS, next_keys, next_values);
@@ -189,7 +208,7 @@ class Tile {
         for (int64_t key = 0; key < count; key += LANES) {
             const int64_t until = key + LANES < count ? std::min<int64_t>(ahead, key + LANES) : ahead;
             for (; fetched < until; fetched++)
-                for (int64_t d = 0; d < dim_; d += 64 / sizeof(E)) {
+                for (int64_t d = 0; d < dim_; d += 64 / sizeof(C)) {
                     __builtin_prefetch(next_keys[fetched] + d);
                     __builtin_prefetch(next_values[fetched] + d);
                 }
@@ -249,6 +268,7 @@ class Tile {
     alignas(64) float sums_[TILE_ROWS * MAX_DIM];
     alignas(64) float scores_[TILE_ROWS * TILE_KEYS];
     alignas(64) float columns_[MAX_DIM * TILE_KEYS];  // keys by dimension, then values by key
+    alignas(64) W wide_keys_[WIDENED], wide_values_[WIDENED];
 };
 
 // Later queries see more keys and go first, so that threads end together.
@@ -271,7 +291,7 @@ std::vector<Item> items_of(const Step& step, const Layer& layer, int64_t* work) 
     return items;
 }
 
-template <typename E>
+template <typename E, typename C>
 void run(const Step& step, const Layer& layer) {
     int64_t work;
     const std::vector<Item> items = items_of(step, layer, &work);
@@ -279,27 +299,29 @@ void run(const Step& step, const Layer& layer) {
 #pragma omp parallel if (team > 1)
     {
 #pragma omp for schedule(static)
-        for (int64_t token = 0; token < step.num_tokens; token++) write_token<E>(step, layer, token);
+        for (int64_t token = 0; token < step.num_tokens; token++) write_token<E, C>(step, layer, token);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < count; i++) {
             const int64_t next = i + team;
-            Tile<E>(step, layer, items[i]).run(next < count ? &items[next] : nullptr);
+            Tile<E, C>(step, layer, items[i]).run(next < count ? &items[next] : nullptr);
         }
     }
 }
 
 }  // namespace
 
-// Writes the new keys and values and attends: `step` is a Step, the rest as in Layer.
+// Writes the new keys and values and attends: `step` is a Step, the rest as in Layer. The caches are of the type of the
+// queries, or FLOAT8.
 extern "C" void outrider_attention(
     const void* step, const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
-    void* key_cache, void* value_cache, int64_t head_stride, int64_t window, const void* cos, const void* sin,
-    int64_t rope_stride, const float* norm_scale, float norm_root, void* out) {
+    void* key_cache, void* value_cache, int64_t head_stride, int64_t cache_dtype, int64_t window, const void* cos,
+    const void* sin, int64_t rope_stride, const float* norm_scale, float norm_root, void* out) {
     const Layer layer{q, k, v, q_stride, k_stride, v_stride, key_cache, value_cache, head_stride, window, cos, sin,
                       rope_stride, norm_scale, norm_root, out};
     const Step& shared = *(const Step*)step;
+    const bool is_short = cache_dtype == FLOAT8;
     if (shared.dtype == FLOAT32)
-        run<float>(shared, layer);
+        is_short ? run<float, fp8>(shared, layer) : run<float, float>(shared, layer);
     else
-        run<bf16>(shared, layer);
+        is_short ? run<bf16, fp8>(shared, layer) : run<bf16, bf16>(shared, layer);
 }

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..native import DTYPES, library
+from ..native import DTYPES, FLOAT8, library
 from ..rms_norm import NormWeight
 from ..rope import Rotation
-from .torch import LayerKV
+from .torch import CACHE_FLOAT8, LayerKV
 
 MAX_HEAD_DIM = 256
 
@@ -86,7 +86,7 @@ class NativeStep:
             self._attend.restype = None
             self._attend.argtypes = (
                 *(pointer, pointer, integer, pointer, integer, pointer, integer),
-                *(pointer, pointer, integer, integer),
+                *(pointer, pointer, integer, integer, integer),
                 *(pointer, pointer, integer, pointer, ctypes.c_float, pointer),
             )
         self._shape = shape
@@ -121,18 +121,26 @@ class NativeStep:
         Args:
             q: The heads of a token lie side by side, as those of k and v.
         """
-        if not (q.dtype == k.dtype == v.dtype == kv.k.dtype == self._dtype and len(q) == self._num_tokens):
-            raise ValueError(f"q, k, v and the cache must be {self._dtype}, with {self._num_tokens} tokens")
+        if not (q.dtype == k.dtype == v.dtype == self._dtype and len(q) == self._num_tokens):
+            raise ValueError(f"q, k and v must be {self._dtype}, with {self._num_tokens} tokens")
         dim = self._shape.head_dim
         if not q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (dim, 1):
             raise ValueError(f"a token's heads must lie side by side: q {q.stride()}, k {k.stride()}, v {v.stride()}")
         out = q.new_empty(self._num_tokens, self._shape.num_heads * dim)
         self._attend(
             *(self._address, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
-            *(kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), window or 0),
+            *self._cache(kv),
+            window or 0,
             *(None, None, 0, None, 0.0, out.data_ptr()),
         )
         return out
+
+    def _cache(self, kv: LayerKV) -> tuple[int, int, int, int]:
+        dtype = kv.k.dtype
+        if dtype not in (self._dtype, CACHE_FLOAT8):
+            raise ValueError(f"the cache must be {self._dtype} or {CACHE_FLOAT8}; got {dtype}")
+        code = FLOAT8 if dtype == CACHE_FLOAT8 else DTYPES[dtype]
+        return kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), code
 
     def attend_qkv(
         self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, window: int | None
@@ -152,7 +160,8 @@ class NativeStep:
         scale, root = (None, 0.0) if norm is None else (norm.scale.data_ptr(), norm.root_value)
         self._attend(
             *(self._address, start, width, keys, width, keys + num_kv_heads * size, width),
-            *(kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), window or 0),
+            *self._cache(kv),
+            window or 0,
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), scale, root, out.data_ptr()),
         )
         return out

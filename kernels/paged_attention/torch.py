@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,10 @@ from torch.nn import functional as F
 
 KEY_LIMIT = 1e30
 """No key of a working model is so large, and no sum of 256 products of such keys with its queries overflows float32."""
+
+CACHE_FLOAT8 = torch.float8_e4m3fn
+"""The type of a short cache: it holds half as much as bfloat16, and numbers up to..."""
+FLOAT8_LIMIT = 448.0
 
 
 class LayerKV(NamedTuple):
@@ -74,20 +79,28 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: list[Tensor | None] = [None, None]
 
-    def gather(self, cache: LayerKV, block_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks, [Hk, len(block_index), block_size, D] each."""
-        heads, _, block_size, dim = cache.k.shape
-        shape = (heads, block_index.shape[0], block_size, dim)
-        size = heads * block_index.shape[0] * block_size * dim
-        keys = torch.index_select(cache.k, 1, block_index, out=self._buffer(0, size, cache.k).view(shape))
-        values = torch.index_select(cache.v, 1, block_index, out=self._buffer(1, size, cache.v).view(shape))
-        return keys, values
+    def gather(self, cache: LayerKV, block_index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks in `dtype`, [Hk, len(block_index), block_size, D] each."""
+        return self._gathered(0, cache.k, block_index, dtype), self._gathered(1, cache.v, block_index, dtype)
 
-    def _buffer(self, which: int, size: int, like: Tensor) -> Tensor:
+    def _gathered(self, which: int, part: Tensor, block_index: Tensor, dtype: torch.dtype) -> Tensor:
+        heads, _, block_size, dim = part.shape
+        shape = (heads, block_index.shape[0], block_size, dim)
+        out = self._buffer(which, math.prod(shape), dtype, part.device).view(shape)
+        if part.dtype == CACHE_FLOAT8:
+            return out.copy_(_movable(part).index_select(1, block_index).view(CACHE_FLOAT8))
+        return torch.index_select(part, 1, block_index, out=out)
+
+    def _buffer(self, which: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = self._buffers[which]
-        if buffer is None or buffer.shape[0] < size or buffer.dtype != like.dtype:
-            buffer = self._buffers[which] = like.new_empty(max(size, 1 << 16))
+        if buffer is None or buffer.shape[0] < size or buffer.dtype != dtype:
+            buffer = self._buffers[which] = torch.empty(max(size, 1 << 16), dtype=dtype, device=device)
         return buffer[:size]
+
+
+def _movable(x: Tensor) -> Tensor:
+    """The same memory in a type that torch can index."""
+    return x.view(torch.uint8) if x.dtype == CACHE_FLOAT8 else x
 
 
 def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
@@ -95,14 +108,16 @@ def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
 
     What is not finite becomes 0, in k and v too: a hidden position has weight 0, but 0 · NaN is NaN, and would reach
     whoever gets this block next. Keys stay below KEY_LIMIT for the same reason: a hidden score must stay finite, as
-    adding -inf to +inf gives NaN.
+    adding -inf to +inf gives NaN. In a float8 cache what is too large becomes the largest number.
     """
-    heads, _, _, dim = kv.k.shape
-    keys = k.nan_to_num_(0.0, 0.0, 0.0)
-    if k.dtype != torch.float16:
+    keys, values = k.nan_to_num_(0.0, 0.0, 0.0), v.nan_to_num_(0.0, 0.0, 0.0)
+    if kv.k.dtype == CACHE_FLOAT8:
+        keys, values = (x.clamp_(-FLOAT8_LIMIT, FLOAT8_LIMIT).to(CACHE_FLOAT8) for x in (keys, values))
+    elif k.dtype != torch.float16:
         keys = keys.clamp_(-KEY_LIMIT, KEY_LIMIT)
-    kv.k.view(heads, -1, dim).index_copy_(1, slots, keys.transpose(0, 1))
-    kv.v.view(heads, -1, dim).index_copy_(1, slots, v.nan_to_num_(0.0, 0.0, 0.0).transpose(0, 1))
+    heads, _, _, dim = kv.k.shape
+    for cache, new in zip(kv, (keys, values), strict=True):
+        _movable(cache).view(heads, -1, dim).index_copy_(1, slots, _movable(new).transpose(0, 1))
 
 
 def attend_short(q: Tensor, kv: LayerKV, group: ShortGroup, out: Tensor | None, workspace: Workspace) -> Tensor:
@@ -116,7 +131,7 @@ def attend_short(q: Tensor, kv: LayerKV, group: ShortGroup, out: Tensor | None, 
         [T, H, D]: `out`, or a new tensor.
     """
     heads, head_dim = q.shape[1:]
-    keys, values = workspace.gather(kv, group.block_index)
+    keys, values = workspace.gather(kv, group.block_index, q.dtype)
     if group.query_index is not None:
         q = q.index_select(0, group.query_index)
     q = q.view(group.num_rows, group.num_queries, keys.shape[0], -1, head_dim)
@@ -161,7 +176,7 @@ def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | 
 def attend_long(q: Tensor, kv: LayerKV, row: LongRow, out: Tensor, workspace: Workspace) -> None:
     """Attention of a chunk of one sequence: q [T, H, D] of the whole batch; fills the row's part of out [T, H, D]."""
     kv_heads, _, _, head_dim = kv.k.shape
-    gathered_keys, gathered_values = workspace.gather(kv, row.block_index)
+    gathered_keys, gathered_values = workspace.gather(kv, row.block_index, q.dtype)
     keys = gathered_keys.view(1, kv_heads, -1, head_dim)
     values = gathered_values.view(1, kv_heads, -1, head_dim)
     q = q[row.tokens[0] : row.tokens[1]].transpose(0, 1).unsqueeze(0)

@@ -10,10 +10,11 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..core.config import DTYPES, POLICIES, EngineArgs
+from ..core.config import DTYPES, KV_CACHE_DTYPES, POLICIES, EngineArgs
 
 _CHOICES = {
     "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
@@ -54,6 +55,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "block_size": "tokens in a KV block",
         "num_gpu_blocks_override": "number of KV blocks, on any device (default: what memory allows)",
         "kv_cache_memory_bytes": "memory of the KV cache",
+        "kv_cache_dtype": "type of the KV cache; fp8 holds twice the tokens of bfloat16, rounded to 3 bits of fraction",
         "gpu_memory_utilization": "share of a GPU's memory to use, 0 to 1",
     },
     "LoRA": {

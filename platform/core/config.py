@@ -16,6 +16,7 @@ from .sizes import parse_bytes
 from .speculative_config import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 _ACTIVATION_RESERVE = 1 << 30
 _GRAPH_RESERVE = 512 << 20
 """For captured graphs: 4 MiB, the driver's and their own, for each of the most that there may be. Not measured yet."""
@@ -43,6 +44,8 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, on any device."""
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    """"auto": the model's; "fp8" (the same as "fp8_e4m3"): 8 bits a number, rounded, and at most 448 in size."""
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -84,7 +87,7 @@ class ModelFacts:
     vocab_size: int
     max_position_embeddings: int
     kv_bytes_per_token: int
-    """All layers, target and proposer, keys and values, in the dtype that will be served."""
+    """All layers, target and proposer, keys and values, in the dtypes that they will have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,8 @@ class Hardware:
     free_memory_bytes: int
     total_memory_bytes: int
     num_threads: int = 1
+    has_float8: bool = True
+    """Whether kernels read float8 there: of GPUs, from compute capability 8.9 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +110,8 @@ class CacheConfig:
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool
+    dtype: str = "auto"
+    """"auto": the model's; or "fp8"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,11 +247,16 @@ _INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
 )
 
 # The same for conditions on the options and the device that was found.
-_INCOMPATIBLE_WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, str], bool], str, str], ...] = (
+_INCOMPATIBLE_WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, Hardware], bool], str, str], ...] = (
     (
-        lambda a, device: a.batch_invariant and device != "cpu",
+        lambda a, hardware: a.batch_invariant and hardware.device != "cpu",
         "batch_invariant",
         "batch_invariant is supported on device cpu only: the kernels of other devices do not promise it yet",
+    ),
+    (
+        lambda a, hardware: a.kv_cache_dtype != "auto" and not hardware.has_float8,
+        "kv_cache_dtype",
+        "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or more; this one has less",
     ),
 )
 
@@ -254,6 +266,7 @@ def check_args(args: EngineArgs) -> None:
     _choice("dtype", args.dtype, DTYPES)
     _choice("device", args.device, ("auto", "cpu", "cuda"))
     _choice("load_format", args.load_format, ("auto", "dummy"))
+    _choice("kv_cache_dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
     _choice("scheduling_policy", args.scheduling_policy, POLICIES)
     _check_types(args)
     for holds, name, message in _INCOMPATIBLE:
@@ -319,7 +332,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     """
     check_args(args)
     for excluded, name, message in _INCOMPATIBLE_WITH_DEVICE:
-        if excluded(args, hardware.device):
+        if excluded(args, hardware):
             raise InvalidRequestError(message, param=name)
     max_model_len = args.max_model_len or facts.max_position_embeddings
     if max_model_len > facts.max_position_embeddings:
@@ -351,6 +364,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             block_size=args.block_size,
             num_blocks=_num_blocks(args, facts, hardware, max_model_len, max_num_seqs),
             enable_prefix_caching=args.enable_prefix_caching,
+            dtype="auto" if args.kv_cache_dtype == "auto" else "fp8",
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

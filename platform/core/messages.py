@@ -214,5 +214,6 @@ class EngineInfo:
     speculation: str
     """For people: "off", or the method and the number of drafts."""
     load_seconds: float
+    kv_cache_dtype: str = "auto"
     max_num_seqs: int = 0
     max_num_queued_reqs: int | None = None

@@ -16,6 +16,7 @@ _CGROUPS = (
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
 _UNKNOWN_MEMORY = 4 << 30
+_FLOAT8_CAPABILITY = (8, 9)
 
 
 def find_hardware(device: str) -> Hardware:
@@ -29,7 +30,8 @@ def find_hardware(device: str) -> Hardware:
         raise InvalidRequestError("device cuda was asked for, but no CUDA device is available", param="device")
     if device == "cuda" or (device == "auto" and has_cuda):
         free, total = torch.cuda.mem_get_info()
-        return Hardware(device="cuda", free_memory_bytes=free, total_memory_bytes=total)
+        has_float8 = torch.cuda.get_device_capability() >= _FLOAT8_CAPABILITY
+        return Hardware(device="cuda", free_memory_bytes=free, total_memory_bytes=total, has_float8=has_float8)
     free, total = host_memory()
     return Hardware(device="cpu", free_memory_bytes=free, total_memory_bytes=total, num_threads=torch.get_num_threads())
 

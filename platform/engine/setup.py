@@ -85,7 +85,8 @@ def build(
         logits = graphs.token_logits(model.config.vocab_size, model.device)
     config = _resolve(args, path)  # again: the KV cache gets of the memory that all that was made so far has left
     layers = [*model.kv_layers, *proposer.needs.kv_layers]
-    kv = allocate_kv(layers, config.cache.num_blocks, config.cache.block_size, dtype, device)
+    cache = config.cache
+    kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
     proposer.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     sampler = _make_sampler(config)
     runner = ModelRunner(
@@ -111,9 +112,10 @@ def build(
 
 def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's."""
-    facts = read_facts(path, None if args.dtype == "auto" else args.dtype)
+    facts = read_facts(path, None if args.dtype == "auto" else args.dtype, args.kv_cache_dtype)
     speculative = parse_speculative(args.speculative_config)
-    drafters = draft_kv_bytes_per_token(speculative, facts.dtype if args.dtype == "auto" else args.dtype)
+    dtype = facts.dtype if args.dtype == "auto" else args.dtype
+    drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype)
     facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
     return resolve(args, facts, find_hardware(args.device))
 
@@ -251,6 +253,7 @@ def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: 
         max_lora_rank=config.lora.max_lora_rank if config.lora is not None else 0,
         speculation=speculation,
         load_seconds=load_seconds,
+        kv_cache_dtype=config.cache.dtype,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
     )

@@ -80,6 +80,7 @@ def print_summary(startup: Startup, console: Console | None = None) -> None:
 def _rows(startup: Startup) -> list[tuple[str, str]]:
     info, config = startup.info, startup.config
     tokens = info.num_kv_blocks * info.block_size
+    short = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
     if info.enable_lora:
         names = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in startup.adapters)
         adapters = names or f"none yet; room for {info.max_loras} of rank {info.max_lora_rank}"
@@ -97,7 +98,7 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
         ("Model", f"{', '.join(config.served_model_names)}  ({info.model})"),
         ("", f"{info.architecture}, {format_count(info.num_parameters)} parameters, {info.dtype} on {info.device}"),
         ("Context", f"{info.max_model_len:,} tokens"),
-        ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens = {tokens:,} tokens"),
+        ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens = {tokens:,} tokens{short}"),
         ("Adapters", adapters),
         ("Speculation", info.speculation),
         *database,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.kernels.native import library
-from outrider.kernels.paged_attention import LayerKV, Workspace, write_kv
+from outrider.kernels.paged_attention import CACHE_FLOAT8, LayerKV, NativeStep, Shape, Workspace, write_kv
 from outrider.models.attention import AttentionSpec, make_attention
 from outrider.models.attention.torch import split_by_length
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
@@ -38,11 +38,12 @@ def leave_behind(kv: LayerKV, kind: str) -> None:
     """Fill a cache with what former owners of its blocks may have written."""
     if kind == "large":
         for cache in kv:
-            cache.fill_(1e3)
+            cache.fill_(min(1e3, torch.finfo(cache.dtype).max))
         return
     heads, blocks, size, dim = kv.k.shape
     slots = torch.arange(blocks * size)
-    huge = torch.full((len(slots), heads, dim), torch.finfo(kv.k.dtype).max, dtype=kv.k.dtype)
+    dtype = torch.float32 if kv.k.dtype == CACHE_FLOAT8 else kv.k.dtype
+    huge = torch.full((len(slots), heads, dim), torch.finfo(dtype).max, dtype=dtype)
     huge[..., ::2] *= -1
     if kind == "one sign":
         huge = huge.abs()
@@ -59,8 +60,10 @@ def run(
     seed=0,
     left="large",
     name="torch",
+    cache="auto",
 ):
-    """Attention of `rows` (start, query_len) in one batch; returns it and what it should be, [T, H*D] each."""
+    """Attention of `rows` (start, query_len) in one batch; returns it and what it should be, [T, H*D] each. With an fp8
+    cache keys and values are such that it can hold."""
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
     spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"))
@@ -68,11 +71,12 @@ def run(
     needed = [-(-(start + count) // block_size) for start, count in rows]
     order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
-    kv = allocate_kv([KVLayerSpec(kv_heads, dim)], sum(needed) + 3, block_size, dtype)[0]
+    kv = allocate_kv([KVLayerSpec(kv_heads, dim)], sum(needed) + 3, block_size, dtype, kv_cache_dtype=cache)[0]
     leave_behind(kv, left)
     expected, queries, new_keys, new_values = [], [], [], []
     for (start, count), table in zip(rows, tables, strict=True):
-        k, v = (torch.randn(start + count, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+        k, v = (torch.randn(start + count, kv_heads, dim, generator=generator) for _ in range(2))
+        k, v = (x.to(kv.k.dtype).to(dtype) for x in (k, v))
         q = torch.randn(count, heads, dim, generator=generator).to(dtype)
         for position in range(start):
             slot = table[position // block_size], position % block_size
@@ -129,6 +133,38 @@ def test_shapes_of_a_step(name, rows, window, dtype) -> None:
     check(rows, window=window, dtype=dtype, shape=(8, 2, 16), block_size=16, name=name)
 
 
+@pytest.mark.parametrize("rows", [[(7, 1)], [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)], [(0, 33), (12, 1), (300, 40)]])
+@pytest.mark.parametrize("left", ["large", "one sign"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [6, 16, 64])
+@pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
+def test_an_fp8_cache_is_read_as_what_it_holds(name, dim, dtype, left, rows) -> None:
+    check(rows, dtype=dtype, shape=(8, 2, dim), block_size=16, left=left, name=name, cache="fp8")
+
+
+@pytest.mark.skipif(library() is None, reason="no compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_native_kernel_rounds_to_fp8_as_torch_does(dtype) -> None:
+    """Every bfloat16, NaN and infinities among them: to the nearest, ties to even, cut off at 448."""
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).to(dtype)
+    if dtype == torch.float32:  # and what lies between
+        x = torch.cat((x, torch.nextafter(x, torch.tensor(0.0)), torch.nextafter(x, torch.tensor(torch.inf))))
+    x = x.view(-1, 1, 64)
+    num_blocks = len(x) // 16
+    got, want = (allocate_kv([KVLayerSpec(1, 64)], num_blocks, 16, dtype, kv_cache_dtype="fp8")[0] for _ in range(2))
+    step = NativeStep(Shape(1, 1, 64), dtype, 16, [len(x)], [0], [list(range(num_blocks))])
+    out = step.attend(torch.ones_like(x), x.clone(), x.clone(), got, None)
+    write_kv(x.clone(), x.clone(), want, torch.arange(len(x)))
+    assert out.isfinite().all()
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.view(torch.uint8).equal(theirs.view(torch.uint8))
+
+
+def test_an_fp8_cache_keeps_what_is_not_attentions() -> None:
+    layers = allocate_kv([KVLayerSpec(2, 4), KVLayerSpec(1, 8, is_attention=False)], 3, 4, torch.bfloat16, "cpu", "fp8")
+    assert [part.dtype for layer in layers for part in layer] == [CACHE_FLOAT8] * 2 + [torch.bfloat16] * 2
+
+
 def test_values_that_are_not_finite_do_not_reach_the_next_owner_of_a_block() -> None:
     kv = allocate_kv([KVLayerSpec(2, 4)], 2, 4, torch.float32)[0]
     bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).expand(8, 2, 4)
@@ -152,7 +188,7 @@ def test_workspace_gathers_blocks_of_changing_number_and_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         kv = LayerKV(torch.randn(2, 9, 4, 6).to(dtype), torch.randn(2, 9, 4, 6).to(dtype))
         for index in ([3], [8, 0, 8, 1, 2], [5, 5]):
-            keys, values = workspace.gather(kv, torch.tensor(index))
+            keys, values = workspace.gather(kv, torch.tensor(index), kv.k.dtype)
             assert keys.equal(kv.k[:, index])
             assert values.equal(kv.v[:, index])
 

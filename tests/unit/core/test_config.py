@@ -83,6 +83,8 @@ def test_steps_overlap_on_a_gpu_unless_told_otherwise(hardware, default):
         ({"speculative_config": "ngram"}, "speculative_config"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": None}, "kv_cache_dtype"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 128},
             "max_num_batched_tokens",
@@ -93,6 +95,16 @@ def test_wrong_options_are_named(options, param):
     with pytest.raises(InvalidRequestError) as caught:
         resolve(EngineArgs(**options), FACTS, CPU)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_an_fp8_cache_needs_a_device_that_reads_it(name):
+    old = dataclasses.replace(GPU, has_float8=False)
+    assert resolve(EngineArgs(), FACTS, old).cache.dtype == "auto"
+    assert resolve(EngineArgs(kv_cache_dtype=name), FACTS, GPU).cache.dtype == "fp8"
+    with pytest.raises(InvalidRequestError, match=r"8\.9") as caught:
+        resolve(EngineArgs(kv_cache_dtype=name), FACTS, old)
+    assert caught.value.param == "kv_cache_dtype"
 
 
 @pytest.mark.parametrize(

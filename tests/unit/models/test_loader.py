@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.models.batch import KVLayerSpec
 from outrider.models.loader import INDEX, load_model, read_facts, resolve_model_path
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
 
@@ -144,7 +145,7 @@ def test_num_parameters_and_kv_layers(save_tiny: Callable) -> None:
         path, reference = save_tiny("Qwen2", tie_word_embeddings=tied)
         model = load_model(path, load_format="dummy")
         assert model.num_parameters == sum(p.numel() for p in reference.parameters())
-        assert model.kv_layers == [(2, 12)] * 2
+        assert model.kv_layers == [KVLayerSpec(2, 12)] * 2
 
 
 def test_an_adapter_site_adds_to_the_output_beside_the_residual(tiny: Path) -> None:
@@ -174,6 +175,7 @@ def test_facts_are_read_without_weights(tiny: Path, tmp_path: Path) -> None:
     assert facts.kv_bytes_per_token == 2 * 2 * 2 * 12 * 4
     assert read_facts(tmp_path, "bfloat16").kv_bytes_per_token == 2 * 2 * 2 * 12 * 2
     assert read_facts(tmp_path, "auto") == facts
+    assert read_facts(tmp_path, kv_cache_dtype="fp8").kv_bytes_per_token == 2 * 2 * 2 * 12
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):

@@ -1,0 +1,123 @@
+"""What an fp8 KV cache changes: the tokens that fit, the text, and the speed with long contexts.
+
+    python benchmarks/fp8_cache.py [--output FILE.json] [--questions 40] [--tokens 96] [--model PATH] [--rounds 5]
+
+- Text, on the demo model and its adapters. Greedy answers with a cache of the model's dtype are the reference. Their
+  log-probabilities are computed again with the fp8 cache, the same tokens given: how far each is off, and what
+  that does to the perplexity. And answers written with the fp8 cache: how many begin to differ, and how soon.
+- Speed, on `--model` (default: the demo) with random tokens: decoding after prompts of several lengths, and prompts.
+  Rounds of the two engines are interleaved in one process; the ratio is the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+from near_ties import answer, compare, make_engine, make_questions
+
+from outrider import LLM, LoRARequest, SamplingParams
+from outrider.models.demo import demo_adapters
+
+KINDS = ("auto", "fp8")
+VOCAB = 1000
+"""Of the random prompts: every model has so many tokens."""
+
+
+def measure_text(count: int, tokens: int, dtype: str) -> dict[str, Any]:
+    """See the module, first part."""
+    questions = make_questions(count)
+    params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)] * count
+    texts, logprobs = {}, {}
+    for kind in KINDS:
+        with make_engine(False, {"kv_cache_dtype": kind}, dtype) as llm:
+            texts[kind] = answer(llm, questions, params)
+            logprobs[kind] = _logprobs(llm, [adapter for adapter, _ in questions], texts["auto"])
+    shifts = [fp8 - whole for whole, fp8 in zip(logprobs["auto"], logprobs["fp8"], strict=True)]
+    return {
+        **compare(texts["fp8"], texts["auto"]),
+        "tokens": len(shifts),
+        "mean_absolute_logprob_shift": round(statistics.mean(map(abs, shifts)), 5),
+        "perplexity_ratio": round(math.exp(-statistics.mean(shifts)), 5),
+    }
+
+
+def _logprobs(llm: LLM, adapters: list[str | None], texts: list[list[int]]) -> list[float]:
+    """Of all tokens of `texts` but their first, each after those before it."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": text} for text in texts],
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+        lora_request=[LoRARequest(a, path=str(demo_adapters()[a])) if a else None for a in adapters],
+        use_tqdm=False,
+    )
+    return [
+        entry[token].logprob
+        for output, text in zip(outputs, texts, strict=True)
+        for token, entry in zip(text[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+
+
+def measure_speed(model: str | None, lengths: list[int], batches: list[int], rounds: int) -> list[dict[str, Any]]:
+    """See the module, second part; the first round warms up and does not count."""
+    options = {"max_num_seqs": max(batches), "max_model_len": max(lengths) + 64, "enable_prefix_caching": True}
+    engines = {kind: LLM(model, kv_cache_dtype=kind, **options) for kind in KINDS}
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in lengths:
+        for batch in batches:
+            prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for _ in range(batch)]
+            ratios = []
+            for number in range(rounds + 1):
+                took = {}
+                for kind in list(engines)[:: 1 if number % 2 else -1]:  # neither is always first
+                    took[kind] = _decode_seconds(engines[kind], prompts)
+                ratios.append(took["auto"] / took["fp8"])
+            row = {"context": length, "batch": batch, "ratio": round(statistics.median(ratios[1:]), 3)}
+            rows.append(row | {"ratios": [round(ratio, 3) for ratio in ratios[1:]]})
+            print(f"context {length:<6} batch {batch:<4} fp8 / whole decoding speed {row['ratio']}", flush=True)
+    for llm in engines.values():
+        llm.shutdown()
+    return rows
+
+
+def _decode_seconds(llm: LLM, prompts: list[list[int]]) -> float:
+    """Of 48 tokens a prompt, the time of a first one and of the prompts (of the prefix cache, by now) taken away."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    seconds = []
+    for tokens in (1, 1, 49):  # the first call fills the prefix cache
+        started = time.perf_counter()
+        llm.generate(inputs, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+        seconds.append(time.perf_counter() - started)
+    return seconds[2] - seconds[1]
+
+
+def main() -> None:
+    """Measure both parts, print them and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--questions", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--model", help="for the speed (default: the demo model)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 900])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    text = measure_text(args.questions, args.tokens, args.dtype)
+    print(json.dumps(text), flush=True)
+    speed = measure_speed(args.model, args.lengths, args.batches, args.rounds)
+    if args.output:
+        name = Path(args.model).name if args.model else "outrider-demo"
+        report = {"machine": describe_machine(), "dtype": args.dtype, "text": text, "speed_model": name, "speed": speed}
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
