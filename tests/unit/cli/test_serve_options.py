@@ -34,6 +34,7 @@ SAMPLES = {
     "tokenizer": "/tok", "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
+    "kv_cache_dtype": "fp8",
     "enable_chunked_prefill": False, "prompt_pacing": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9,
     "enable_lora": True, "async_scheduling": True,
     "fair_prompt_cost": 0.5, "fair_output_cost": 3.0, "fair_rejected_draft_cost": 0.0,
