@@ -86,9 +86,23 @@ class LateOutcome(NamedTuple):
     most_overshoot: int = 0
     most_rejected: int = 0
     """No number is larger."""
+    counts: Sequence[int] = ()
+    """[S], each row's 1 + k, which is R together; empty: 1 each."""
+
+    def generated(self) -> list[LateIds]:
+        """Of each of the S rows its 1 + k places in `tokens`: what was accepted and sampled, then -1."""
+        tokens = self.tokens
+        counts = np.array(self.counts or [1] * len(tokens))
+        starts = np.cumsum(counts) - counts
+        if counts.max(initial=1) > 1:
+            row = np.repeat(np.arange(len(counts)), counts)
+            row_of, place = upload(tokens.device, row, np.arange(len(row)) - starts[row])
+            tokens = tokens.masked_fill(place > self.accepted.index_select(0, row_of), -1)
+        source, ends = OnDevice(tokens), (starts + counts).tolist()
+        return [LateIds(source, range(start, end)) for start, end in zip(starts.tolist(), ends, strict=True)]
 
     def of(self, rows: Sequence[int]) -> LateOutcome:
-        """The same with numbers of these rows alone, but for `tokens`."""
+        """The same with numbers of these rows alone, but for `tokens` and `counts`."""
         if list(rows) == list(range(len(self.accepted))):
             return self
         index = upload(self.accepted.device, np.asarray(rows))[0]

@@ -14,13 +14,13 @@ from ..kernels.late import LateIds, LateTokens, OnDevice, late_tokens
 from ..kernels.noise import Stream, device_row_keys, gumbel_argmax, row_keys
 from ..kernels.sampling import filter_logits, most_likely
 from ..kernels.staging import to_device
-from ..platform.core.request import NO_DRAFTS, Drafts, Request
+from ..platform.core.request import NO_DRAFTS, Drafts
 from .proposer import DraftRow
 from .verification import Rule, target_tokens
 
-EditLogits = Callable[[Tensor, Sequence[tuple[Request, list[int]]]], None]
+EditLogits = Callable[[Tensor, Sequence[tuple[DraftRow, tuple[Sequence[int], ...]]]], None]
 """Applies the parameters that change single logits (masks, biases, penalties) in place: to logits [B, V] float32 of the
-next token after each request's tokens and those given with it."""
+next token after the tokens of each row's request and those given with it, in some parts."""
 
 
 @dataclass(slots=True)
@@ -58,14 +58,12 @@ class Drafting:
         return len(self.draft_ids) + len(self.late_ids)
 
     @property
-    def new_tokens(self) -> list[int]:
-        """What follows the request's tokens: those of this step, which are not in it yet, and the drafts. Where only
-        their number matters to the request, the host does not wait for them."""
-        drafts = self.draft_ids
-        if self.late_ids:
-            read = self.row.request.reads_tokens
-            drafts = [source.known()[place] if read else 0 for source, place in self.late_ids]
-        return self.row.tokens[len(self.row.request.tokens) :] + drafts
+    def new_tokens(self) -> tuple[Sequence[int], ...]:
+        """What follows the request's tokens, or those that `seen` tells of, in parts: those of this step, which are not
+        in the request yet, and the drafts; the host may not know these."""
+        late = (LateIds(source, [place]) for source, place in self.late_ids)
+        sampled = self.row.tokens[len(self.row.request.tokens) :] if self.row.seen is None else []
+        return sampled, self.draft_ids, *late
 
 
 class PassOutput(NamedTuple):
@@ -129,7 +127,7 @@ def draw(
         logits, vocabulary = logits if vocabulary is None else vocabulary.widen(logits), None
         index = to_device(np.array(edited), logits.device)
         picked = logits[index]
-        edit(picked, [(sequences[i].row.request, sequences[i].new_tokens) for i in edited])
+        edit(picked, [(sequences[i].row, sequences[i].new_tokens) for i in edited])
         logits[index] = picked
     greedy = all(s.rule is Rule.GREEDY for s in sequences)
     if stays_on_device(logits):

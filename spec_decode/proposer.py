@@ -56,6 +56,8 @@ class DraftRow(NamedTuple):
     """Drafts that this step verified..."""
     num_accepted: int = 0
     """...and how many of them were right."""
+    seen: Any = None
+    """What edits of logits have instead of its tokens, where the host does not know all of them; opaque here."""
 
 
 class TargetOutput(NamedTuple):

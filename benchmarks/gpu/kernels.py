@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.kernels import rms_norm as norms
 from outrider.kernels.paged_attention import CACHE_FLOAT8
+from outrider.kernels.penalties import COUNT_BITS, Penalised, penalise
 from outrider.kernels.sampling import filter_logits, row_stats, top_logprobs
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.verification import INVARIANT, REJECTION, pack, verify
@@ -127,10 +129,16 @@ def sampling(num_rows: int, vocab: int) -> Iterator[Case]:
         x, chosen = logits(device), torch.zeros(num_rows, dtype=torch.int64, device=device)
         return lambda: top_logprobs(x, chosen, 5)
 
+    def penalties(device: str) -> Callable[[], object]:
+        x, entries = logits(device), (np.arange(min(vocab, 1000)) << COUNT_BITS) + 1
+        every = [Penalised([i], [1], entries, [[5]], 1.1, 0.5, 0.5) for i in range(num_rows)]
+        return lambda: penalise(x, every)
+
     size = 4 * num_rows * vocab
     what = f"{num_rows} x {vocab}"
     yield Case(f"sampling {what}, top-k 50", filtering(50, 1.0), 2 * size, graph=False)
     yield Case(f"sampling {what}, top-p 0.9", filtering(0, 0.9), 2 * size, graph=False)
+    yield Case(f"penalties {what}, 1000 tokens", penalties, 16 * num_rows * min(vocab, 1000), graph=False)
     yield Case(f"row_stats {what}", stats, size)
     yield Case(f"top_logprobs {what}, 5", logprobs, size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -87,8 +88,22 @@ class TokenCounts:
 
     num_counted: int = 0
     """Leading tokens of the sequence that are counted."""
-    generated: dict[int, int] = field(default_factory=dict)
-    """By token; 0 for one that stands in the prompt alone."""
+    entries: array[int] = field(default_factory=lambda: array("q"))
+    """Of each different token, in the order of their first places: token << 32 | count, 0 for one that stands in the
+    prompt alone."""
+    places: dict[int, int] = field(default_factory=dict)
+    """Where each token's entry is."""
+
+    def count(self, tokens: list[int], num_prompt_tokens: int) -> None:
+        """Take in what is new of a sequence's tokens: a step costs these, not the whole sequence."""
+        for position in range(self.num_counted, len(tokens)):
+            token = tokens[position]
+            place = self.places.setdefault(token, len(self.entries))
+            if place == len(self.entries):
+                self.entries.append(token << 32)
+            if position >= num_prompt_tokens:
+                self.entries[place] += 1
+        self.num_counted = len(tokens)
 
 
 class Status(enum.Enum):
@@ -168,6 +183,8 @@ class Request:
     """`params.edits_logits`, asked for every row of every step."""
     reads_tokens: bool = field(init=False)
     """`params.edits_read_tokens`, likewise."""
+    counts_tokens: bool = field(init=False)
+    """`params.penalises`, likewise."""
     stop_ids: frozenset[int] = field(init=False)
     """`params.stop_token_ids`, which may be many: each new token is looked up."""
 
@@ -175,6 +192,7 @@ class Request:
         self.stop_ids = frozenset(self.params.stop_token_ids or ())
         self.edits_logits = self.params.edits_logits
         self.reads_tokens = self.params.edits_read_tokens
+        self.counts_tokens = self.params.penalises
 
     @property
     def num_output_tokens(self) -> int:

@@ -254,20 +254,18 @@ class SamplingParams:
             or bool(self.bad_words_token_ids)
             or self.min_tokens > 0
             or bool(self.logit_bias)
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
+            or self.penalises
         )
 
     @property
     def edits_read_tokens(self) -> bool:
-        """Whether any of these depends on which tokens the sequence has, not only on how many."""
-        return (
-            any(len(word) > 1 for word in self.bad_words_token_ids)
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        """Whether the host must know the last tokens for any of these."""
+        return any(len(word) > 1 for word in self.bad_words_token_ids)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any of these depends on which tokens the sequence has."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def max_drafts(self) -> int | None:

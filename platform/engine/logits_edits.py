@@ -2,25 +2,40 @@
 
 Each edit is a function of the request's parameters and its tokens, drafts before the row included, so that neither
 preemption nor rejected drafts can make it stale: `Request.counts` only remembers how far the accepted tokens, which
-are never taken back, have been counted. All are vectorised over the rows that want them: one gather and one
-scatter on the flat logits, whatever the batch.
+are never taken back, have been counted. All are vectorised over the rows that want them, whatever the batch. Penalties
+are a kernel, for which the device need not tell the host which tokens it has drafted or sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from ...kernels.penalties import Penalised, penalise
 from ...kernels.staging import to_device
-from ..core.request import Request, TokenCounts
+from ...spec_decode.proposer import DraftRow
+from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 
 NEGATIVE_INFINITY = float("-inf")
+
+
+class Seen(NamedTuple):
+    """A sequence's tokens, read when a step is launched: they may grow while it runs."""
+
+    entries: np.ndarray
+    """[E], see `Penalised.entries`."""
+    late: tuple[Sequence[int], ...] = ()
+    """More, which only the device knows; -1: none."""
+
+    def after(self, tokens: Sequence[int]) -> Seen:
+        """With more of these."""
+        return self._replace(late=(*self.late, tokens))
 
 
 class LogitsRow(NamedTuple):
@@ -29,21 +44,28 @@ class LogitsRow(NamedTuple):
     place: int
     """Row of the logits."""
     request: Request
-    drafts: Sequence[int]
-    """The drafts before this row; they count like generated tokens."""
+    drafts: tuple[Sequence[int], ...]
+    """The drafts before this row, in some parts, which may be late; they count like generated tokens."""
     num_tokens: int | None = None
     """Of the sequence, where the last one is still being sampled; None: those that it has."""
+    seen: Seen | None = None
+    """Its tokens, for penalties; None: those that it has."""
+
+    @property
+    def num_drafts(self) -> int:
+        """How many drafts are before this row."""
+        return sum(map(len, self.drafts))
 
     @property
     def num_outputs(self) -> int:
         """How many generated tokens this row continues."""
         num_tokens = len(self.request.tokens) if self.num_tokens is None else self.num_tokens
-        return num_tokens - self.request.num_prompt_tokens + len(self.drafts)
+        return num_tokens - self.request.num_prompt_tokens + self.num_drafts
 
     @property
     def outputs(self) -> list[int]:
         """Generated tokens that this row continues."""
-        return self.request.tokens[self.request.num_prompt_tokens :] + list(self.drafts)
+        return [*self.request.tokens[self.request.num_prompt_tokens :], *chain.from_iterable(self.drafts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +85,9 @@ def apply_edits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
             edit.apply(logits, chosen)
 
 
-def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[Request, Sequence[int]]]) -> None:
-    """`apply_edits` for drafters: logits [B, V] after each request's tokens and those given with it."""
-    apply_edits(logits, [LogitsRow(place, request, drafts) for place, (request, drafts) in enumerate(rows)])
+def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[DraftRow, tuple[Sequence[int], ...]]]) -> None:
+    """`apply_edits` for drafters: logits [B, V] after each row's request's tokens and those given with it."""
+    apply_edits(logits, [LogitsRow(i, row.request, drafts, None, row.seen) for i, (row, drafts) in enumerate(rows)])
 
 
 def _flat(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int] | np.ndarray]]) -> Tensor:
@@ -117,45 +139,33 @@ def _logit_bias(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     logits.view(-1)[_flat(logits, pairs)] += to_device(np.array(amounts, np.float32), logits.device)
 
 
-def _counts(request: Request) -> TokenCounts:
-    """The counts of all accepted tokens, brought up to date: a step costs its new tokens, not the whole sequence."""
-    counts = request.counts
-    if counts.num_counted < len(request.tokens):
-        for position in range(counts.num_counted, len(request.tokens)):
-            token = request.tokens[position]
-            counts.generated.setdefault(token, 0)
-            counts.generated[token] += position >= request.num_prompt_tokens
-        counts.num_counted = len(request.tokens)
-    return counts
+def token_entries(request: Request) -> np.ndarray:
+    """[E] int64, a copy: the counts of all tokens that the host knows, see `TokenCounts.entries`."""
+    request.counts.count(request.tokens, request.num_prompt_tokens)
+    return np.frombuffer(request.counts.entries, dtype=np.int64).copy()
 
 
-def _repetition(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-    """Logits of tokens seen in the prompt or the output are divided by the penalty, or multiplied where negative
-    (Keskar et al. 2019, CTRL, section 4.1)."""
-    pairs = []
+def _penalties(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    of_requests: dict[int, list[LogitsRow]] = {}
     for row in rows:
-        seen = _counts(row.request).generated
-        pairs.append((row, [*seen, *(token for token in set(row.drafts) if token not in seen)]))
-    factors = np.concatenate(
-        [np.full(len(tokens), row.request.params.repetition_penalty, np.float32) for row, tokens in pairs]
-    )
-    where = _flat(logits, pairs)
-    factor, values = to_device(factors, logits.device), logits.view(-1)[where]
-    logits.view(-1)[where] = torch.where(values > 0, values / factor, values * factor)
-
-
-def _presence_and_frequency(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-    """Logits of generated tokens lose `presence_penalty`, and `frequency_penalty` for each time (OpenAI)."""
-    pairs, amounts = [], []
-    for row in rows:
-        times = {token: count for token, count in _counts(row.request).generated.items() if count}
-        for token in row.drafts:
-            times[token] = times.get(token, 0) + 1
-        params = row.request.params
-        pairs.append((row, list(times)))
-        counts = np.fromiter(times.values(), np.float32, len(times))
-        amounts.append(np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts)
-    logits.view(-1)[_flat(logits, pairs)] -= to_device(np.concatenate(amounts), logits.device)
+        of_requests.setdefault(id(row.request), []).append(row)
+    sequences = []
+    for own in of_requests.values():
+        last = max(own, key=lambda row: row.num_drafts)
+        params = last.request.params
+        seen = Seen(token_entries(last.request)) if last.seen is None else last.seen
+        sequences.append(
+            Penalised(
+                places=[row.place for row in own],
+                num_after=[sum(map(len, seen.late)) + row.num_drafts for row in own],
+                entries=seen.entries,
+                after=(*seen.late, *last.drafts),
+                repetition=params.repetition_penalty,
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+            )
+        )
+    penalise(logits, sequences)
 
 
 EDITS: tuple[Edit, ...] = (
@@ -163,6 +173,5 @@ EDITS: tuple[Edit, ...] = (
     Edit(lambda p: bool(p.bad_words_token_ids), _bad_words),
     Edit(lambda p: p.min_tokens > 0, _min_tokens),
     Edit(lambda p: bool(p.logit_bias), _logit_bias),
-    Edit(lambda p: p.repetition_penalty != 1.0, _repetition),
-    Edit(lambda p: p.presence_penalty != 0.0 or p.frequency_penalty != 0.0, _presence_and_frequency),
+    Edit(lambda p: p.penalises, _penalties),
 )

@@ -29,7 +29,7 @@ from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
 from ..core.request import NO_DRAFTS, Continued, Request
 from .device_queue import AtOnce, DeviceQueue, Ticket
-from .prepared import Prepared, continued, of_rows, prepare
+from .prepared import Prepared, continued, drafting_rows, of_rows, prepare
 from .sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
 
 LOGITS_CHUNK = 128
@@ -219,7 +219,7 @@ class ModelRunner:
             return [Proposal(NO_DRAFTS, 0) for _ in rows]
         assert outcome is not None, "rows with drafts reach their end"
         self._queue.mark()  # tokens are delivered while the device drafts
-        return self._proposer.propose_late(rows, target, outcome)
+        return self._proposer.propose_late(drafting_rows(prepared, outcome), target, outcome)
 
     def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles

@@ -9,18 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...kernels.late import LateOutcome, LateTokens, late_tokens, now_known
+from ...kernels.late import LateIds, LateOutcome, LateTokens, late_tokens, now_known
 from ...kernels.staging import to_device
 from ...models.batch import SequenceRows
 from ...spec_decode.proposer import DraftRow, Proposal
 from ..core.batch import RowPlan, StepPlan
 from ..core.request import NO_DRAFTS, Continued, Request
+from .logits_edits import Seen, token_entries
 from .sampler import SampleRow
 
 
 class Prepared(NamedTuple):
     """What a step needs of its sequences. They may change while it runs, so nothing of them is read later but what
-    never changes, and the tokens that edits of logits depend on: see `Request.reads_tokens`."""
+    never changes, and the tokens that bad words depend on: see `Request.reads_tokens`."""
 
     rows: SequenceRows
     handles: list[tuple[Any, int]]
@@ -61,7 +62,8 @@ def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
         step.handles.append((request.adapter, row.num_tokens))
         if row.samples:
             step.with_logits.extend(range(end - 1 - row.num_drafts, end))
-            step.chosen.append(SampleRow(request, NO_DRAFTS if row.is_late else request.drafts, num_tokens))
+            seen = Seen(token_entries(request)) if request.counts_tokens else None
+            step.chosen.append(SampleRow(request, NO_DRAFTS if row.is_late else request.drafts, num_tokens, seen))
             step.sampling.append(index)
         if plan.drafts_late:
             step.drafting.append(_late_row(row, first))
@@ -79,6 +81,7 @@ def continued(step: Prepared, outcome: LateOutcome, proposals: Sequence[Proposal
     token_ids, places, origins = list(rows.token_ids), [], []
     drafts: list[tuple[int, Sequence[int]]] = []
     chosen_at = {row: at for at, row in enumerate(step.sampling)}
+    generated: list[LateIds] = []
     end = 0
     for row, (origin, count) in enumerate(zip(step.followed, rows.query_lens, strict=True)):
         first, end = end, end + count
@@ -86,16 +89,29 @@ def continued(step: Prepared, outcome: LateOutcome, proposals: Sequence[Proposal
             continue
         places.append(first)
         origins.append(origin)
+        at = chosen_at[row]
         if count > 1:
             found = proposals[origin].drafts.truncated(count - 1)
             token_ids[first + 1 : end] = now_known(found.token_ids)
             drafts.append((first + 1, found.token_ids))
-            chosen[chosen_at[row]] = chosen[chosen_at[row]]._replace(drafts=found)
+            chosen[at] = chosen[at]._replace(drafts=found)
+        seen = chosen[at].seen
+        if seen is not None:
+            generated = generated or outcome.generated()
+            chosen[at] = chosen[at]._replace(seen=seen.after(generated[origin]))
     late = [*rows.late, *late_tokens(drafts), LateTokens(places, outcome.next_tokens, origins)]
     overshoot = None
     if outcome.rejected is not None:
         overshoot = outcome.rejected.index_select(0, to_device(np.array(step.followed), outcome.rejected.device))
     return step._replace(rows=replace(rows, token_ids=token_ids, late=late, overshoot=overshoot), chosen=chosen)
+
+
+def drafting_rows(step: Prepared, outcome: LateOutcome) -> list[DraftRow]:
+    """`step.drafting`, all of whose rows reach their end, with the tokens of the step itself."""
+    if all(row.seen is None for row in step.chosen):
+        return step.drafting
+    both = zip(step.drafting, step.chosen, outcome.generated(), strict=True)
+    return [row if sample.seen is None else row._replace(seen=sample.seen.after(new)) for row, sample, new in both]
 
 
 def of_rows(overshoot: Tensor | None, rows: list[int], count: int) -> Tensor | None:

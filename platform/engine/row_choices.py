@@ -80,7 +80,7 @@ def _has_its_drafts(row: RowPlan, limits: DraftLimits, longest: int) -> bool:
 
 
 def _is_read(row: RowPlan) -> bool:
-    """Whether logits after this row depend on what it brings: on its tokens, or on their number."""
+    """Whether the host must know what this row brings for the logits after it: its tokens, or their number."""
     if not row.samples:
         return False
     request = row.request

@@ -30,7 +30,7 @@ from ..core.errors import ErrorInfo, InvalidRequestError, OutriderError
 from ..core.messages import TokenLogprobs
 from ..core.request import Drafts, Request
 from ..core.sampling_params import SamplingParams
-from .logits_edits import LogitsRow, apply_edits
+from .logits_edits import LogitsRow, Seen, apply_edits
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class SampleRow(NamedTuple):
     drafts: Drafts
     num_tokens: int | None = None
     """Of the sequence, where the last one is still being sampled; None: those that it has."""
+    seen: Seen | None = None
+    """See `LogitsRow`."""
 
     def settled(self, overshoot: int) -> SampleRow:
         """The same where `num_tokens` was too large."""
@@ -164,7 +166,7 @@ class Sampler:
     def _edit(self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int]) -> bool:
         """Apply the edits in place; returns whether there were any."""
         edited = [
-            LogitsRow(starts[i] + j, row.request, row.drafts.token_ids[:j], row.num_tokens)
+            LogitsRow(starts[i] + j, row.request, (row.drafts.token_ids[:j],), row.num_tokens, row.seen)
             for i, row in enumerate(rows)
             if row.request.edits_logits
             for j in range(len(row.drafts.token_ids) + 1)
@@ -225,7 +227,8 @@ class Pending(NamedTuple):
         accepted = torch.minimum(accepted, (sound - 1).clamp_(min=0))
         rejected = torch.cat((given - accepted, given.new_zeros(1)))
         last = tokens.index_select(0, first + accepted)
-        return LateOutcome(tokens, last, accepted, rejected, most_rejected=most)
+        counts = (1 + num_drafts).tolist()
+        return LateOutcome(tokens, last, accepted, rejected, most_rejected=most, counts=counts)
 
     def collect(self) -> list[Sampled]:
         """Wait for the device, and tell each sequence what it got."""
@@ -268,7 +271,8 @@ class Ready(NamedTuple):
         left = np.append(np.array(self.counts) - 1 - accepted, 0)
         arrays = np.array(tokens), np.array(last), accepted, left
         there, next_tokens, right, rejected = upload(self.device, *arrays)
-        return LateOutcome(there, next_tokens, right, rejected if most else None, most_rejected=most)
+        left_of = rejected if most else None
+        return LateOutcome(there, next_tokens, right, left_of, most_rejected=most, counts=self.counts)
 
     def collect(self) -> list[Sampled]:
         """What each sequence got."""

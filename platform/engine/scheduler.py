@@ -130,7 +130,8 @@ class Scheduler:
 
     def may_plan_beside(self, plan: StepPlan) -> bool:
         """Whether the next step can be planned while `plan` is under way: not where its drafts wait for the outcome, as
-        a row's edits of logits do that read the token being sampled; or where a sequence under way has to make way."""
+        a row's bad words do, which the host finds by their first tokens; or where a sequence under way has to make
+        way."""
         if self._needs_commit:
             return False
         if self._draft_limits.num_drafts:

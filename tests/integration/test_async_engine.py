@@ -155,16 +155,19 @@ def test_a_step_is_planned_and_launched_while_the_one_before_runs(make_engine, r
     assert len(outcomes[0].token_ids) == 24
 
 
-def test_penalties_are_given_the_token_before(make_engine, run, prompts, monkeypatch):
-    """The same engine does not launch past a step whose tokens the next one reads."""
+def test_bad_words_are_given_the_token_before(make_engine, run, prompts, monkeypatch):
+    """The same engine does not launch past a step whose tokens the host needs for the next one; for penalties the
+    device has them."""
     engine = make_engine(async_scheduling=True)
     plans = []
     launch = engine._runner.launch
     monkeypatch.setattr(engine._runner, "launch", lambda plan, before=None: plans.append(plan) or launch(plan, before))
-    run(engine, [(prompts[0], params_of(temperature=0, repetition_penalty=1.1))])
+    run(engine, [(prompts[0], params_of(temperature=0, bad_words_token_ids=[[5, 6]]))])
     assert not any(row.is_late for plan in plans for row in plan.rows)
-    run(engine, [(prompts[0], params_of(temperature=0))])
-    assert sum(row.is_late for plan in plans for row in plan.rows) == 19
+    for penalty in ({}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.3, "frequency_penalty": 0.2}):
+        plans.clear()
+        run(engine, [(prompts[0], params_of(temperature=0, **penalty))])
+        assert sum(row.is_late for plan in plans for row in plan.rows) == 19
 
 
 def test_an_error_in_a_step_under_way_leaves_a_usable_engine(

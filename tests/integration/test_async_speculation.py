@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from outrider import SamplingParams
+from outrider.kernels import penalties
 from outrider.platform.core.messages import EngineRequest
 from outrider.spec_decode import drawing
 
@@ -30,9 +31,8 @@ def jobs_of(models, prompts, kinds, adapters, **values):
 
 def make(make_engine, models, method, k=3, **options):
     config = models.speculative(method, k) | {"adaptive": False}
-    return make_engine(
-        speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8, async_scheduling=True, **options
-    )
+    usual = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "async_scheduling": True}
+    return make_engine(speculative_config=config, **usual | options)
 
 
 def tokens(outcomes):
@@ -60,6 +60,30 @@ def test_the_text_is_that_without_drafts(
     late = [row for plan in plans for row in plan.rows if row.is_late]
     assert sum(row.num_drafts > 0 for row in late) > 30
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("on_kernel", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_with_penalties_overlap(models, make_engine, plain_engine, run, prompts, method, on_kernel, monkeypatch):
+    """The device counts what the step before accepts and samples, for the drafter's logits too."""
+    kinds = [
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.9, "seed": 9, "frequency_penalty": 0.4, "presence_penalty": -0.3},
+        {"temperature": 0.0, "presence_penalty": 0.8},
+    ]
+    want = tokens(run(plain_engine, jobs_of(models, prompts, kinds, True)))
+    if on_kernel:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(penalties, "use_triton", lambda logits: True)
+    engine = make(make_engine, models, method)
+    plans = watch(engine, monkeypatch)
+    outcomes = run(engine, jobs_of(models, prompts, kinds, True))
+    assert tokens(outcomes) == want
+    late = [row for plan in plans for row in plan.rows if row.is_late]
+    assert sum(row.num_drafts > 0 for row in late) > 20
+    in_turn = run(make(make_engine, models, method, async_scheduling=False), jobs_of(models, prompts, kinds, True))
+    accepted, usual = (sum(o.speculation.num_accepted_tokens for o in every) for every in (outcomes, in_turn))
+    assert accepted > 0.8 * usual > 0, "the drafter's logits are penalised alike"
 
 
 OPTIONS = {

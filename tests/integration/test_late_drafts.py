@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider import SamplingParams
+from outrider.kernels import penalties
 from outrider.kernels.late import OnDevice
 from outrider.spec_decode import drawing
 
@@ -15,7 +16,12 @@ KINDS = [
     {"temperature": 0.8, "top_p": 0.9, "seed": 6, "logprobs": 2},
     {"temperature": 0.9, "seed": 7, "logit_bias": {9: 3.0}},
 ]
-READING = [{"temperature": 0.0, "repetition_penalty": 1.3}, {"temperature": 0.9, "seed": 9, "frequency_penalty": 0.4}]
+PENALISED = [
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.9, "seed": 9, "frequency_penalty": 0.4},
+    {"temperature": 0.0, "presence_penalty": 0.8, "repetition_penalty": 0.9},
+]
+READING = [PENALISED[0], {"temperature": 0.9, "seed": 9, "bad_words_token_ids": [[5, 6], [9, 10, 11]]}]
 
 
 class Drafts:
@@ -84,7 +90,25 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_engine, run,
     assert drafts.read_while_drafting == 0
     jobs = jobs_of(models, prompts, KINDS + READING, True)
     assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
-    assert drafts.read_while_drafting > 0, "penalties are functions of the drafts"
+    assert drafts.read_while_drafting > 0, "bad words are looked up by the host"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_penalties_are_counted_on_the_device(
+    models, make_engine, plain_engine, run, prompts, drafts, method, asynchronous, monkeypatch
+):
+    """With the kernel of GPUs: of drafts, and of tokens that the step before samples."""
+    pytest.importorskip("triton")
+    want = tokens(run(plain_engine, jobs_of(models, prompts, PENALISED, True)))
+    monkeypatch.setattr(penalties, "use_triton", lambda logits: True)
+    engine = make(make_engine, models, method, async_scheduling=asynchronous)
+    drafts.watch(engine)
+    outcomes = run(engine, jobs_of(models, prompts, PENALISED, True))
+    assert tokens(outcomes) == want
+    assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
+    assert drafts.num_sources > 0
+    assert drafts.read_while_drafting == 0
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -23,7 +23,7 @@ def request(params, prompt=(1, 2), outputs=()):
 
 def edited(logits, *rows):
     result = logits.clone()
-    apply_edits(result, [LogitsRow(i, r, list(drafts)) for i, (r, drafts) in enumerate(rows)])
+    apply_edits(result, [LogitsRow(i, r, (drafts[:1], drafts[1:])) for i, (r, drafts) in enumerate(rows)])
     return result
 
 
@@ -122,6 +122,6 @@ def test_edits_that_depend_on_no_token_read_no_draft():
         outputs=(3,),
     )
     logits = torch.zeros(1, VOCAB)
-    apply_edits(logits, [LogitsRow(0, item, Unread([1, 2]))])
+    apply_edits(logits, [LogitsRow(0, item, (Unread([1, 2]),))])
     assert torch.equal(logits.isfinite().nonzero()[:, 1], torch.tensor([4, 6]))
     assert logits[0, 4] == 2.0

@@ -182,7 +182,7 @@ def test_every_sequence_gets_its_own_text(jobs, blocks, budget, policy, cached, 
     want, outputs = {}, {}
     for index, (length, count, tenant, priority, reads, stop, group) in enumerate(jobs):
         prompt = [i % (priority + 2) for i in range(length)]  # few different prompts, so that prefixes are shared
-        params = {"stop_token_ids": list(stop), "presence_penalty": 1.0 if reads else 0.0}
+        params = {"stop_token_ids": list(stop)} | (READERS[0] if reads else {})
         namespace = tenant.encode() if cached else None
         fields = {"tenant": tenant, "priority": priority, "namespace": namespace, "group": group}
         scheduler.add(request(str(index), prompt, count, params, **fields))
@@ -223,12 +223,18 @@ def test_a_runner_that_does_not_overlap_gets_one_step_at_a_time():
     assert device.events == [(kind, number) for number in (1, 2, 3) for kind in ("launch", "collect")]
 
 
-READERS = [
+READERS = [{"bad_words_token_ids": [[4], [5, 6]]}, {"bad_words_token_ids": [[5, 6, 7]], "presence_penalty": 0.5}]
+OTHERS = [
+    {"min_tokens": 3},
+    {"allowed_token_ids": [1, 2]},
+    {"logit_bias": {3: 1.0}},
+    {"logprobs": 2},
+    {"seed": 3},
+    {"bad_words_token_ids": [[4]]},
     {"repetition_penalty": 1.2},
     {"presence_penalty": 0.5},
     {"frequency_penalty": -0.5},
 ]
-OTHERS = [{"min_tokens": 3}, {"allowed_token_ids": [1, 2]}, {"logit_bias": {3: 1.0}}, {"logprobs": 2}, {"seed": 3}]
 
 
 def plan_of(scheduler, *requests):
@@ -244,15 +250,6 @@ def test_edits_that_read_the_sampled_token_wait_for_it(params):
     scheduler = make()
     plan = plan_of(scheduler, request("a", [1], 5), request("b", [2], 5, params))
     assert not scheduler.may_plan_beside(plan)
-
-
-@pytest.mark.parametrize(("words", "reads"), [([[4]], False), ([[4], [5, 6]], True)])
-def test_bad_words_of_several_tokens_wait(words, reads):
-    scheduler = make()
-    item = request("a", [1], 5)
-    item.params.bad_words_token_ids = words
-    item.__post_init__()
-    assert scheduler.may_plan_beside(plan_of(scheduler, item)) is not reads
 
 
 @pytest.mark.parametrize("params", OTHERS)

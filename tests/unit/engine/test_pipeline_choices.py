@@ -100,7 +100,7 @@ def test_prompts_stand_beside_rows_without_drafts_alone():
 
 
 def test_logits_that_read_what_comes_wait_without_drafts_too():
-    reading = running(params={"presence_penalty": 1.0})
+    reading = running(params={"bad_words_token_ids": [[1, 2]]})
     assert not chosen([largest(reading)], [0])
     young = running(params={"min_tokens": 9})
     assert chosen([largest(young)], [0]), "one token comes"

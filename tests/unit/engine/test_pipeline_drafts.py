@@ -132,13 +132,16 @@ class Drafting(Device):
         return [row.blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, min(end, len(row.blocks) * BLOCK))]
 
 
+READING = {"bad_words_token_ids": [[900, 901]]}
 jobs = st.lists(
     st.tuples(
         st.integers(1, 30),  # tokens of the prompt
         st.integers(1, 17),  # tokens at most
         st.sampled_from(["", "a", "b"]),
         st.integers(0, 3),
-        st.sampled_from([{}, {}, {"presence_penalty": 1.0}, {"min_tokens": 4}, {"speculative": 0}, {"speculative": 1}]),
+        st.sampled_from(
+            [{}, {}, {"bad_words_token_ids": [[900, 901]]}, {"min_tokens": 4}, {"speculative": 0}, {"speculative": 1}]
+        ),
         st.sampled_from([(), (3, 7, 11, 20, 33, 41)]),  # stop tokens
         st.sampled_from([None, None, "g"]),
     ),
@@ -303,7 +306,7 @@ def test_nothing_is_planned_past_max_tokens(coming):
 
 
 WAITING = {
-    "edits that read tokens": running(params={"presence_penalty": 1.0}),
+    "edits that read tokens": running(params={"bad_words_token_ids": [[1, 2]]}),
     "a minimum of tokens": running(params={"min_tokens": 5}),
     "the end of a prompt": running(num_prompt_tokens=10),
     "a drafter behind": running(num_draft_computed=9),

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
-from outrider.models.batch import LayerKV, allocate_kv
+from outrider.models.batch import KVLayerSpec, LayerKV, allocate_kv
 from outrider.models.loader import load_model
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.core.request import Request
@@ -320,7 +320,7 @@ def test_composition(draft: Draft) -> None:
     assert isinstance(make(None, method="ngram"), AdaptiveProposer)
     proposer = make(draft, adaptive=False)
     assert isinstance(proposer, DraftModelProposer)
-    assert [tuple(spec) for spec in proposer.needs.kv_layers] == [(2, 8)] * 2
+    assert proposer.needs.kv_layers == (KVLayerSpec(2, 8),) * 2
 
 
 def test_another_vocabulary_is_refused(draft: Draft) -> None:

@@ -1,0 +1,116 @@
+"""Penalties in one launch: a program takes a row of logits and goes through the sequence's tokens, some at a time.
+
+Those that were counted when the step was prepared come with their counts. Those generated since (drafts, and the token
+that the step before has sampled) may be known to the device alone: each program counts them itself, among the others
+and those that none of the others is equal to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase
+from ..late import late_tokens, now_known
+from ..staging import upload
+from .torch import COUNT_BITS
+
+if TYPE_CHECKING:
+    from . import Penalised
+
+_PAIRS = 8192
+"""Entries times late tokens that are compared at once: what registers hold."""
+_MOST = 512
+_COUNT_BITS = tl.constexpr(COUNT_BITS)
+_NO_TOKEN = -1
+
+
+@triton.jit
+def _penalise(row, tokens, counts, mask, repetition, presence, frequency):
+    """Penalise `tokens`, all different, which were generated `counts` times."""
+    x = tl.load(row + tokens, mask=mask, other=0.0)
+    x = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
+    x = x - tl.where(counts > 0, presence + frequency * counts.to(tl.float32), 0.0)
+    tl.store(row + tokens, x, mask=mask)
+
+
+@triton.jit
+def penalty_kernel(
+    logits, row_stride, places, owners, num_after, first, entries, strengths, after, after_stride,
+    BLOCK: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """Row `places[i]` of the logits belongs to sequence owners[i], whose entries are [first[s], first[s + 1]).
+
+    strengths [S, 3] float64; after [S, after_stride >= AFTER], of which the first num_after[i] count for the row.
+    """
+    index = tl.program_id(0)
+    sequence = tl.load(owners + index)
+    row = logits + tl.load(places + index) * row_stride
+    repetition = tl.load(strengths + 3 * sequence).to(tl.float32)
+    presence = tl.load(strengths + 3 * sequence + 1).to(tl.float32)
+    frequency = tl.load(strengths + 3 * sequence + 2).to(tl.float32)
+    lane = tl.arange(0, AFTER)
+    late = tl.load(after + sequence * after_stride + lane, mask=lane < tl.load(num_after + index), other=-1)
+    found = tl.zeros([AFTER], tl.int32)
+    begin, end = tl.load(first + sequence).to(tl.int32), tl.load(first + sequence + 1).to(tl.int32)
+    for start in range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        entry = tl.load(entries + place, mask=place < end, other=-1)
+        token = entry >> _COUNT_BITS  # -1 behind the last: equal to no token
+        same = ((token[:, None] == late[None, :]) & (late >= 0)[None, :]).to(tl.int32)
+        count = (entry & 0x7FFFFFFF).to(tl.int32) + tl.sum(same, 1)
+        found = tl.maximum(found, tl.max(same, 0))
+        _penalise(row, token, count, place < end, repetition, presence, frequency)
+    equal = (late[:, None] == late[None, :]).to(tl.int32)
+    earlier = tl.sum(tl.where(lane[None, :] < lane[:, None], equal, 0), 1)
+    is_new = (late >= 0) & (found == 0) & (earlier == 0)
+    _penalise(row, late, tl.sum(equal, 1), is_new, repetition, presence, frequency)
+
+
+def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
+    """See the package."""
+    num_rows = [len(sequence.places) for sequence in sequences]
+    owners = np.repeat(np.arange(len(sequences)), num_rows)
+    places = np.fromiter(chain.from_iterable(s.places for s in sequences), np.int64, len(owners))
+    num_after = np.fromiter(chain.from_iterable(s.num_after for s in sequences), np.int64, len(owners))
+    first = np.cumsum([0, *(len(sequence.entries) for sequence in sequences)])
+    entries = np.concatenate([sequence.entries for sequence in sequences])
+    strengths = np.array([(s.repetition, s.presence, s.frequency) for s in sequences], dtype=np.float64)
+    width = triton.next_power_of_2(max(1, *(sum(map(len, sequence.after)) for sequence in sequences)))
+    tokens = np.full((len(sequences), width), _NO_TOKEN, dtype=np.int64)
+    parts: list[tuple[int, Sequence[int]]] = []
+    for number, sequence in enumerate(sequences):
+        column = 0
+        for part in sequence.after:
+            tokens[number, column : column + len(part)] = now_known(part)
+            parts.append((number * width + column, part))
+            column += len(part)
+    arrays = upload(logits.device, places, owners, num_after, first, entries, strengths.reshape(-1), tokens.reshape(-1))
+    after = arrays.pop()
+    for late in late_tokens(parts):
+        late.fill(after)
+    # As on a CPU, p + f * n is rounded twice.
+    penalty_kernel[(len(owners),)](
+        logits, logits.stride(0), *arrays, after, width, **_constants(width), enable_fp_fusion=False
+    )  # fmt: skip
+
+
+def _constants(width: int) -> dict[str, int]:
+    return {"BLOCK": max(32, min(_MOST, _PAIRS // width)), "AFTER": width}
+
+
+def compile_cases() -> list[CompileCase]:
+    """See CompileCase."""
+    kinds = {"logits": "*fp32", "strengths": "*fp64", "row_stride": "i64", "after_stride": "i32"}
+    kinds |= {"BLOCK": "constexpr", "AFTER": "constexpr"}
+    signature = {name: kinds.get(name, "*i64") for name in penalty_kernel.arg_names}
+    return [
+        CompileCase(f"penalties after {after}", penalty_kernel, signature, _constants(after))
+        for after in (1, 8, 32, 128)
+    ]
