@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from safetensors.torch import save_file
 pytest.importorskip("triton")
 
 from outrider import LoRARequest, SamplingParams
+from outrider.kernels import penalties as kernels_penalties
+from outrider.kernels.late import OnDevice
 from outrider.lora import arena, batching, dora, preparing
 from outrider.models import attention
 from outrider.models.attention import triton as triton_attention
@@ -134,6 +137,8 @@ def run(
     adapted: bool,
     overlapping: bool = False,
     adaptive: bool = False,
+    penalties: dict[str, float] | None = None,
+    cache: str = "auto",
 ) -> tuple[list[list[int]], Drafted]:
     """Requests of several lengths, one of them without an adapter; their tokens, and what was drafted for them."""
     speculative = None
@@ -144,7 +149,7 @@ def run(
         EngineArgs(
             model=str(files["target"]), device=device, dtype="float32", load_format="dummy", max_model_len=64,
             max_num_seqs=4, num_gpu_blocks_override=40, enable_lora=adapted, max_loras=2, max_lora_rank=20, seed=0,
-            speculative_config=speculative, async_scheduling=overlapping,
+            speculative_config=speculative, async_scheduling=overlapping, kv_cache_dtype=cache,
         )
     )  # fmt: skip
     adapters = [LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide")]
@@ -157,7 +162,9 @@ def run(
     choices = [adapters[0], None, adapters[1]] if adapted else [None] * 3
     for index, (prompt, lora) in enumerate(zip(prompts, choices, strict=True)):
         heat, seed = (0.8, index) if index == 0 else (0.0, None)
-        params = SamplingParams(temperature=heat, seed=seed, max_tokens=(8, 8, 5)[index], ignore_eos=True)
+        params = SamplingParams(
+            temperature=heat, seed=seed, max_tokens=(8, 8, 5)[index], ignore_eos=True, **(penalties or {})
+        )
         engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
         outputs[str(index)] = []
     while engine.has_work():
@@ -191,7 +198,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling and verification by the device's rules, and nobody asks where late rows begin."""
-    for module in (sampler, verification):
+    for module in (sampler, verification, kernels_penalties):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
     def asked(rows: SequenceRows) -> SequenceRows:
@@ -239,6 +246,40 @@ def test_text_is_the_same(
         pairs = [(drafted[key], wanted[key]) for key in drafted.keys() & wanted.keys()]
         assert all(got[: len(want)] == want[: len(got)] for got, want in pairs)
         assert sum(min(len(got), len(want)) for got, want in pairs) > 10
+
+
+@pytest.mark.parametrize("method", [None, "draft_model", "medusa"])
+def test_penalties_are_counted_where_the_tokens_are(
+    files: dict[str, Path], graphs: PassGraphs, device: str, method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps overlap, and nobody on the host reads what the step before has drafted, accepted or sampled."""
+    as_on_a_gpu(monkeypatch)
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": -0.2}
+    launch, late = ModelRunner.launch, []
+
+    def noted(runner: ModelRunner, plan: StepPlan, before: Launched | None = None) -> Launched:
+        late.extend(row for row in plan.rows if row.is_late)
+        return launch(runner, plan, before)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    monkeypatch.setattr(sys.modules[__name__], "watch_drafts", lambda *args: None)  # which reads them
+    monkeypatch.setattr(OnDevice, "known", lambda source: pytest.fail("the host waits for drafts"))
+    monkeypatch.setattr(setup, "warm_up", lambda *args: None)
+    found, _ = run(files, device, method, adapted=True, overlapping=True, penalties=penalties)
+    assert len(late) > 6
+    monkeypatch.undo()
+    assert found == run(files, "cpu", None, adapted=True, penalties=penalties)[0]
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_an_fp8_cache_in_graphs(
+    files: dict[str, Path], graphs: PassGraphs, device: str, method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of the same kernels without graphs; the CPU's path rounds a query's products in another order."""
+    found, _ = run(files, device, method, adapted=True, cache="fp8")
+    assert graphs.num_replayed >= 4
+    monkeypatch.setattr(setup, "make_graphs", lambda config: None)
+    assert found == run(files, device, None, adapted=True, cache="fp8")[0]
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
