@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from outrider import SamplingParams
-from outrider.kernels import penalties
 from outrider.platform.core.messages import EngineRequest
 from outrider.spec_decode import drawing
 
@@ -62,9 +61,8 @@ def test_the_text_is_that_without_drafts(
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("on_kernel", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_steps_with_penalties_overlap(models, make_engine, plain_engine, run, prompts, method, on_kernel, monkeypatch):
+def test_steps_with_penalties_overlap(models, make_engine, plain_engine, run, prompts, method, monkeypatch):
     """The device counts what the step before accepts and samples, for the drafter's logits too."""
     kinds = [
         {"temperature": 0.0, "repetition_penalty": 1.3},
@@ -72,9 +70,6 @@ def test_steps_with_penalties_overlap(models, make_engine, plain_engine, run, pr
         {"temperature": 0.0, "presence_penalty": 0.8},
     ]
     want = tokens(run(plain_engine, jobs_of(models, prompts, kinds, True)))
-    if on_kernel:
-        pytest.importorskip("triton")
-        monkeypatch.setattr(penalties, "use_triton", lambda logits: True)
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
     outcomes = run(engine, jobs_of(models, prompts, kinds, True))
