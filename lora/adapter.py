@@ -21,6 +21,7 @@ import torch
 from ..platform.core.errors import AdapterError
 from ..platform.core.speculative_config import MODEL_METHODS
 from .peft_config import CONFIG_FILE, adapter_error, shown
+from .plans import ReadPlans
 from .weights import DRAFTER, WEIGHT_FILES, FolderWeights, LoraWeights, ModuleShape, read_weights
 
 __all__ = ["Adapter", "AdapterSource", "DraftTarget", "Fingerprint", "LoraWeights", "ModuleShape", "parse"]
@@ -28,8 +29,6 @@ __all__ = ["Adapter", "AdapterSource", "DraftTarget", "Fingerprint", "LoraWeight
 Fingerprint = tuple[tuple[str, int, int], ...]
 """(file, modification time in ns, size) of an adapter's files: they have changed when it has."""
 
-EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
-"""Modules beside the linear ones of the layers."""
 DRAFT_FOLDER = "draft"
 LOADED = "loaded"
 """`Adapter.draft` when there are draft weights."""
@@ -124,6 +123,7 @@ def parse(
     dtype: torch.dtype,
     draft: DraftTarget | None = None,
     draft_path: str | None = None,
+    plans: ReadPlans | None = None,
 ) -> Adapter:
     """Read a PEFT folder, and its draft weights.
 
@@ -134,6 +134,7 @@ def parse(
         dtype: The dtype in which the adapter will be used.
         draft: The engine's drafter; None: draft weights are not looked at.
         draft_path: See `AdapterSource`.
+        plans: Of other adapters with the same `known`, `max_rank` and `dtype`; see `plans`.
 
     Raises:
         AdapterError: files missing or broken, something that is not served, a rank above `max_rank`, a module that the
@@ -143,7 +144,7 @@ def parse(
     source = AdapterSource(path, draft_path if draft is not None else None)
     files = fingerprint(source, draft.method if draft is not None else None)
     check_folders(source)
-    weights = read_weights(Path(source.path), known, max_rank, dtype)
+    weights = read_weights(Path(source.path), known, max_rank, dtype, plans=plans)
     found: FolderWeights | str = _read_draft(source, draft, max_rank, dtype) if draft is not None else ""
     if isinstance(found, str):
         return Adapter(weights.digest, weights.rank, weights.modules, files, draft=found)

@@ -9,11 +9,13 @@ import torch
 
 from ..platform.core.lora_request import LoRARequest
 from .adapter import Adapter, AdapterSource, DraftTarget, Fingerprint, check_folders, fingerprint, parse
+from .layout import ModelLayout
+from .plans import ReadPlans
 from .weights import ModuleShape
 
 
 class AdapterFiles:
-    """Knows what the engine's models take. Keeps nothing, so that any thread may read."""
+    """Knows what the engine's models take. Any thread may read."""
 
     def __init__(
         self,
@@ -23,12 +25,15 @@ class AdapterFiles:
         *,
         max_rank: int,
         dtype: torch.dtype,
+        layout: ModelLayout | None = None,
     ) -> None:
-        """`modules` are the target's, by the checkpoint's names; without `draft_modules` draft weights are not read."""
+        """`modules` are the target's, by the checkpoint's names; without `draft_modules` draft weights are not read.
+        `layout`: of the target's rows, in which adapters like those before (`plans`) come packed."""
         self.modules = modules
         self.draft = DraftTarget(draft_method, draft_modules) if draft_modules else None
         self.max_rank = max_rank
         self.dtype = dtype
+        self._plans = ReadPlans(layout) if layout is not None else None
 
     def source(self, request: LoRARequest) -> AdapterSource:
         """Where the files are that a request means here."""
@@ -52,4 +57,5 @@ class AdapterFiles:
             dtype=self.dtype,
             draft=self.draft,
             draft_path=source.draft_path,
+            plans=self._plans,
         )

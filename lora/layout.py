@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.conversion import place
-from .adapter import EMBEDDING, LM_HEAD, LoraWeights
 from .pacing import give_way
+from .served import LoraWeights
+from .tensor_keys import EMBEDDING, LM_HEAD
 
 ALIGNMENT = 64
 """Bytes: a cache line."""
@@ -59,6 +60,39 @@ class PackedRows(NamedTuple):
         return self.data.nbytes + self.live.nbytes
 
 
+class CutPart(NamedTuple):
+    """One matrix of an adapter."""
+
+    name: str
+    """Of its module."""
+    which: int
+    """0: A. 1: B."""
+    column: int
+    """Its first one, among those that the adapter has."""
+
+
+class Cut(NamedTuple):
+    """What adapters of one shape have in a layout; see `PackedRows`."""
+
+    spans: tuple[tuple[int, int], ...]
+    live: NDArray[np.uint8]
+    parts: list[CutPart]
+    """From the first column to the last."""
+    is_full: bool
+    """Whether matrices fill the rows."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the rows."""
+        return len(self.live), sum(stop - start for start, stop in self.spans)
+
+    def empty(self, dtype: torch.dtype) -> PackedRows:
+        """Rows of which the matrices are still to be placed."""
+        return PackedRows(
+            self.spans, (torch.empty if self.is_full else torch.zeros)(self.shape, dtype=dtype), self.live
+        )
+
+
 class RowLayout:
     """See the module's docstring. Pieces that belong to no adapter's weights are zero."""
 
@@ -92,35 +126,45 @@ class RowLayout:
 
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedRows:
         """Cut out what an adapter has here. For any thread: others get their turn now and then."""
-        parts: list[tuple[slice, Tensor]] = []
-        num_rows = max((len(weights.a) for weights in modules.values()), default=0)
+        cut = self.cut({name: len(weights.a) for name, weights in modules.items()})
+        packed = cut.empty(self.dtype)
+        placed: list[tuple[int, Tensor]] = []
+        size = 0
+        for part in cut.parts:
+            tensor = modules[part.name][:2][part.which].contiguous()
+            placed.append((part.column, tensor))
+            size += tensor.numel()
+            if size >= _ELEMENTS or part is cut.parts[-1]:
+                place(packed.data, placed)
+                placed, size = [], 0
+                give_way()
+        return packed
+
+    def cut(self, ranks: Mapping[str, int]) -> Cut:
+        """Where an adapter with modules of these ranks has what."""
+        num_rows = max(ranks.values(), default=0)
         live = np.zeros((num_rows, len(self.pieces)), np.uint8)
-        for name, weights in modules.items():
-            index = self._modules[name]
-            parts += zip(self.pieces[index], weights[:2], strict=True)
-            live[: len(weights.a), index] = 1
-        parts.sort(key=lambda part: part[0].start)
-        spans = _joined([columns for columns, _ in parts], ALIGNMENT // self.dtype.itemsize)
-        width = sum(stop - start for start, stop in spans)
-        is_full = sum(tensor.numel() for _, tensor in parts) == num_rows * width
-        data = (torch.empty if is_full else torch.zeros)(num_rows, width, dtype=self.dtype)
+        found: list[tuple[slice, str, int]] = []
+        for name, rank in ranks.items():
+            module = self._modules[name]
+            found += [(columns, name, which) for which, columns in enumerate(self.pieces[module])]
+            live[:rank, module] = 1
+        found.sort(key=lambda part: part[0].start)
+        spans = _joined([columns for columns, _, _ in found], ALIGNMENT // self.dtype.itemsize)
         remaining = iter(spans)
         start = stop = shift = end = 0
-        placed: list[tuple[int, Tensor]] = []
-        for columns, tensor in parts:
+        parts: list[CutPart] = []
+        for columns, name, which in found:
             if columns.start >= stop:  # the next span
                 start, stop = next(remaining)
                 shift, end = end - start, end + stop - start
-            placed.append((columns.start + shift, tensor.contiguous()))
-        size = 0
-        first = 0
-        for index, (_, tensor) in enumerate(placed):
-            size += tensor.numel()
-            if size >= _ELEMENTS or index + 1 == len(placed):
-                place(data, placed[first : index + 1])
-                first, size = index + 1, 0
-                give_way()
-        return PackedRows(tuple(spans), data, live)
+            parts.append(CutPart(name, which, columns.start + shift))
+        num_placed = sum(ranks[name] * (columns.stop - columns.start) for columns, name, _ in found)
+        return Cut(tuple(spans), live, parts, num_placed == num_rows * end)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a module has its place here."""
+        return name in self._modules
 
     def names(self, packed: PackedRows) -> list[str]:
         """The modules that an adapter has here."""
@@ -186,6 +230,8 @@ class ModelLayout(NamedTuple):
 
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
         """An adapter's weights in the form in which they are copied. For any thread."""
+        if isinstance(modules, PackedWeights) and modules.layout is self:
+            return modules.packed
         vocabulary = {name: weights for name, weights in modules.items() if name in (EMBEDDING, LM_HEAD)}
         linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
         gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
@@ -197,7 +243,7 @@ class PackedWeights(Mapping[str, LoraWeights]):
     they are hundreds."""
 
     def __init__(self, layout: ModelLayout, packed: PackedModules) -> None:
-        self._packed = packed
+        self.layout, self.packed = layout, packed
         self._owners: dict[str, tuple[RowLayout, PackedRows]] = {}
         for rows, part in ((layout.linears, packed.linears), (layout.vocabulary, packed.vocabulary)):
             self._owners |= dict.fromkeys(rows.names(part), (rows, part))
@@ -213,4 +259,4 @@ class PackedWeights(Mapping[str, LoraWeights]):
 
     def __getitem__(self, name: str) -> LoraWeights:
         rows, part = self._owners[name]
-        return LoraWeights(*rows.view(part, name), self._packed.gains.get(name))
+        return LoraWeights(*rows.view(part, name), self.packed.gains.get(name))

@@ -68,21 +68,21 @@ class AdapterManager:
         """
         dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         self._clock = clock
-        self._on_gone = hooks.on_gone
+        self._on_gone, max_rank = hooks.on_gone, config.max_lora_rank
         device = torch.device(device)
-        sites = make_sites(linears, hooks, dtype, device)
+        sites = target, draft = make_sites(linears, hooks, dtype, device)
         pool = RowPool(count_rows(config, sum(part.row_bytes for part in sites)), config.max_loras)
         for part in sites:
             part.allocate(pool.num_rows)
         self._files = AdapterFiles(
-            sites[0].modules, hooks.draft_method, sites[1].modules, max_rank=config.max_lora_rank, dtype=dtype
+            target.modules, hooks.draft_method, draft.modules, max_rank=max_rank, dtype=dtype, layout=target.layout
         )
         self._registry = AdapterRegistry()
         self._transfers = Transfers(self._files, Placer(sites, device), reader_process=hooks.reader_process)
         self._residency = Residency(config, self._registry, pool, self._transfers.write)
         self._aging = Aging(self._registry, self._residency, clock)
         self._catalog = Catalog(self._files, self._registry, self._residency, self._transfers, self._changed)
-        self._steps = StepAdapters(pool, dtype, device, config.max_lora_rank, batch_invariant=hooks.batch_invariant)
+        self._steps = StepAdapters(pool, dtype, device, max_rank, batch_invariant=hooks.batch_invariant)
         self._resolver = Resolver(self._files, self._registry, self._residency, self._changed)
         self._refusals: dict[AdapterVersion, Refusal] = {}  # since the last change; see `_changed`
         self._refused_until = 0.0
@@ -296,6 +296,7 @@ class AdapterManager:
     def prepare(self, rows: PlanRows) -> LoraBatch | None:
         """What the target's forward pass needs for rows of (adapter of an admitted request, number of tokens); None
         when all are the base model's."""
+        self._transfers.step(count for _, count in rows)
         return self._steps.prepare(rows)
 
     def prepare_head(self, rows: PlanRows) -> LoraBatch | None:

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 from ..platform.core.threads import give_way as give_up_lock
 
 _LOCK_SECONDS = 0.5e-3
 """For which a thread keeps Python's lock from the one that steps, at most."""
-_WORK_SECONDS = 0.2e-3
+_WORK_SECONDS = 0.5e-3
 _REST = 3.0
 """The reader process works for so long and then rests for so many times as long, where processors are scarce."""
+_ASIDE_SECONDS = 0.05
+"""For which it stands aside at most while one long step comes after another..."""
+_LOOK_SECONDS = 1e-3
+"""...and so often it looks whether they have ended."""
+_PROMPT_TOKENS = 8
+"""Of a row, and more: a prompt's."""
+
+
+class StepSignal:
+    """A byte of memory in which the process that steps tells the reader's that a long step is under way: one with
+    prompts beside sequences that decode. These wait for their next token longer than usual then, and for nobody else.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Of the file in memory, which may be closed then."""
+        self._memory = mmap.mmap(descriptor, 1)
+        self._is_set = False
+
+    @staticmethod
+    def make() -> int:
+        """The descriptor of a new one; not set."""
+        descriptor = os.memfd_create("outrider-steps", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, 1)
+        return descriptor
+
+    def step(self, counts: Iterable[int]) -> None:
+        """A step begins, with rows of so many tokens."""
+        long = [count >= _PROMPT_TOKENS for count in counts]
+        if (any(long) and not all(long)) != self._is_set:
+            self._is_set = not self._is_set
+            self._memory[0] = self._is_set
+
+    def is_set(self) -> bool:
+        """What the other process said last."""
+        return bool(self._memory[0])
 
 
 class Turn(Protocol):
@@ -41,7 +78,10 @@ class ProcessorTurns:
     priorities; many short absences cost each step a little.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signal: StepSignal | None = None) -> None:
+        """`signal`: of the process that steps."""
+        self._signal = signal
+        self._patience = _ASIDE_SECONDS
         self._since = time.thread_time()
         self._num_processors = len(os.sched_getaffinity(0))
         self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
@@ -52,7 +92,17 @@ class ProcessorTurns:
             return
         if self._num_runnable() > self._num_processors:
             time.sleep(_REST * used)
+            self._stand_aside()
         self._since = time.thread_time()
+
+    def _stand_aside(self) -> None:
+        """Wait for the end of a long step, but not of many in a row: who waits for an adapter has patience, too."""
+        while self._signal is not None and self._signal.is_set():
+            if self._patience <= 0:
+                return
+            self._patience -= _LOOK_SECONDS
+            time.sleep(_LOOK_SECONDS)
+        self._patience = _ASIDE_SECONDS
 
     def _num_runnable(self) -> int:
         """Threads that run or could, this one included: "0.20 0.18 0.12 1/80 11206"."""

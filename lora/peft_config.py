@@ -80,6 +80,11 @@ class PeftConfig:
     modules_to_save: tuple[str, ...]
     """Embeddings and heads at most."""
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All but the scales."""
+        return self.rank, tuple(self.rank_pattern.items()), self.use_dora, self.modules_to_save
+
     def rank_of(self, module: str) -> int:
         """The rank that the configuration gives a module, named as in the model that PEFT was given."""
         return int(_by_pattern(self.rank_pattern, module, self.rank))

@@ -23,6 +23,7 @@ from ..platform.core.errors import ErrorInfo, error_from_info
 from .adapter import AdapterSource, fingerprint
 from .files import AdapterFiles
 from .layout import ModelLayout
+from .pacing import StepSignal
 from .reader_messages import ReadyRows, decode_adapter, describe, receive, send
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,12 @@ BYTES_A_SECOND = 20 << 20
 """...of the adapter's files a second more."""
 NICE = 5
 """So much nicer than this process is the other: requests that run come before one that waits for its adapter."""
+_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "THP_MEM_ALLOC_ENABLE": "0",
+}
+"""What an adapter took is taken again for the next: memory fresh from the system costs it more than its weights do."""
 MAX_FAILURES = 3
 """In a row: then it is not started again."""
 
@@ -72,6 +79,10 @@ class AdapterReader:
         self._num_failures = 0
         self._closed = False
         self._wanted = False
+        descriptor = StepSignal.make()
+        self.signal = StepSignal(descriptor)
+        """To be told of steps, by the thread that steps."""
+        self._signal = os.fdopen(descriptor, "rb", 0)  # closed with this object
         self.num_reads = 0
         """Adapters asked for so far..."""
         self.num_answers = 0
@@ -167,7 +178,13 @@ class AdapterReader:
             # A program that is started, not a copy of this process: it runs no code of the user's script. `-P`: no
             # folder of the caller's comes before the standard library.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            environment = {
+                **os.environ,
+                **_MEMORY,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", f"{__package__}.reader_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -185,7 +202,7 @@ class AdapterReader:
             if said.poll(0):
                 self._connection.settimeout(READ_SECONDS)
                 receive(self._connection)
-                send(self._connection, describe(os.getpid(), self._files, self._layouts))
+                send(self._connection, describe(os.getpid(), self._files, self._layouts), self._signal.fileno())
                 self._ready = True
             elif time.monotonic() - self._started > START_SECONDS:
                 raise TimeoutError(f"it is not ready after {START_SECONDS:.0f} seconds")

@@ -2,7 +2,7 @@
 
     engine's process                      reader process
                                    <-     {}                        it has started
-    Setup                          ->
+    Setup, signal                  ->
     source                         ->
                                    <-     {"adapter": ...}, memory  read: its rows in a sealed memfd
                                    <-     {"error": [...]}          cannot be served
@@ -92,8 +92,9 @@ def _describe_modules(modules: Iterable[tuple[str, ModuleShape]]) -> list[list[A
     ]
 
 
-def make_files(setup: Setup, base: BaseWeight, is_base: Callable[[Tensor], bool]) -> AdapterFiles:
-    """What reads adapters; `base` and `is_base` stand for those of each module that has some."""
+def make_files(setup: Setup, base: BaseWeight, is_base: Callable[[Tensor], bool], layout: ModelLayout) -> AdapterFiles:
+    """What reads adapters; `base` and `is_base` stand for those of each module that has some. `layout`: the target's
+    rows."""
 
     def shapes(modules: list[list[Any]]) -> dict[str, ModuleShape]:
         return {
@@ -108,6 +109,7 @@ def make_files(setup: Setup, base: BaseWeight, is_base: Callable[[Tensor], bool]
         shapes(given["draft_modules"]),
         max_rank=given["max_rank"],
         dtype=getattr(torch, given["dtype"]),
+        layout=layout,
     )
 
 

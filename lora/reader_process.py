@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from .adapter import AdapterSource
 from .dora import BaseWeight
 from .files import AdapterFiles
 from .layout import ModelLayout
-from .pacing import ProcessorTurns, give_way, take_turns
+from .pacing import ProcessorTurns, StepSignal, give_way, take_turns
 from .reader_messages import Setup, encode_adapter, make_files, make_layouts, receive, send
 
 _PARENT_MS = 1000
@@ -81,8 +82,11 @@ def _sealed(buffers: list[memoryview]) -> int:
 def serve(connection: socket.socket) -> None:
     """Answer until nobody asks any more."""
     send(connection, {})
-    setup = Setup(*receive(connection)[0])
-    files, layouts = make_files(setup, BaseWeight(_no_base, _no_base), _no_base), make_layouts(setup)
+    message, signals = receive(connection)
+    setup = Setup(*message)
+    _stand_back(signals)
+    layouts = make_layouts(setup)
+    files = make_files(setup, BaseWeight(_no_base, _no_base), _no_base, layouts[0])
     if setup.native:
         library()
     asked = select.poll()
@@ -104,16 +108,18 @@ def serve(connection: socket.socket) -> None:
         give_way()
 
 
-def _stand_back() -> None:
-    """Let the engine's threads go first."""
+def _stand_back(signals: Sequence[int]) -> None:
+    """Let the engine's threads go first; `signals`: the descriptor of the engine's, which is closed here."""
+    found = [StepSignal(descriptor) for descriptor in signals]
+    for descriptor in signals:
+        os.close(descriptor)
     with contextlib.suppress(OSError):  # no /proc
-        take_turns(ProcessorTurns())
+        take_turns(ProcessorTurns(*found))
 
 
 def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _stand_back()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, ConnectionError):  # the engine's process is gone
         serve(socket.socket(fileno=int(sys.argv[1])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from .pacing import give_way
 from .peft_config import adapter_error
 from .tensor_keys import MAGNITUDE, A, B, FileModule
 
-_PIECE = 1 << 17
-"""Bytes that are digested at once..."""
+DIGESTED_BYTES = 1 << 17
+"""What is digested at once..."""
 _ELEMENTS = 1 << 16
 """...and numbers that are converted at once, or one matrix."""
 
@@ -72,19 +72,18 @@ def serve(
     """
     sizes = [s.rank * features for s in sources for features in (s.in_features, s.out_features)]
     content = torch.empty(sum(sizes), dtype=dtype)
-    parts = iter(content.split(sizes))
-    modules = {s.name: LoraWeights(next(parts).view(s.rank, -1), next(parts).view(s.rank, -1)) for s in sources}
-    digest = hashlib.sha256(repr([(*s[:4], str(dtype)) for s in sources]).encode())
+    modules = dict(views(sources, content))
+    digest = digest_start(sources, dtype)
     digested = content.view(torch.uint8).numpy().data
     is_finite, gained = True, False
     stop = 0
-    for group in _groups(sources):
+    for group in groups(sources):
         found = [read(source) for source in group]
         start, stop = stop, stop + sum(weights.a.numel() + weights.b.numel() for weights in found)
         is_finite &= convert(content[start:stop], list(_matrices(group, found)))
-        for first in range(start * dtype.itemsize, stop * dtype.itemsize, _PIECE):
+        for first in range(start * dtype.itemsize, stop * dtype.itemsize, DIGESTED_BYTES):
             give_way()
-            digest.update(digested[first : min(first + _PIECE, stop * dtype.itemsize)])
+            digest.update(digested[first : min(first + DIGESTED_BYTES, stop * dtype.itemsize)])
         for source, weights in zip(group, found, strict=True):
             if weights.magnitude is not None:
                 gained = True
@@ -98,7 +97,20 @@ def serve(
     return modules, digest.digest()
 
 
-def _groups(sources: Sequence[StoredModule]) -> Iterator[Sequence[StoredModule]]:
+def views(sources: Sequence[StoredModule], content: Tensor) -> Iterator[tuple[str, LoraWeights]]:
+    """Each module's weights, which lie one after another."""
+    sizes = [s.rank * features for s in sources for features in (s.in_features, s.out_features)]
+    parts = iter(content.split(sizes))
+    for s in sources:
+        yield s.name, LoraWeights(next(parts).view(s.rank, -1), next(parts).view(s.rank, -1))
+
+
+def digest_start(sources: Sequence[StoredModule], dtype: torch.dtype) -> Any:
+    """The hash before anything of the weights is in it."""
+    return hashlib.sha256(repr([(*s[:4], str(dtype)) for s in sources]).encode())
+
+
+def groups(sources: Sequence[StoredModule]) -> Iterator[Sequence[StoredModule]]:
     """Neighbours that have few numbers together, or one of many."""
     first = size = 0
     for index, source in enumerate(sources):

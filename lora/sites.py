@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .adapter import EMBEDDING, LM_HEAD, LoraWeights, ModuleShape
+from .adapter import LoraWeights, ModuleShape
 from .arena import RowArena
 from .dora import GainSites, of_head, of_slice, of_table
 from .layers import EmbeddingSite, Live, LoraSite
 from .layout import ModelLayout, PackedModules, Place, RowLayout
 from .pool import Allocation
+from .tensor_keys import EMBEDDING, LM_HEAD
 
 if TYPE_CHECKING:
     from ..models.layers.embedding import Embedding

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +21,7 @@ from torch import Tensor
 from ..platform.core.errors import OutriderError
 from .pacing import give_way
 from .peft_config import adapter_error, shown
-from .tensor_header import InvalidFileError, read_header
+from .tensor_header import HeaderEntry, InvalidFileError, read_header
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -29,7 +32,12 @@ _LENGTH_BYTES = 8
 _PIECE = 1 << 17
 """Bytes that are read at once."""
 
-_DTYPES = {
+_REMEMBERED = 16
+"""Headers..."""
+_REMEMBERED_BYTES = 1 << 20
+"""...of so many bytes at most: as objects they take several times as much."""
+
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -46,12 +54,24 @@ _DTYPES = {
 """Of the tensors that can be read; which of them are served is said elsewhere."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Header:
+    """Of a safetensors file, found right. The same object for files with the same one, as long as it is remembered."""
+
+    entries: dict[str, HeaderEntry]
+    shapes: dict[str, tuple[int, ...]]
+
+
 class TensorFile(NamedTuple):
     """An open file."""
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
     """Of a key; contiguous."""
+    header: Header | None = None
+    """Of a safetensors file."""
+    fill: Callable[[memoryview, int], None] | None = None
+    """Fills a buffer from this byte of its data on."""
 
 
 @contextmanager
@@ -91,34 +111,57 @@ def _open_safetensors(file: Path) -> Iterator[TensorFile]:
         size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
         if size > _MAX_HEADER_BYTES:  # before it is read: parsing it would take a minute, and gigabytes
             raise InvalidFileError(f"its header claims {size} bytes; the limit is {_MAX_HEADER_BYTES}")
-        with safe_open(str(file), framework="pt", device="cpu") as checked:  # sizes, gaps, keys
-            del checked
         start = _LENGTH_BYTES + size
         if num_bytes < start:
             raise InvalidFileError(f"it has {num_bytes} bytes, fewer than its header claims ({start})")
-        entries = read_header(_content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
+        header = _header(file, _content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
+        entries = header.entries
 
         def read(key: str) -> Tensor:
             entry = entries[key]
-            if entry.dtype not in _DTYPES:
+            if entry.dtype not in DTYPES:
                 raise adapter_error(f"{key} has dtype {entry.dtype}, which is not served")
             content = torch.from_numpy(_content(descriptor, start + entry.start, entry.stop - entry.start))
-            return content.view(_DTYPES[entry.dtype]).view(entry.shape)
+            return content.view(DTYPES[entry.dtype]).view(entry.shape)
 
-        yield TensorFile({key: entry.shape for key, entry in entries.items()}, read)
+        yield TensorFile(header.shapes, read, header, lambda buffer, first: _fill(descriptor, buffer, start + first))
+
+
+def _header(file: Path, text: bytes, num_bytes: int) -> Header:
+    """The header with this text, of a file with `num_bytes` of data; InvalidFileError, SafetensorError.
+
+    Most adapters have the same one as another before, byte for byte, and it was found right then.
+    """
+    known = _known(hashlib.sha256(text).digest(), num_bytes) if len(text) <= _REMEMBERED_BYTES else []
+    if not known:
+        with safe_open(str(file), framework="pt", device="cpu") as checked:  # sizes, gaps, keys
+            del checked
+        entries = read_header(text, num_bytes)
+        known.append(Header(entries, {key: entry.shape for key, entry in entries.items()}))
+    return known[0]
+
+
+@functools.lru_cache(_REMEMBERED)
+def _known(digest: bytes, num_bytes: int) -> list[Header]:
+    """Of a header's text and the size of the data: where it is kept once it was found right."""
+    return []
 
 
 def _content(descriptor: int, start: int, size: int) -> NDArray[np.uint8]:
-    """Bytes of a file, in pieces: others get their turn in between."""
+    """Bytes of a file."""
     content = np.empty(size, np.uint8)
-    rest = content.data
+    _fill(descriptor, content.data, start)
+    return content
+
+
+def _fill(descriptor: int, rest: memoryview, start: int) -> None:
+    """The same into a buffer, in pieces: others get their turn in between."""
     while rest.nbytes:
         count = os.preadv(descriptor, [rest[:_PIECE]], start)
         if not count:
             raise EOFError(f"it has become shorter by {rest.nbytes} bytes")
         rest, start = rest[count:], start + count
         give_way()
-    return content
 
 
 def _load_pickle(file: Path) -> dict[str, Tensor]:

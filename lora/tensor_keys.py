@@ -20,6 +20,8 @@ from .peft_config import adapter_error
 
 T = TypeVar("T")
 
+EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
+"""Modules beside the linear ones of the layers."""
 # Parts of a module's weights.
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..platform.core.errors import AdapterError, OutriderError
@@ -64,6 +64,11 @@ class Transfers:
         """Start the reader process, if there is to be one, before it is needed."""
         if self.reader is not None:
             self.reader.start()
+
+    def step(self, counts: Iterable[int]) -> None:
+        """A step begins, with rows of so many tokens."""
+        if self.reader is not None:
+            self.reader.signal.step(counts)
 
     def reading(self, source: AdapterSource) -> Callable[[], HostEntry]:
         """The work of reading and checking an adapter, for any thread. AdapterError comes out of it."""

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from ..platform.core.errors import ErrorInfo
 from ..platform.core.request import Request
-from .adapter import LM_HEAD, AdapterSource, Fingerprint
+from .adapter import AdapterSource, Fingerprint
 from .placing import HostEntry
+from .tensor_keys import LM_HEAD
 
 Order = tuple[Any, ...]
 """A request's place in the scheduling policy's order, see `Request.order`: the smallest is the most urgent."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .peft_config import PeftConfig, adapter_error, read_config, shown
+from .plans import ReadPlans
 from .served import LoraWeights, StoredModule, StoredWeights, serve
 from .tensor_file import WEIGHT_FILES, TensorFile, open_tensors
 from .tensor_keys import BASE, DRAFTER, MAGNITUDE, A, B, FileModule, ModuleShape, Owner, group_keys
@@ -34,21 +35,23 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class FolderWeights(NamedTuple):
     """A folder's content."""
 
-    modules: dict[str, LoraWeights]
+    modules: Mapping[str, LoraWeights]
     digest: bytes
     """Of what it computes; see `served.serve`."""
-
-    @property
-    def rank(self) -> int:
-        """The largest of the modules."""
-        return max(len(part.a) for part in self.modules.values())
+    rank: int
+    """The largest of the modules."""
 
 
 def read_weights(
-    folder: Path, known: Mapping[str, ModuleShape], max_rank: int, dtype: torch.dtype, owner: Owner = BASE
+    folder: Path,
+    known: Mapping[str, ModuleShape],
+    max_rank: int,
+    dtype: torch.dtype,
+    owner: Owner = BASE,
+    plans: ReadPlans | None = None,
 ) -> FolderWeights:
     """Read adapter_config.json and adapter_model.safetensors (or .bin) of `folder`, for a model with `known` modules,
-    called `owner` in messages.
+    called `owner` in messages. `plans`: of files for the same model, rank and dtype.
 
     Raises:
         AdapterError: files missing or broken, something that is not served, a rank above `max_rank`, a module that the
@@ -59,6 +62,9 @@ def read_weights(
     except OSError as error:  # no permission, or a path that got too long
         raise adapter_error(f"cannot read {shown(folder)}: {error.strerror}") from error
     with open_tensors(folder) as file:
+        planned = _read_planned(file, config, plans)
+        if planned is not None:
+            return planned
         found, copies = group_keys(file.shapes, known, owner)
         for module in found.values():
             _check_module(module, config, file.shapes, max_rank, owner)
@@ -71,7 +77,17 @@ def read_weights(
             for source in _sources(module, config.scale_of(module.configured), file.shapes, known)
         ]
         bases = {name: shape.base for name, shape in known.items()}
-        return FolderWeights(*serve(sources, lambda source: _read(source, file), dtype, bases))
+        modules, digest = serve(sources, lambda source: _read(source, file), dtype, bases)
+        if plans is not None and file.header is not None and not copies:
+            plans.keep(sources, file.header, config.form)
+        return FolderWeights(modules, digest, max(source.rank for source in sources))
+
+
+def _read_planned(file: TensorFile, config: PeftConfig, plans: ReadPlans | None) -> FolderWeights | None:
+    """The weights of a file of a known form; None: it must be looked at more closely."""
+    plan = plans.find(file.header, config.form) if plans is not None else None
+    read = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
+    return FolderWeights(*read, plan.rank) if plan and read else None
 
 
 def _check_module(

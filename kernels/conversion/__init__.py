@@ -8,9 +8,10 @@ from torch import Tensor
 
 from . import native as _native
 from . import torch as _torch
+from .stored import Conversion, StoredGroups, StoredMatrix, serves_stored
 from .torch import Matrix
 
-__all__ = ["Matrix", "convert", "place"]
+__all__ = ["Conversion", "Matrix", "StoredGroups", "StoredMatrix", "convert", "place", "serves_stored"]
 
 
 def convert(out: Tensor, matrices: Sequence[Matrix]) -> bool:

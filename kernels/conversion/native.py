@@ -13,14 +13,15 @@ from torch import Tensor
 from ..native import DTYPES, loaded
 from .torch import Matrix
 
-_MATRIX = np.dtype(
+MATRIX = np.dtype(
     [(name, np.int64) for name in ("values", "rows", "columns", "dtype", "transposed")] + [("scale", np.float64)]
 )
-_PART = np.dtype([(name, np.int64) for name in ("values", "rows", "bytes", "offset")])
+PART = np.dtype([(name, np.int64) for name in ("values", "rows", "bytes", "offset")])
 
 
 @functools.cache
-def _functions() -> tuple[Any, Any] | None:
+def functions() -> tuple[Any, Any] | None:
+    """`outrider_convert` and `outrider_place`; None: there are no kernels."""
     kernels = loaded()
     if kernels is None:
         return None
@@ -38,23 +39,23 @@ def serves(out: Tensor) -> bool:
 
 def convert(out: Tensor, matrices: Sequence[Matrix]) -> bool:
     """See the package."""
-    functions = _functions()
-    assert functions is not None, "serves says when this may be called"
+    found = functions()
+    assert found is not None, "serves says when this may be called"
     # In another dtype than the kernel's: the product is made here.
     matrices = [m if m.values.dtype in DTYPES else m._replace(values=m.scaled().float(), scale=1.0) for m in matrices]
     table = np.array(
-        [(v.data_ptr(), *v.shape, DTYPES[v.dtype], transposed, scale) for v, transposed, scale in matrices], _MATRIX
+        [(v.data_ptr(), *v.shape, DTYPES[v.dtype], transposed, scale) for v, transposed, scale in matrices], MATRIX
     )
     assert out.numel() == int((table["rows"] * table["columns"]).sum())
-    return bool(functions[0](table.ctypes.data, len(table), out.data_ptr(), DTYPES[out.dtype]))
+    return bool(found[0](table.ctypes.data, len(table), out.data_ptr(), DTYPES[out.dtype]))
 
 
 def place(out: Tensor, parts: Sequence[tuple[int, Tensor]]) -> None:
     """See the package."""
-    functions = _functions()
-    assert functions is not None, "serves says when this may be called"
+    found = functions()
+    assert found is not None, "serves says when this may be called"
     size = out.itemsize
-    table = np.array([(v.data_ptr(), v.shape[0], v.shape[1] * size, column * size) for column, v in parts], _PART)
+    table = np.array([(v.data_ptr(), v.shape[0], v.shape[1] * size, column * size) for column, v in parts], PART)
     stride = out.shape[1] * size
     assert not len(table) or (table["rows"].max() <= len(out) and (table["offset"] + table["bytes"]).max() <= stride)
-    functions[1](table.ctypes.data, len(table), out.data_ptr(), stride)
+    found[1](table.ctypes.data, len(table), out.data_ptr(), stride)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.kernels.conversion import Matrix, convert, native, place
+from outrider.kernels.conversion import Matrix, StoredGroups, StoredMatrix, convert, native, place
 from outrider.kernels.conversion import torch as reference
 from outrider.kernels.native import library
 
@@ -81,3 +81,51 @@ def test_float16_is_served_by_the_reference():
     given = matrices(torch.float32)
     assert not native.serves(empty(given, torch.float16))
     assert converted(convert, given, torch.float16)[0]
+
+
+@pytest.mark.parametrize("served", SERVED, ids=str)
+@pytest.mark.parametrize("stored", SERVED, ids=str)
+def test_groups_of_a_files_bytes_come_to_their_columns(stored, served):
+    """Out of order, with something else between them; what `convert` and `place` make of the same."""
+    generator = torch.Generator().manual_seed(6)
+    given = [
+        [Matrix(torch.randn(4, 37, generator=generator)), Matrix(torch.randn(33, 4, generator=generator), True, 1.7)],
+        [Matrix(torch.randn(40, 2, generator=generator), True, 0.3), Matrix(torch.randn(3, 5, generator=generator))],
+    ]
+    given = [[matrix._replace(values=matrix.values.to(stored)) for matrix in group] for group in given]
+    width, column, contents, groups = 130, 3, [], []
+    expected, rows = torch.zeros(2, 4, width, dtype=served).unbind()
+    for group in given:
+        content, found = b"something", []
+        content += bytes(-len(content) % 4)
+        for matrix in reversed(group):
+            rank, size = matrix.values.shape[:: -1 if matrix.transposed else 1]
+            found.insert(0, StoredMatrix(len(content), *matrix.values.shape, stored, matrix.transposed, column))
+            content += matrix.values.view(torch.uint8).numpy().tobytes()
+            place(
+                expected,
+                [
+                    (
+                        column,
+                        matrix.scaled().to(served).view(matrix.values.shape).t().contiguous()
+                        if matrix.transposed
+                        else matrix.scaled().to(served),
+                    )
+                ],
+            )
+            column += size
+            assert rank <= 4
+        contents.append(content)
+        groups.append(found)
+    plan = StoredGroups(groups, served, (4, width))
+    conversion = plan.start([matrix.scale for group in given for matrix in group], rows)
+    for index, (content, group) in enumerate(zip(contents, given, strict=True)):
+        conversion.buffer(index)[:] = content
+        assert conversion.convert(index)
+        _, result = converted(native.convert, group, served)
+        assert bytes(conversion.result(index)) == result.numpy().tobytes()
+        conversion.place(index)
+    assert torch.equal(rows, expected)
+    conversion.buffer(0)[-2:] = b"\xff\xff"
+    conversion.buffer(0)[-4:-2] = b"\xff\xff"
+    assert not conversion.convert(0), "not finite"

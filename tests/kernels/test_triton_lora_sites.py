@@ -9,11 +9,12 @@ import torch
 pytest.importorskip("triton")
 
 from outrider.lora import arena, batching, dora, layers, preparing
-from outrider.lora.adapter import EMBEDDING, LM_HEAD, AdapterSource, LoraWeights
+from outrider.lora.adapter import AdapterSource, LoraWeights
 from outrider.lora.batching import LoraBatcher
 from outrider.lora.pool import Allocation, RowPool
 from outrider.lora.preparing import StepAdapters
 from outrider.lora.sites import AdapterSites
+from outrider.lora.tensor_keys import EMBEDDING, LM_HEAD
 from outrider.lora.versions import AdapterVersion
 from outrider.models.layers.embedding import Embedding
 from outrider.models.layers.linear import Linear

@@ -38,6 +38,10 @@ class Both:
         hooks = AdapterHooks(self.embedding, "draft_model", random_linears(1))
         sites = make_sites(random_linears(), hooks, dtype, CPU)
         self.files = AdapterFiles(sites[0].modules, "draft_model", sites[1].modules, max_rank=8, dtype=dtype)
+        self.quick = AdapterFiles(
+            sites[0].modules, "draft_model", sites[1].modules, max_rank=8, dtype=dtype, layout=sites[0].layout
+        )
+        """The same, which remembers."""
         self.placer = Placer(sites, CPU)
         self.reader = AdapterReader(self.files, self.placer.layouts)
 

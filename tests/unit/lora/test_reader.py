@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora.adapter import EMBEDDING, LM_HEAD
+from outrider.lora.tensor_keys import EMBEDDING, LM_HEAD
 from outrider.lora.weights import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 

@@ -9,7 +9,7 @@ import torch
 
 from outrider.lora import pacing
 from outrider.lora.layout import ModelLayout, RowLayout
-from outrider.lora.pacing import LockTurns, ProcessorTurns
+from outrider.lora.pacing import LockTurns, ProcessorTurns, StepSignal
 from outrider.lora.reader_messages import Setup, make_layouts, receive, send
 
 
@@ -116,3 +116,45 @@ def test_the_processor_is_given_up_where_others_want_it(monkeypatch, runnable, r
 
 def test_what_runs_is_counted():
     assert ProcessorTurns()._num_runnable() >= 1
+
+
+def test_long_steps_are_told_from_others():
+    descriptor = StepSignal.make()
+    here, there = StepSignal(descriptor), StepSignal(descriptor)
+    os.close(descriptor)
+    for counts, long in (
+        ([1, 1], False),
+        ([1, 24], True),
+        ([24, 1], True),
+        ([24], False),
+        ([1, 5], False),
+        ([], False),
+    ):
+        here.step(counts)
+        assert there.is_set() == long
+
+
+def test_long_steps_are_left_alone_but_not_for_ever(monkeypatch):
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(pacing.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(pacing.os, "pread", lambda *_: b"0.20 0.18 12.12 3/80 11206\n")
+    descriptor = StepSignal.make()
+    signal = StepSignal(descriptor)
+    os.close(descriptor)
+    turns = ProcessorTurns(signal)
+
+    def waited():
+        """In a turn, beside the rest that it takes anyway."""
+        clock.slept.clear()
+        clock.now += 1e-3
+        turns()
+        return sum(clock.slept[1:])
+
+    assert waited() == 0
+    signal.step([24, 1])
+    assert waited() == pytest.approx(0.05)
+    assert waited() == 0, "patience is at its end"
+    signal.step([1, 1])
+    assert waited() == 0
+    signal.step([24, 1])
+    assert waited() == pytest.approx(0.05)

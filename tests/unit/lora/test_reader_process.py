@@ -216,6 +216,21 @@ def mapped():
     return Path("/proc/self/maps").read_text().count("outrider-adapter")
 
 
+def test_an_engine_tells_it_of_long_steps(folder):
+    config = LoRAConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8)
+    manager = AdapterManager(make_linears(), config, torch.float32, "cpu", AdapterHooks(reader_process=True))
+    try:
+        reader = manager._transfers.reader
+        manager.prepare([(None, 24), (None, 1)])
+        assert reader.signal.is_set()
+        assert reader.wait_ready(60)
+        assert reader.read(AdapterSource(folder("a"))) is not None, "it waits, but not for ever"
+        manager.prepare([(None, 1), (None, 1)])
+        assert not reader.signal.is_set()
+    finally:
+        manager.close()
+
+
 def test_an_engine_reads_with_it(folder):
     linears, before = make_linears(), mapped()
     config = LoRAConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8)

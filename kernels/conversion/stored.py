@@ -1,0 +1,122 @@
+"""From a file's bytes to rows, a few neighbouring matrices at a time, in the processor's cache: for many files alike.
+
+file's bytes --convert--> M_0 | M_1ᵀ | ... --place--> columns of the rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..native import DTYPES
+from .native import MATRIX, PART, functions, serves
+
+
+class StoredMatrix(NamedTuple):
+    """One matrix as it lies in the bytes of its group, and where it is to be."""
+
+    offset: int
+    """Its first byte."""
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    """One of `native.DTYPES`."""
+    transposed: bool
+    target: int
+    """Its first column in the rows."""
+
+    @property
+    def num_bytes(self) -> int:
+        """As it is stored."""
+        return self.rows * self.columns * self.dtype.itemsize
+
+
+class StoredGroups:
+    """Groups of matrices, and where they go. Never changed."""
+
+    def __init__(self, groups: Sequence[Sequence[StoredMatrix]], dtype: torch.dtype, shape: tuple[int, int]) -> None:
+        """For results in `dtype` and rows of this shape; `serves(dtype)` must hold."""
+        self._dtype = dtype
+        self._shape = shape
+        self.num_bytes = [max(m.offset + m.num_bytes for m in group) for group in groups]
+        """Of each group, to be read."""
+        matrices, parts, self._numbers = [], [], []
+        for group in groups:
+            end = 0
+            for m in group:
+                height, width = (m.columns, m.rows) if m.transposed else (m.rows, m.columns)
+                assert height <= shape[0]
+                assert m.target + width <= shape[1]
+                matrices.append((m.offset, m.rows, m.columns, DTYPES[m.dtype], m.transposed, 1.0))
+                parts.append((end * dtype.itemsize, height, width * dtype.itemsize, m.target * dtype.itemsize))
+                end += m.rows * m.columns
+            self._numbers.append(end)
+        self._matrices, self._parts = np.array(matrices, MATRIX), np.array(parts, PART)
+        ends = np.cumsum([len(group) for group in groups]).tolist()
+        self._spans = list(zip([0, *ends], [len(group) for group in groups], strict=False))
+
+    @property
+    def num_matrices(self) -> int:
+        """Of all groups."""
+        return len(self._matrices)
+
+    def start(self, scales: Sequence[float], rows: Tensor) -> Conversion:
+        """Begin with one file, whose matrices have these scales, to fill these rows."""
+        assert tuple(rows.shape) == self._shape
+        assert rows.dtype == self._dtype
+        assert rows.is_contiguous()
+        return Conversion(self, scales, rows)
+
+
+class Conversion:
+    """One file's. Group after group: fill `buffer`, `convert`, look at `result`, `place`."""
+
+    def __init__(self, groups: StoredGroups, scales: Sequence[float], rows: Tensor) -> None:
+        self._groups, self._rows = groups, rows
+        self._buffer = np.empty(max(groups.num_bytes), np.uint8)
+        self._result = np.empty(max(groups._numbers) * groups._dtype.itemsize, np.uint8)
+        self._matrices, self._parts = groups._matrices.copy(), groups._parts.copy()
+        self._matrices["scale"] = scales
+        self._matrices["values"] += self._buffer.ctypes.data
+        self._parts["values"] += self._result.ctypes.data
+
+    def buffer(self, group: int) -> memoryview:
+        """For a group's bytes."""
+        return self._buffer.data[: self._groups.num_bytes[group]]
+
+    def convert(self, group: int) -> bool:
+        """Whether the results are finite."""
+        first, count = self._groups._spans[group]
+        table = self._matrices.ctypes.data + first * MATRIX.itemsize
+        return bool(_convert(table, count, self._result.ctypes.data, DTYPES[self._groups._dtype]))
+
+    def result(self, group: int) -> memoryview:
+        """The bytes of its results, one after another, until the next is converted."""
+        return self._result.data[: self._groups._numbers[group] * self._groups._dtype.itemsize]
+
+    def place(self, group: int) -> None:
+        """Copy them to the rows."""
+        first, count = self._groups._spans[group]
+        table = self._parts.ctypes.data + first * PART.itemsize
+        _place(table, count, self._rows.data_ptr(), self._rows.shape[1] * self._rows.itemsize)
+
+
+def _convert(*arguments: int) -> Any:
+    found = functions()
+    assert found is not None, "`serves` says when this may be called"
+    return found[0](*arguments)
+
+
+def _place(*arguments: int) -> None:
+    found = functions()
+    assert found is not None
+    found[1](*arguments)
+
+
+def serves_stored(dtype: torch.dtype) -> bool:
+    """Whether the kernels are there, for results of this dtype."""
+    return serves(torch.empty(0, dtype=dtype))
