@@ -93,6 +93,7 @@ class LateOutcome(NamedTuple):
         """Of each of the S rows its 1 + k places in `tokens`: what was accepted and sampled, then -1."""
         tokens = self.tokens
         counts = np.array(self.counts or [1] * len(tokens))
+        assert len(counts) == len(self.accepted), "of some rows `of` keeps the tokens of all"
         starts = np.cumsum(counts) - counts
         if counts.max(initial=1) > 1:
             row = np.repeat(np.arange(len(counts)), counts)

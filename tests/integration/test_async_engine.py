@@ -21,7 +21,7 @@ PLAIN = [
     {"temperature": 0.9, "seed": 8, "logit_bias": {9: 4.0}, "allowed_token_ids": list(range(3, 60))},
 ]
 """Parameters that do not depend on which tokens a request has."""
-READING = [
+PENALISED = [
     {"temperature": 0.0, "repetition_penalty": 1.3},
     {"temperature": 0.9, "seed": 9, "presence_penalty": 0.7, "frequency_penalty": 0.4},
 ]
@@ -62,9 +62,9 @@ def words(outcomes):
 def wanted(plain_engine, run, work):
     """What the engine that waits says, by (adapters, whether penalties are in the batch)."""
     return {
-        (adapters, reading): words(run(plain_engine, work(adapters, PLAIN + READING if reading else PLAIN)))
+        (adapters, penalised): words(run(plain_engine, work(adapters, PLAIN + PENALISED if penalised else PLAIN)))
         for adapters in (False, True)
-        for reading in (False, True)
+        for penalised in (False, True)
     }
 
 
@@ -80,10 +80,10 @@ def test_the_same_text_and_reports(models, make_engine, run, work, wanted, metho
         **OPTIONS[options],
     )
     for adapters in (False, True):
-        for reading in (False, True):
-            got = words(run(engine, work(adapters, PLAIN + READING if reading else PLAIN)))
-            assert [w[:1] + w[3:] for w in got] == [w[:1] + w[3:] for w in wanted[adapters, reading]]
-            for one, other in zip(got, wanted[adapters, reading], strict=True):
+        for penalised in (False, True):
+            got = words(run(engine, work(adapters, PLAIN + PENALISED if penalised else PLAIN)))
+            assert [w[:1] + w[3:] for w in got] == [w[:1] + w[3:] for w in wanted[adapters, penalised]]
+            for one, other in zip(got, wanted[adapters, penalised], strict=True):
                 same_reports(one[1], other[1])
                 same_reports(one[2] or [], other[2] or [])
             engine.check_integrity()

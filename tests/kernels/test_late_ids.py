@@ -227,3 +227,15 @@ def test_drafts_are_drawn_with_the_noise_of_their_true_position(params):
         draw(rows, logits.clone(), overshoot=over)
         drawn.append([row.drafts for row in rows])
     assert [d.token_ids for d in drawn[0]] == [d.token_ids for d in drawn[1]]
+
+
+def test_of_each_row_what_it_accepted_and_sampled(device):
+    """Rows without drafts stand beside others."""
+    tokens = torch.tensor([10, 11, 12, 20, 30, 31], device=device)
+    accepted = torch.tensor([1, 0, 1], device=device)
+    outcome = LateOutcome(tokens, tokens[[1, 3, 5]], accepted, None, counts=[3, 1, 2])
+    assert [list(ids) for ids in outcome.generated()] == [[10, 11, -1], [20], [30, 31]]
+    with pytest.raises(AssertionError, match="of all"):
+        outcome.of([1, 2]).generated()
+    one_each = LateOutcome(tokens, tokens, torch.zeros(6, dtype=torch.int64, device=device), None)
+    assert [list(ids) for ids in one_each.generated()] == [[token] for token in tokens.tolist()]
