@@ -64,7 +64,6 @@ class LateAdaptive(AdaptiveProposer):
             self._batch = batch
             self._update_states(batch)
             self._lanes = {state.lane for state in self._states}
-            self._quiet = None
         if self._held is not None:
             for state in self._states:
                 state.drafter, state.num_drafts = self._held
@@ -125,6 +124,11 @@ class LateAdaptive(AdaptiveProposer):
         self._ended = (self._clock(), self._cpu_clock())
 
     @property
+    def rest(self) -> int:
+        """None: every step is planned with its drafts, or without."""
+        return 0
+
+    @property
     def _is_on_trial(self) -> bool:
         """Whether a drafter is being tried: what came of it is taken in before anything else is decided."""
         return any(lane.on_trial for lane in self._lanes)
@@ -143,7 +147,6 @@ class LateAdaptive(AdaptiveProposer):
                 state.limit = row.max_new_drafts
                 state.lag = self._lag(row.request) if self._has_layers else 0
             self._controller.decide([state for _, state in sampling], prompt_tokens)
-            self._quiet = None
         self._controller.stepped(self._unbooked)
         self._unbooked = 0.0
         self._chosen = True

@@ -24,7 +24,8 @@ from torch import Tensor
 from ..kernels.late import late_slots
 from ..kernels.staging import to_device
 from ..models.batch import KVLayerSpec, LayerKV
-from ..platform.core.request import Status
+from ..platform.core.batch import RowPlan
+from ..platform.core.request import Request, Status
 from .proposer import AdapterPreparer, DraftRow, no_adapters
 
 MAX_PENDING = 8192
@@ -44,9 +45,11 @@ Fuse = Callable[[Sequence[Tensor], Any], Tensor]
 class _Step(NamedTuple):
     """One step's hidden states, as they came."""
 
-    rows: Sequence[DraftRow]
-    """Block tables in use only grow, and one that was given back is a list that nobody changes: they still say where
-    these positions lie."""
+    rows: Sequence[DraftRow | RowPlan]
+    """Plans of steps all of whose positions count."""
+    tables: list[list[int]]
+    """Of each row. Block tables in use only grow, and one that was given back is a list that nobody changes: they still
+    say where these positions lie."""
     states: tuple[Tensor, ...]
     """[T, H_target] each."""
 
@@ -100,9 +103,16 @@ class HiddenStore:
     def append(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
         """Take the hidden states [T, H_target] of a step; of `rows` all positions that count. Neither is changed
         afterwards."""
+        self._append(rows, [row.block_table for row in rows], states)
+
+    def append_planned(self, rows: Sequence[RowPlan], states: tuple[Tensor, ...]) -> None:
+        """`append` of a step that verified no drafts."""
+        self._append(rows, [row.request.blocks for row in rows], states)
+
+    def _append(self, rows: Sequence[DraftRow | RowPlan], tables: list[list[int]], states: tuple[Tensor, ...]) -> None:
         if not rows:
             return
-        self._pending.append(_Step(rows, states))
+        self._pending.append(_Step(rows, tables, states))
         self._num_pending += len(states[0])
         if self._adapts and any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
             self.flush()  # its blocks may outlive the request, and the request is what keeps its adapter
@@ -169,17 +179,22 @@ class HiddenStore:
         index: list[int] = []
         slots: list[int] = []
         handles = []
-        for row in step.rows:
-            count = row.num_valid - row.start
-            if _has_gone(row):
+        first = 0
+        for row, table in zip(step.rows, step.tables, strict=True):
+            at, start = first, row.start
+            if isinstance(row, DraftRow):
+                at, end = row.first_index, row.num_valid
+            else:
+                end = row.end
+                first += row.num_tokens
+            if _has_gone(row.request, table):
                 continue
-            handles.append((row.request.adapter, count))
-            index.extend(range(row.first_index, row.first_index + count))
-            if count > _FEW:
-                slots.extend(self.slots(row.block_table, row.start, row.num_valid).tolist())
+            handles.append((row.request.adapter, end - start))
+            index.extend(range(at, at + end - start))
+            if end - start > _FEW:
+                slots.extend(self.slots(table, start, end).tolist())
             else:  # an array would take longer to make than to use
-                table = row.block_table
-                slots.extend([table[at // size] * size + at % size for at in range(row.start, row.num_valid)])
+                slots.extend([table[at // size] * size + at % size for at in range(start, end)])
         if not index:
             return None
         return _Entry(step.states, np.array(index, dtype=np.int64), np.array(slots, dtype=np.int64), handles)
@@ -220,12 +235,11 @@ class HiddenStore:
         return to_device(array, self._device)
 
 
-def _has_gone(row: DraftRow) -> bool:
-    """Whether nobody will read what `row` computed: the request has finished or was preempted, and its blocks are not
-    shared."""
-    request = row.request
+def _has_gone(request: Request, table: list[int]) -> bool:
+    """Whether nobody will read what a row with this block table computed: the request has finished or was preempted,
+    and its blocks are not shared."""
     if request.namespace is not None:
         return False
     if request.status is Status.FINISHED:
         return True
-    return request.num_preemptions > 0 and request.blocks is not row.block_table
+    return request.num_preemptions > 0 and request.blocks is not table
