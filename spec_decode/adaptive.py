@@ -128,16 +128,15 @@ class AdaptiveProposer:
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
         batch = [row.request for row in rows]
-        changed = batch != self._batch
         drafting = self._take_in_drafting()
         began = self._clock()
         gap = self._gap_before(began, target.seconds + drafting)
         self._take_in_rest()
-        if changed:
+        if batch != self._batch:
             self._batch = batch
             self._update_states(batch)
         self._in_drafters = 0.0
-        proposals = self._propose(rows, target, changed)
+        proposals = self._propose(rows, target)
         ended = self._clock()
         if gap is not None:
             self._take_in_gap(gap)
@@ -228,14 +227,14 @@ class AdaptiveProposer:
                 self._known[request] = self._controller.new_row(request.text_namespace[1])
         self._states = [self._known[request] for request in batch]
 
-    def _propose(self, rows: Sequence[DraftRow], target: TargetOutput, changed: bool) -> list[Proposal]:
+    def _propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         states = self._states
         prompt_tokens = self._take_in(rows, states, target.seconds)
         num_sampling = sum(row.sampled for row in rows)
         if self._held is not None:
             for state in states:
                 state.drafter, state.num_drafts = self._held
-        elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0, changed):
+        elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0):
             self._decide(rows, states, prompt_tokens)
         counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
         proposals = self._without_drafts(rows)
@@ -245,8 +244,8 @@ class AdaptiveProposer:
             drafter.watch(rows, target)
         return proposals
 
-    def _is_due(self, num_rows: int, mixed: bool, changed: bool) -> bool:
-        return self._controller.due(num_rows, mixed, changed)
+    def _is_due(self, num_rows: int, mixed: bool) -> bool:
+        return self._controller.due(num_rows, mixed)
 
     def _take_in_drafting(self) -> float:
         """Learn what the last drafts took, which the device has made by now; returns its seconds after the host's."""

@@ -115,7 +115,7 @@ def test_the_fallbacks_drafts_come_with_the_neural_drafters_kv(parts):
     rows = [row(one), row(other)]
     proposer.propose(rows, OUTPUT)
     controller = proposer.controller
-    controller.due = lambda num_rows, mixed, changed: False
+    controller.due = lambda num_rows, mixed: False
     for state, drafter, count in zip(proposer._states, (0, 1), (3, 2), strict=True):
         state.drafter, state.num_drafts = drafter, count
     got = proposer.propose(rows, OUTPUT)
@@ -129,7 +129,7 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
     proposer, _ = parts
     one = request()
     proposer.propose([row(one)], OUTPUT)
-    proposer.controller.due = lambda num_rows, mixed, changed: False
+    proposer.controller.due = lambda num_rows, mixed: False
     (state,) = proposer._states
     state.drafter, state.num_drafts = 1, 4
     proposer.propose([row(one)], OUTPUT)
@@ -144,7 +144,7 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
 def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
     proposer, (first, _) = parts
     one, controller = request(), proposer.controller
-    controller.due = lambda num_rows, mixed, changed: False
+    controller.due = lambda num_rows, mixed: False
     proposer.propose([row(one)], OUTPUT)
     controller._next_decision = controller._step + 7
     proposer.propose([row(one)], OUTPUT)
@@ -165,7 +165,7 @@ def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
 def test_no_rest_while_drafting_or_while_prompts_are_computed(parts):
     proposer, _ = parts
     one = request()
-    proposer.controller.due = lambda num_rows, mixed, changed: False
+    proposer.controller.due = lambda num_rows, mixed: False
     proposer.controller._next_decision = 100
     proposer.propose([row(one)], OUTPUT)
     assert proposer.rest > 0
