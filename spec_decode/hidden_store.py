@@ -13,7 +13,8 @@ while entries wait: the last one to a slot wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +54,11 @@ class _Step(NamedTuple):
     states: tuple[Tensor, ...]
     """[T, H_target] each."""
 
+    @property
+    def requests(self) -> Iterator[Request]:
+        """Of each row."""
+        return (row.request for row in self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -85,7 +91,7 @@ class HiddenStore:
         self._prepare_adapters: AdapterPreparer = no_adapters
         self._halves: tuple[Tensor, Tensor] | None = None
         self._block_size = 0
-        self._pending: list[_Step] = []
+        self._pending: deque[_Step] = deque()
         self._num_pending = 0
         self._most_pending = 0  # known with the first states
 
@@ -112,6 +118,8 @@ class HiddenStore:
     def _append(self, rows: Sequence[DraftRow | RowPlan], tables: list[list[int]], states: tuple[Tensor, ...]) -> None:
         if not rows:
             return
+        while self._pending and all(map(_has_gone, self._pending[0].requests, self._pending[0].tables)):
+            self._num_pending -= len(self._pending.popleft().states[0])  # its memory is warm
         self._pending.append(_Step(rows, tables, states))
         self._num_pending += len(states[0])
         if self._adapts and any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
@@ -160,11 +168,10 @@ class HiddenStore:
     @torch.inference_mode()
     def _flush_to(self, num_left: int) -> None:
         """Write the oldest of what waits, until no more than `num_left` tokens do."""
-        count = 0
+        steps = []
         while self._num_pending > num_left:
-            self._num_pending -= len(self._pending[count].states[0])
-            count += 1
-        steps, self._pending = self._pending[:count], self._pending[count:]
+            steps.append(self._pending.popleft())
+            self._num_pending -= len(steps[-1].states[0])
         entries = [entry for entry in map(self._entry, steps) if entry is not None]
         handles = [handle for entry in entries for handle in entry.handles]
         adapters = None
