@@ -144,6 +144,12 @@ class Rates:
         """After a time without drafts: what was accepted before it says nothing of a change."""
         self._recent = [0.0, 0.0]
 
+    def doubt(self) -> None:
+        """What was tried last fared better than all before let expect: that counts for half as much now."""
+        for counts in (self._tried, self._accepted):
+            counts[:] = [count / 2 for count in counts]
+        self._stale = True
+
     @property
     def recent(self) -> float:
         """Share of the first drafts that were accepted lately."""
@@ -183,6 +189,15 @@ class Rates:
                 before = rate
             self._available = found
         return self._available
+
+    @property
+    def promise(self) -> float:
+        """E[tokens of a step] with all drafts."""
+        product, tokens = 1.0, 1.0
+        for p, available in zip(self.probabilities, self.available, strict=True):
+            product *= p
+            tokens += available * product
+        return tokens
 
 
 class RequestRates:

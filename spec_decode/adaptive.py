@@ -6,6 +6,8 @@
       draft        a drafter that serves a row sees every row; those that it does not serve have max_drafts 0. One that
                    serves none only watches
       merge        a row's drafts are its drafter's; num_draft_computed is the neural drafter's, whose KV it counts
+      rest         while nothing is to be drafted nobody asks until the next decision: what such steps took is taken in
+                   afterwards, all at once
 
 Text does not depend on any of this: whatever is drafted is verified.
 """
@@ -22,12 +24,13 @@ from .controller import Controller, DrafterTraits
 from .device_timer import CudaTimer, Timer
 from .lanes import RowState
 from .ngram import NgramProposer
-from .probing import SETTLING, SOON_SETTLED
+from .probing import SETTLING, SOON_SETTLED, settling_steps
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .step_costs import MIXED, DraftSize
 
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
+    from ..platform.core.batch import RowPlan
 
 USUAL_LAG = 2
 """Tokens that a drafter computes anyway before its first draft: the newest one, and one whose draft was the last."""
@@ -35,8 +38,6 @@ _UNDISTURBED = 0.8
 """Share of its time that a thread must have been running, for that time to count: another process had the rest."""
 _LOOKUP_MIN = 2
 """Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""
-_FEW_QUIET, _QUIET_SAMPLE = 8, 4
-"""While nothing is drafted, the first steps are measured, and then one in so many."""
 LONGEST_GAP = 1.0
 """Seconds between two steps after which the engine was idle, not slow."""
 
@@ -93,11 +94,10 @@ class AdaptiveProposer:
         self._known: dict[Request, RowState] = {}  # of live requests only
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
-        self._quiet: list[Proposal] | None = None  # the last answer, when the same batch may get it again
-        self._num_quiet = 0  # steps that got it, of those that were looked at
-        self._unseen = self._unseen_left = 0  # steps that nobody looks at, after one that was, and those still to come
-        self._unseen_seconds = 0.0  # of those that have passed
-        self._drafted = False  # the last step
+        self._rest = 0
+        self._num_rested = 0  # steps that have passed since somebody asked...
+        self._rested_seconds = 0.0  # ...and what the target took for them
+        self._drafted = False  # the last step that somebody asked after
         self._in_drafters = 0.0  # seconds of this step
         self._held: tuple[int, int] | None = None
         self._ended: tuple[float, float] | None = None  # when the last step's drafting did, by both clocks
@@ -128,76 +128,64 @@ class AdaptiveProposer:
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
         batch = [row.request for row in rows]
-        changed = batch != self._batch
-        if self._quiet is not None and not changed and self._unseen_left:
-            return self._pass_unseen(rows, target, self._quiet)
-        self._count_unseen()
-        if self._quiet is not None and not changed and not self._controller.is_time:
-            return self._stay_quiet(rows, target, self._quiet)
         drafting = self._take_in_drafting()
         began = self._clock()
         gap = self._gap_before(began, target.seconds + drafting)
-        if changed:
+        self._take_in_rest()
+        if batch != self._batch:
             self._batch = batch
             self._update_states(batch)
-        self._num_quiet = 0
         self._in_drafters = 0.0
-        proposals = self._propose(rows, target, changed)
+        proposals = self._propose(rows, target)
         ended = self._clock()
         if gap is not None:
             self._take_in_gap(gap)
-        self._drafted = self._quiet is None
+        self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
         if self._drafted:
             self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
         self._stepped(drafting + target.seconds + ended - began)
+        self._rest = self._next_rest(rows, target.seconds)
         self._ended = (ended, self._cpu_clock())
         return proposals
 
-    def _stay_quiet(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: list[Proposal]) -> list[Proposal]:
-        """The same batch gets the same answer: nothing is drafted, and what a step takes is all there is to learn. Some
-        of the steps stand for those between them: of a small model's step, looking is no small part."""
-        self._num_quiet += 1
-        gap = self._gap_before(self._clock(), target.seconds)
-        if gap is not None:
-            self._take_in_gap(gap)
-        self._controller.workload.computed(0, len(rows))
-        if self._undisturbed and self._has_settled(target.seconds):
-            self._controller.costs.add_step(len(rows), len(rows), target.seconds)
-        self._stepped(target.seconds)
-        if self._num_quiet >= _FEW_QUIET:
-            self._unseen_left = self._unseen = min(_QUIET_SAMPLE - 1, self._controller.steps_left)
-        self._drafters[0].watch(rows, target)
-        self._ended = (self._clock(), self._cpu_clock())
-        return proposals
+    @property
+    def rest(self) -> int:
+        """See `Resting`."""
+        return self._rest
 
-    def _pass_unseen(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: list[Proposal]) -> list[Proposal]:
-        self._unseen_left -= 1
-        self._unseen_seconds += target.seconds
-        self._drafters[0].watch(rows, target)
-        self._ended = (self._clock(), self._cpu_clock())
-        return proposals
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """See `Resting`."""
+        self._num_rested += 1
+        self._rested_seconds += target.seconds
+        self._drafters[0].rested(rows, target)
 
-    def _count_unseen(self) -> None:
-        """The steps that nobody looked at have passed all the same."""
-        steps = self._unseen - self._unseen_left
-        if steps:
-            self._controller.workload.computed(0, steps * len(self._batch))
-            self._stepped(self._unseen_seconds, steps)
-        self._unseen = self._unseen_left = 0
-        self._unseen_seconds = 0.0
+    def _next_rest(self, rows: Sequence[DraftRow], seconds: float) -> int:
+        """After a step of so many seconds: until something is decided, or steps are like others again."""
+        if self._drafted or self._held is not None or not all(row.sampled for row in rows):
+            return 0
+        left = self._controller.steps_left
+        return left if self._has_settled(seconds) else min(left, settling_steps(seconds))
+
+    def _take_in_rest(self) -> None:
+        """The steps after which nobody asked have passed all the same."""
+        if self._num_rested:
+            self._controller.workload.computed(0, self._num_rested * len(self._batch))
+            self._stepped(self._rested_seconds, self._num_rested)
+        self._num_rested, self._rested_seconds = 0, 0.0
 
     def _stepped(self, seconds: float, steps: int = 1) -> None:
         if self._held is None:
             self._controller.stepped(seconds, steps)
 
     def _gap_before(self, began: float, computing: float) -> float | None:
-        """Seconds between the last step and this one, which computed for `computing` until `began`; also finds whether
-        another process had the processor meanwhile."""
+        """Seconds between two steps, since the last that somebody asked after and this one, which computed for
+        `computing` until `began`; also finds whether another process had the processor meanwhile."""
         if self._ended is None:
             return None
         spent = began - self._ended[0]
         self._undisturbed = self._cpu_clock() - self._ended[1] >= _UNDISTURBED * spent
-        return spent - computing
+        between = spent - computing - self._rested_seconds
+        return between / (1 + self._num_rested) if between < LONGEST_GAP else between
 
     def _has_settled(self, seconds: float) -> bool:
         """Whether a step without drafts that has ended now, and took `seconds`, is like those that follow."""
@@ -205,7 +193,8 @@ class AdaptiveProposer:
 
     def _take_in_gap(self, seconds: float) -> None:
         """Time since the last step that is neither the target's nor a drafter's."""
-        if seconds < LONGEST_GAP and (self._drafted or self._has_settled(seconds)):
+        assert self._ended is not None
+        if seconds < LONGEST_GAP and (self._drafted or self._ended[0] >= self._settles):
             self._controller.costs.add_gap(seconds, drafting=self._drafted)
 
     @property
@@ -219,11 +208,10 @@ class AdaptiveProposer:
         """Until `release`, every row gets `num_drafts` by that drafter, so far as it may: to measure what that takes.
         Nothing is learned of acceptance."""
         self._held = (drafter, num_drafts)
-        self._quiet = None
 
     def release(self) -> None:
         """Decide again."""
-        self._held = self._quiet = None
+        self._held = None
 
     def snapshot(self) -> dict[Hashable, dict[str, object]]:
         """What the controller thinks of each adapter, by its content's digest (b"" is the base model)."""
@@ -239,28 +227,25 @@ class AdaptiveProposer:
                 self._known[request] = self._controller.new_row(request.text_namespace[1])
         self._states = [self._known[request] for request in batch]
 
-    def _propose(self, rows: Sequence[DraftRow], target: TargetOutput, changed: bool) -> list[Proposal]:
+    def _propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         states = self._states
         prompt_tokens = self._take_in(rows, states, target.seconds)
         num_sampling = sum(row.sampled for row in rows)
         if self._held is not None:
             for state in states:
                 state.drafter, state.num_drafts = self._held
-        elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0, changed):
+        elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0):
             self._decide(rows, states, prompt_tokens)
         counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
         proposals = self._without_drafts(rows)
         if any(counts):
-            self._quiet = None
             return self._draft(rows, states, counts, target, proposals)
         for drafter in self._drafters:
             drafter.watch(rows, target)
-        # From now on each of these rows computes one token a step, and nobody has anything to learn from it.
-        self._quiet = proposals if num_sampling == len(rows) else None
         return proposals
 
-    def _is_due(self, num_rows: int, mixed: bool, changed: bool) -> bool:
-        return self._controller.due(num_rows, mixed, changed)
+    def _is_due(self, num_rows: int, mixed: bool) -> bool:
+        return self._controller.due(num_rows, mixed)
 
     def _take_in_drafting(self) -> float:
         """Learn what the last drafts took, which the device has made by now; returns its seconds after the host's."""

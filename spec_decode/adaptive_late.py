@@ -59,19 +59,17 @@ class LateAdaptive(AdaptiveProposer):
         """See `LateChooser`."""
         self._chosen = False
         batch = [row.request for row in rows]
-        changed = batch != self._batch
-        if changed:
+        if batch != self._batch:
             self._batch = batch
             self._update_states(batch)
             self._lanes = {state.lane for state in self._states}
-            self._quiet = None
         if self._held is not None:
             for state in self._states:
                 state.drafter, state.num_drafts = self._held
         elif self._is_on_trial:
             return False
         else:
-            self._choose(rows, changed)
+            self._choose(rows)
             if self._is_on_trial:
                 return False
         counts = []
@@ -125,11 +123,16 @@ class LateAdaptive(AdaptiveProposer):
         self._ended = (self._clock(), self._cpu_clock())
 
     @property
+    def rest(self) -> int:
+        """None: every step is planned with its drafts, or without."""
+        return 0
+
+    @property
     def _is_on_trial(self) -> bool:
         """Whether a drafter is being tried: what came of it is taken in before anything else is decided."""
         return any(lane.on_trial for lane in self._lanes)
 
-    def _choose(self, rows: Sequence[RowPlan], changed: bool) -> None:
+    def _choose(self, rows: Sequence[RowPlan]) -> None:
         """Decide for the step that was planned, if that is due."""
         sampling = []
         prompt_tokens = 0
@@ -138,12 +141,11 @@ class LateAdaptive(AdaptiveProposer):
                 sampling.append((row, state))
             else:
                 prompt_tokens += row.num_tokens
-        if sampling and self._controller.due(len(sampling), prompt_tokens > 0, changed):
+        if sampling and self._controller.due(len(sampling), prompt_tokens > 0):
             for row, state in sampling:
                 state.limit = row.max_new_drafts
                 state.lag = self._lag(row.request) if self._has_layers else 0
             self._controller.decide([state for _, state in sampling], prompt_tokens)
-            self._quiet = None
         self._controller.stepped(self._unbooked)
         self._unbooked = 0.0
         self._chosen = True
@@ -167,8 +169,8 @@ class LateAdaptive(AdaptiveProposer):
         for drafter, size, on_host in self._looked_up:
             self._controller.costs.add_draft(drafter, size, on_host + waited)
 
-    def _is_due(self, num_rows: int, mixed: bool, changed: bool) -> bool:
-        return not self._chosen and super()._is_due(num_rows, mixed, changed)
+    def _is_due(self, num_rows: int, mixed: bool) -> bool:
+        return not self._chosen and super()._is_due(num_rows, mixed)
 
     def _stepped(self, seconds: float, steps: int = 1) -> None:
         if not self._chosen:

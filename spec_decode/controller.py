@@ -13,11 +13,9 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 
-While nothing is drafted, and neither evidence nor a trial is new, all this would find what it found the last time: then
-nothing of it is done (`_nothing_new`).
-
-Between decisions a row keeps what it was given. Nothing here reads a clock or a token: time comes in as seconds that
-were measured, requests as `RowState`.
+While nothing is drafted, no trial is due and acceptance looks hardly better, all this would find what it found the last
+time: then nothing of it is done (`_nothing_new`). Between decisions a row keeps what it was given, and a new one has
+what its lane was given. Nothing here reads a clock or a token: time comes in as seconds, requests as `RowState`.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ PERIOD = 8
 nothing is learned."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
-OUTLOOK = 64
+OUTLOOK = 256
 """Steps after which it is decided anew although nothing has changed but, slowly, what steps take."""
-LITTLE_EVIDENCE, HARDLY = 8, 0.1
-"""That much evidence, of trials that were no surprise, does not make good a loss of so much."""
+UNKNOWN = 64
+"""Steps in which a drafter that nobody knows yet is not judged."""
 AMORTISED_OVER = 64
 """Steps over which a drafter's catching up is spread."""
 
@@ -93,6 +91,8 @@ class Controller:
         self._trial_ends = 0
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
+        self._decided: set[Lane] = set()  # those of the last decision's rows...
+        self._has_news = False  # ...and whether a request came since that they say too little of
 
     @property
     def drafting(self) -> bool:
@@ -116,6 +116,7 @@ class Controller:
         lane = self.lane(key)
         for trial in lane.trials:
             trial.hasten()
+        self._has_news |= not self.drafting or lane not in self._decided  # else it begins with what its lane has
         return RowState(lane)
 
     def lane(self, key: Hashable) -> Lane:
@@ -148,26 +149,27 @@ class Controller:
 
     # ------------------------------------------------------------------ decision
 
-    def due(self, num_rows: int, mixed: bool, changed: bool) -> bool:
-        """Whether to decide now: it is time, or the batch is not what it was. `num_rows`: that sample; `changed`:
-        requests have come or gone, for which it is decided anew where they are few."""
+    def due(self, num_rows: int, mixed: bool) -> bool:
+        """Whether to decide now: it is time, or the batch is not what it was. `num_rows`: that sample; of them only few
+        are worth a decision for new ones alone."""
         if self.is_time:
             return True
         rows, was_mixed = self._batch
         if self._step < self._trial_ends:
             return False
-        return row_class(num_rows) != row_class(rows) or (changed and num_rows <= FEW) or mixed != was_mixed
+        return row_class(num_rows) != row_class(rows) or (self._has_news and num_rows <= FEW) or mixed != was_mixed
 
     def decide(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """Set `drafter` and `num_drafts` of all rows that sample; `prompt_tokens` are likely to be computed beside
         them in the next step."""
         self._batch = (len(rows), prompt_tokens > 0)
+        self._decided, self._has_news = {row.lane for row in rows}, False
         kind = MIXED if prompt_tokens else row_class(len(rows))
         self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
         self._next_decision = self._step + self._period()
         self._on_trial = 0.0
-        self._end_trials(rows)
-        if self._nothing_new(kind, rows):
+        self._end_trials()
+        if self._nothing_new(kind):
             for row in rows:
                 row.num_drafts = row.lane.num_drafts = 0
             return
@@ -184,7 +186,7 @@ class Controller:
         plan = best_plan(offers, prices, self._passes)
         if not (self.drafting and self._is_unknown(offering, plan)):  # whether drafting pays, with hysteresis
             self.num_switches += self._mode.update(plan.gain, self._step)
-        self._outlooks[kind] = Outlook(self._lanes.evidence, self._step, plan.gain, {row.lane for row in rows})
+        self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain)
         self._next_decision = self._step + self._period()
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
         if shown:
@@ -203,26 +205,25 @@ class Controller:
         if shown == self.drafting:
             self._probe(offering, plan, prices)
 
-    def _nothing_new(self, kind: int, rows: Sequence[RowState]) -> bool:
+    def _nothing_new(self, kind: int) -> bool:
         """Whether nothing is drafted, and a decision would find what the last one did."""
         outlook = self._outlooks.get(kind)
         if outlook is None or self.drafting or outlook.gain > ENTER or self._step - outlook.step >= OUTLOOK:
             return False
-        if self._lanes.evidence - outlook.evidence > (LITTLE_EVIDENCE if outlook.gain < -HARDLY else 0):
-            return False
-        lanes = {row.lane for row in rows}
-        if not lanes <= outlook.lanes or any(lane.surprising >= 0 for lane in lanes):
+        if not self._decided <= outlook.promises.keys() or outlook.is_outdone:
             return False
         if not self._budget.may_suffice:
             return True
+        if any(lane.surprising >= 0 for lane in self._decided):
+            return False
         drafting = self._with.get(kind)
         if drafting is not None and drafting.due(self._step, MAX_INTERVAL if outlook.gain < -CLEARLY else 0):
             return False
-        return not any(trial.due(self._step) for lane in lanes for trial in lane.trials)
+        return not any(trial.due(self._step) for lane in self._decided for trial in lane.trials)
 
     def _is_unknown(self, offering: Sequence[RowState], plan: Plan) -> bool:
         """Whether the plan uses the drafter that was asked for, and nobody knows it yet: it is tried before judged."""
-        if not self._lanes.is_new or self._step >= OUTLOOK:
+        if not self._lanes.is_new or self._step >= UNKNOWN:
             return False
         return any(count and row.drafter == 0 for row, count in zip(offering, plan.num_drafts, strict=True))
 
@@ -373,8 +374,8 @@ class Controller:
             row.drafter, row.num_drafts = drafter, self._probe_drafts(drafter, row)
         self._trial_ends = self._next_decision = self._step + 1
 
-    def _end_trials(self, rows: Sequence[RowState]) -> None:
-        for lane in {row.lane for row in rows}:
+    def _end_trials(self) -> None:
+        for lane in self._decided:
             for drafter, before in enumerate(lane.before):
                 if before is not None:
                     lane.before[drafter] = None
@@ -382,6 +383,7 @@ class Controller:
                     rates = lane.rates[drafter]
                     if rates.num_tried > before.num_tried and rates.recent > before.probability + SURPRISING:
                         lane.trials[drafter].surprised(self._step)
+                        rates.doubt()
                         lane.surprising = drafter
 
     # ------------------------------------------------------------------ introspection

@@ -32,6 +32,7 @@ from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, Target
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
     from ..models.graphs import GraphedPass, PassGraphs, PassInputs
+    from ..platform.core.batch import RowPlan
 
 
 def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> DraftModelProposer:
@@ -143,6 +144,9 @@ class DraftModelProposer:
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: tokens can be computed at any time."""
+
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Nothing is missed."""
 
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
         """Nothing is missed."""

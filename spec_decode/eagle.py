@@ -41,6 +41,7 @@ from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, Target
 
 if TYPE_CHECKING:
     from ..models.graphs import GraphedPass, PassGraphs, PassInputs
+    from ..platform.core.batch import RowPlan
 
 __all__ = ["EagleProposer", "eagle_kv_bytes_per_token", "load_eagle"]
 
@@ -177,6 +178,10 @@ class EagleProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Keep the step's hidden states."""
         self._store.append(rows, self._states(target))
+
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Keep the step's hidden states."""
+        self._store.append_planned(rows, self._states(target))
 
     @torch.inference_mode()
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

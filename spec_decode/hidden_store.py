@@ -13,7 +13,8 @@ while entries wait: the last one to a slot wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from torch import Tensor
 from ..kernels.late import late_slots
 from ..kernels.staging import to_device
 from ..models.batch import KVLayerSpec, LayerKV
-from ..platform.core.request import Status
+from ..platform.core.batch import RowPlan
+from ..platform.core.request import Request, Status
 from .proposer import AdapterPreparer, DraftRow, no_adapters
 
 MAX_PENDING = 8192
@@ -44,11 +46,18 @@ Fuse = Callable[[Sequence[Tensor], Any], Tensor]
 class _Step(NamedTuple):
     """One step's hidden states, as they came."""
 
-    rows: Sequence[DraftRow]
-    """Block tables in use only grow, and one that was given back is a list that nobody changes: they still say where
-    these positions lie."""
+    rows: Sequence[DraftRow | RowPlan]
+    """Plans of steps all of whose positions count."""
+    tables: list[list[int]]
+    """Of each row. Block tables in use only grow, and one that was given back is a list that nobody changes: they still
+    say where these positions lie."""
     states: tuple[Tensor, ...]
     """[T, H_target] each."""
+
+    @property
+    def requests(self) -> Iterator[Request]:
+        """Of each row."""
+        return (row.request for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class HiddenStore:
         self._prepare_adapters: AdapterPreparer = no_adapters
         self._halves: tuple[Tensor, Tensor] | None = None
         self._block_size = 0
-        self._pending: list[_Step] = []
+        self._pending: deque[_Step] = deque()
         self._num_pending = 0
         self._most_pending = 0  # known with the first states
 
@@ -100,9 +109,18 @@ class HiddenStore:
     def append(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
         """Take the hidden states [T, H_target] of a step; of `rows` all positions that count. Neither is changed
         afterwards."""
+        self._append(rows, [row.block_table for row in rows], states)
+
+    def append_planned(self, rows: Sequence[RowPlan], states: tuple[Tensor, ...]) -> None:
+        """`append` of a step that verified no drafts."""
+        self._append(rows, [row.request.blocks for row in rows], states)
+
+    def _append(self, rows: Sequence[DraftRow | RowPlan], tables: list[list[int]], states: tuple[Tensor, ...]) -> None:
         if not rows:
             return
-        self._pending.append(_Step(rows, states))
+        while self._pending and all(map(_has_gone, self._pending[0].requests, self._pending[0].tables)):
+            self._num_pending -= len(self._pending.popleft().states[0])  # its memory is warm
+        self._pending.append(_Step(rows, tables, states))
         self._num_pending += len(states[0])
         if self._adapts and any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
             self.flush()  # its blocks may outlive the request, and the request is what keeps its adapter
@@ -150,11 +168,10 @@ class HiddenStore:
     @torch.inference_mode()
     def _flush_to(self, num_left: int) -> None:
         """Write the oldest of what waits, until no more than `num_left` tokens do."""
-        count = 0
+        steps = []
         while self._num_pending > num_left:
-            self._num_pending -= len(self._pending[count].states[0])
-            count += 1
-        steps, self._pending = self._pending[:count], self._pending[count:]
+            steps.append(self._pending.popleft())
+            self._num_pending -= len(steps[-1].states[0])
         entries = [entry for entry in map(self._entry, steps) if entry is not None]
         handles = [handle for entry in entries for handle in entry.handles]
         adapters = None
@@ -169,17 +186,22 @@ class HiddenStore:
         index: list[int] = []
         slots: list[int] = []
         handles = []
-        for row in step.rows:
-            count = row.num_valid - row.start
-            if _has_gone(row):
+        first = 0
+        for row, table in zip(step.rows, step.tables, strict=True):
+            at, start = first, row.start
+            if isinstance(row, DraftRow):
+                at, end = row.first_index, row.num_valid
+            else:
+                end = row.end
+                first += row.num_tokens
+            if _has_gone(row.request, table):
                 continue
-            handles.append((row.request.adapter, count))
-            index.extend(range(row.first_index, row.first_index + count))
-            if count > _FEW:
-                slots.extend(self.slots(row.block_table, row.start, row.num_valid).tolist())
+            handles.append((row.request.adapter, end - start))
+            index.extend(range(at, at + end - start))
+            if end - start > _FEW:
+                slots.extend(self.slots(table, start, end).tolist())
             else:  # an array would take longer to make than to use
-                table = row.block_table
-                slots.extend([table[at // size] * size + at % size for at in range(row.start, row.num_valid)])
+                slots.extend([table[at // size] * size + at % size for at in range(start, end)])
         if not index:
             return None
         return _Entry(step.states, np.array(index, dtype=np.int64), np.array(slots, dtype=np.int64), handles)
@@ -220,12 +242,11 @@ class HiddenStore:
         return to_device(array, self._device)
 
 
-def _has_gone(row: DraftRow) -> bool:
-    """Whether nobody will read what `row` computed: the request has finished or was preempted, and its blocks are not
-    shared."""
-    request = row.request
+def _has_gone(request: Request, table: list[int]) -> bool:
+    """Whether nobody will read what a row with this block table computed: the request has finished or was preempted,
+    and its blocks are not shared."""
     if request.namespace is not None:
         return False
     if request.status is Status.FINISHED:
         return True
-    return request.num_preemptions > 0 and request.blocks is not row.block_table
+    return request.num_preemptions > 0 and request.blocks is not table

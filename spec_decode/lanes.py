@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .acceptance import FALLBACK, HOPEFUL, Rates, RequestRates
@@ -17,6 +17,8 @@ MOST_STEPS = 8
 """Steps for which one prediction counts, at most."""
 FEW_VERIFIED = 8.0
 """Verified rows that say something of a drafter."""
+NOTICED = 0.5
+"""Share of what drafting lacks to pay that is not to come unnoticed."""
 MAX_LANES = 4096
 """Adapters remembered, by last use."""
 
@@ -46,6 +48,11 @@ class Lane:
         """While a drafter is on trial."""
         self.surprising = -1
         """The drafter whose last trial showed much more than was expected."""
+
+    @property
+    def promise(self) -> float:
+        """Tokens that a step brings a mean request of it at most: all drafts of the better drafter."""
+        return max(rates.promise for rates in self.rates)
 
     @property
     def on_trial(self) -> bool:
@@ -89,8 +96,6 @@ class Lanes:
         self._means = [Rates(max_drafts, prior, memory=512.0) for prior in priors]
         self._max_drafts = max_drafts
         self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
-        self.evidence = 0
-        """Counts what was learned of acceptance."""
 
     @property
     def is_new(self) -> bool:
@@ -121,7 +126,6 @@ class Lanes:
         drafter = row.proposed_by
         if drafter < 0 or num_drafts < 1:
             return
-        self.evidence += 1
         rates = row.lane.rates[drafter]
         row.rates_of(drafter).count(rates.recent_probabilities, num_drafts, num_accepted)
         rates.count(num_drafts, num_accepted)
@@ -129,9 +133,6 @@ class Lanes:
 
     def proposed(self, drafter: int, answers: Sequence[tuple[RowState, int, int]]) -> None:
         """See `Controller`."""
-        if not answers:
-            return
-        self.evidence += 1
         by_lane: dict[Lane, list[tuple[int, int]]] = {}
         for row, num_asked, num_proposed in answers:
             row.proposed_by = drafter if num_proposed else -1
@@ -175,9 +176,19 @@ class Mode:
 class Outlook(NamedTuple):
     """What a decision for a class of rows found."""
 
-    evidence: int
-    """What was known of acceptance then, as a count..."""
+    promises: dict[Lane, float]
+    """What was known of acceptance then: `Lane.promise` of those that took part."""
     step: int
     gain: float
-    """...and what drafting promised."""
-    lanes: set[Lane]
+    """That drafting promised."""
+
+    @classmethod
+    def of(cls, lanes: Iterable[Lane], step: int, gain: float) -> Outlook:
+        """What a decision now finds for rows of these lanes."""
+        return cls({lane: lane.promise for lane in lanes}, step, gain)
+
+    @property
+    def is_outdone(self) -> bool:
+        """Whether acceptance looks so much better by now that drafting may pay: what is lacking comes with tokens."""
+        much = 1.0 + NOTICED * ((1.0 + ENTER) / (1.0 + self.gain) - 1.0)
+        return any(lane.promise > much * promise for lane, promise in self.promises.items())

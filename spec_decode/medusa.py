@@ -25,6 +25,7 @@ from .verification import choose_rule
 
 if TYPE_CHECKING:
     from ..models.graphs import PassGraphs
+    from ..platform.core.batch import RowPlan
 
 MAX_LOGITS_BYTES = 256 << 20
 """Of what captured heads keep. For more rows the device has so much to do that the host keeps ahead of it."""
@@ -132,6 +133,9 @@ class MedusaProposer:
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: only the last hidden states are read."""
+
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Nothing is missed."""
 
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
         """Nothing is missed."""

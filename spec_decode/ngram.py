@@ -15,6 +15,7 @@ from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, Target
 
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
+    from ..platform.core.batch import RowPlan
 
 _FEW_PLACES = 24
 """Earlier places of the last tokens that are looked at one by one."""
@@ -126,6 +127,9 @@ class NgramProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: histories catch up with the tokens."""
         self._forget_finished()
+
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Nothing is missed."""
 
     def _draft(self, row: DraftRow) -> Drafts:
         if row.max_drafts < 1 or not row.sampled:

@@ -126,6 +126,26 @@ class Drafter(Proposer, Protocol):
         """Stands in for `propose` in a step that asks for no drafts: take in what would be lost otherwise."""
         ...
 
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """See `Resting`."""
+        ...
+
+
+@runtime_checkable
+class Resting(Proposer, Protocol):
+    """A proposer that says when it need not be asked, and drafts need not be planned for: such a step is one without
+    speculation."""
+
+    @property
+    def rest(self) -> int:
+        """For how many of the next steps, as long as the same sequences run. None of their rows has drafts."""
+        ...
+
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Stands in for `propose` in such a step: take in what would be lost otherwise. The sequences are still as
+        before the step; what the proposer's own layers have of them stays what it is."""
+        ...
+
 
 @runtime_checkable
 class LateDrafter(Proposer, Protocol):
@@ -173,7 +193,12 @@ class LateChooser(Protocol):
 
 
 class NoProposer:
-    """No speculation: proposes nothing, through the same path."""
+    """No speculation: proposes nothing, through the same path, and is not asked."""
+
+    @property
+    def rest(self) -> int:
+        """For ever."""
+        return sys.maxsize
 
     @property
     def needs(self) -> ProposerNeeds:
@@ -188,6 +213,9 @@ class NoProposer:
         return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Nothing to learn."""
+
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """Nothing to learn."""
 
     def forget_adapter(self, digest: bytes) -> None:

@@ -68,29 +68,31 @@ def _size_class(size: int) -> int:
 class Curve:
     """A monotone, piecewise linear function of the size, in seconds."""
 
-    __slots__ = ("seconds", "sizes", "slope")
+    __slots__ = ("scale", "seconds", "sizes", "slope")
 
     def __init__(self, sizes: list[float], seconds: list[float], slope: float) -> None:
         """`sizes` rise; at least one. `slope`: seconds for each further unit beyond the last size."""
         self.sizes = sizes
         self.seconds = seconds
         self.slope = slope
+        self.scale = 1.0
+        """All are to be multiplied by it."""
 
     def __call__(self, size: float) -> float:
         """Seconds at `size`; before the first size, those at the first."""
         sizes, seconds = self.sizes, self.seconds
         at = bisect_left(sizes, size)
         if at == 0:
-            return seconds[0]
+            return seconds[0] * self.scale
         if at == len(sizes):
-            return seconds[-1] + self.slope * (size - sizes[-1])
+            return (seconds[-1] + self.slope * (size - sizes[-1])) * self.scale
         share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        return (seconds[at - 1] + share * (seconds[at] - seconds[at - 1])) * self.scale
 
     def at(self, sizes: np.ndarray) -> np.ndarray:
         """The same for many sizes."""
         inside = np.interp(sizes, self.sizes, self.seconds)
-        return inside + self.slope * np.maximum(sizes - self.sizes[-1], 0.0)
+        return (inside + self.slope * np.maximum(sizes - self.sizes[-1], 0.0)) * self.scale
 
 
 def _low(times: Collection[float]) -> float:
@@ -182,14 +184,16 @@ class TimeTable:
 
     def __init__(self, speed: Speed | None = None, *, by_row: bool = True) -> None:
         """`speed`: what all tables of a machine share. `by_row`: sizes are sums over the rows, twice
-        as many rows are like others at twice the size."""
+        as many rows are like others at twice the size; else they are passes of a drafter, none at 0."""
         self._speed = speed or Speed()
+        self.reach = 0.0
+        """The largest size that was seen in decoding; 0: none."""
         self._by_row = by_row
         self._series: dict[int, _Series] = {}
         self._plane: Plane | None = None
         self._plane_made = -1  # when it was; -1: it is to be made
         self._num_added = 0
-        self._points: dict[int, tuple[int, list[float], list[float]]] = {}  # by class: when they were made, over speed
+        self._curves: dict[int, tuple[int, Curve | None]] = {}  # by class: when it was made
         self._warm: set[tuple[int, int]] = set()  # (rows, size) classes that have been computed before
 
     def add(self, rows: int, size: int, seconds: float) -> None:
@@ -210,8 +214,10 @@ class TimeTable:
         cell.add(size, seconds / self._speed.factor)
         self._num_added += 1
         if cell.count == 1:
-            self._points.clear()
+            self._curves.clear()
             self._plane_made = -1
+        if rows != MIXED:
+            self.reach = max(self.reach, size)
 
     def knows(self, rows: int, size: int) -> bool:
         """Whether about this was seen more than once, or enough else to tell."""
@@ -219,24 +225,20 @@ class TimeTable:
         cell = series.cells.get(_size_class(size)) if series else None
         return (cell is not None and cell.count > 1) or self._plane is not None
 
-    @property
-    def reach(self) -> float:
-        """The largest size that was seen in decoding; 0: none."""
-        sizes = [cell.size for key, series in self._series.items() if key != MIXED for cell in series.cells.values()]
-        return max(sizes, default=0.0)
-
-    def points(self, rows: int) -> tuple[list[float], list[float]]:
-        """(sizes, seconds), both rising, for `rows`; empty before anything was measured."""
+    def curve(self, rows: int) -> Curve | None:
+        """Seconds by size for `rows`, as of now; None before anything was measured."""
         wanted = row_class(rows)
-        made, sizes, values = self._points.get(wanted, (-1, [], []))
+        made, curve = self._curves.get(wanted, (-1, None))
         if self._is_stale(made):
             sizes, values = self._make_points(wanted)
-            self._points[wanted] = (self._num_added, sizes, values)
-        scale = self._speed.factor
-        return sizes, [value * scale for value in values]
+            curve = None if not sizes else _by_tokens(sizes, values) if self._by_row else _by_passes(sizes, values)
+            self._curves[wanted] = (self._num_added, curve)
+        if curve is not None:
+            curve.scale = self._speed.factor
+        return curve
 
     def _is_stale(self, made: int) -> bool:
-        return made < 0 or self._num_added - made > min(_MOST_STALE, made // 8)
+        return made < 0 or self._num_added - made > min(_MOST_STALE, made // 4)
 
     def _make_points(self, wanted: int) -> tuple[list[float], list[float]]:
         own = self._series.get(wanted)
@@ -300,6 +302,14 @@ def _extended(
     after = [(x, max(v * right, values[-1])) for x, v in zip(more, more_values, strict=True) if x > sizes[-1]]
     joined = [*before, *zip(sizes, values, strict=True), *after]
     return [x for x, _ in joined], [v for _, v in joined]
+
+
+def _by_tokens(sizes: list[float], seconds: list[float]) -> Curve:
+    return Curve(sizes, seconds, GUESSED_GROWTH * seconds[-1] / max(sizes[-1], 16.0))
+
+
+def _by_passes(sizes: list[float], seconds: list[float]) -> Curve:
+    return Curve([0.0, *sizes], [0.0, *seconds], seconds[-1] / sizes[-1])
 
 
 class DraftSize(NamedTuple):
@@ -375,19 +385,12 @@ class StepCosts:
 
     def target_curve(self, rows: int) -> Curve:
         """Seconds of a step by the tokens it computes, for `rows` decoding rows or a `MIXED` batch."""
-        sizes, seconds = self.target.points(rows)
-        if not sizes:
-            sizes, seconds = [float(rows)], [self._step or 1e-3]
-        return Curve(sizes, seconds, GUESSED_GROWTH * seconds[-1] / max(sizes[-1], 16.0))
+        return self.target.curve(rows) or _by_tokens([float(rows)], [self._step or 1e-3])
 
     def draft_curve(self, drafter: int, rows: int) -> Curve:
         """Seconds of a call of a drafter by its passes, for `rows` rows; none at 0. A further pass takes
         what the passes before it took."""
-        sizes, seconds = self._drafters[drafter].points(rows)
-        if not sizes:
-            each = self._shares[drafter] * self._step
-            return Curve([0.0, 1.0], [0.0, each], each)
-        return Curve([0.0, *sizes], [0.0, *seconds], seconds[-1] / sizes[-1])
+        return self._drafters[drafter].curve(rows) or _by_passes([1.0], [self._shares[drafter] * self._step])
 
     def catch_up(self, drafter: int, num_tokens: int) -> float:
         """Seconds to compute `num_tokens` that a drafter lags."""

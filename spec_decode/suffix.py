@@ -17,6 +17,7 @@ from .suffix_tree import NOTHING, Continuation, Place, SuffixTree, Text
 
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
+    from ..platform.core.batch import RowPlan
 
 Namespace = tuple[bytes, bytes]
 """See `Request.text_namespace`."""
@@ -230,6 +231,9 @@ class SuffixProposer:
             if row.request.params.max_drafts != 0:
                 self._live_of(row.request)
         self._stores.work(STEP_TOKENS)
+
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Nothing is missed: whoever runs was seen when the rest began."""
 
     def _live_of(self, request: Request) -> _Live:
         live = self._live.get(request.request_id)

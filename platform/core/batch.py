@@ -51,6 +51,8 @@ class StepPlan:
     drafts_late: bool = False
     """Whether the device makes the drafts for the next step, if there are any, without the host, which may plan that
     step meanwhile."""
+    rests: bool = False
+    """Whether nobody is asked for drafts after it; none of its rows has any."""
 
     @property
     def num_tokens(self) -> int:
@@ -83,3 +85,5 @@ class StepResult(NamedTuple):
     """Aligned with the plan's."""
     seconds: float = 0.0
     """That it took; 0 where nobody measured."""
+    rest: int = 0
+    """For how many steps now nobody need be asked for drafts, as long as the same sequences run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from ...spec_decode.proposer import (
     LateDrafter,
     Proposal,
     Proposer,
+    Resting,
     TargetOutput,
 )
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
@@ -97,7 +99,10 @@ class ModelRunner:
         self._kv = parts.kv
         self._sampler = parts.sampler
         self._proposer = parts.proposer
-        self._aux_layers = parts.proposer.needs.aux_layers
+        self._resting = parts.proposer if isinstance(parts.proposer, Resting) else None
+        needs = parts.proposer.needs
+        self._drafts_have_layers = bool(needs.kv_layers)
+        self._aux_layers = needs.aux_layers
         self._prepare_adapters = parts.prepare_adapters
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
@@ -144,10 +149,12 @@ class ModelRunner:
             _without_nan(row.request, next(results) if row.samples else Sampled([], 0), prompt)
             for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True)
         ]
-        rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
         seconds = launched.ticket.seconds() - queued.capture_seconds
         started = time.perf_counter() - self._capture_seconds
         target = TargetOutput(queued.output.hidden, queued.output.aux, seconds)
+        if plan.rests:
+            return self._rested(plan, sampled, queued.prompt_logprobs, target)
+        rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
         if queued.proposals is None:
             drafts = self._proposer.propose(rows, target)
         else:
@@ -160,7 +167,26 @@ class ModelRunner:
                 for got, prompt, (draft, computed) in zip(sampled, queued.prompt_logprobs, drafts, strict=True)
             ],
             seconds + time.perf_counter() - self._capture_seconds - started,
+            self._resting.rest if self._resting is not None else 0,
         )
+
+    def _rested(
+        self,
+        plan: StepPlan,
+        sampled: Sequence[Sampled],
+        prompt_logprobs: Sequence[list[TokenLogprobs] | None],
+        target: TargetOutput,
+    ) -> StepResult:
+        """What a step brought after which nobody is asked for drafts."""
+        if self._resting is not None:
+            self._resting.rested(plan.rows, target)
+        keeps = self._drafts_have_layers
+        results = []
+        for row, got, prompt in zip(plan.rows, sampled, prompt_logprobs, strict=True):
+            request = row.request
+            computed = request.num_draft_computed if keeps else len(request.tokens) + len(got.token_ids)
+            results.append(RowResult(got.token_ids, 0, got.logprobs, prompt, NO_DRAFTS, computed, got.error))
+        return StepResult(results, target.seconds)
 
     def drain(self) -> None:
         """Wait until nothing is under way."""

@@ -19,6 +19,7 @@ from ..core.errors import OutriderError
 from ..core.messages import TokenDelta
 from ..core.request import NO_DRAFTS, Request, Status
 from .block_pool import BlockPool
+from .draft_budget import DraftBudget
 from .fair import Turns
 from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
@@ -53,6 +54,7 @@ class Scheduler:
         self._chooser = chooser
         policy = POLICIES[config.policy]
         self._turns = Turns(policy, config.fair, config.max_num_batched_tokens)
+        self._drafting = DraftBudget(self._draft_limits, config, self._turns)
         self._is_metered = policy.is_metered
         self._pace = PromptPace() if config.prompt_pacing else None
         self._requests: dict[str, Request] = {}
@@ -148,7 +150,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step under the token budget: first running sequences with one token to compute, and drafts; of what
         they leave, prompts, those that run and those that wait, each in the policy's order."""
-        step = StepBudget(self.config.max_num_batched_tokens, self._tokens_for_drafts())
+        rests = self._drafting.next_rests()
+        step = StepBudget(self.config.max_num_batched_tokens, 0 if rests else self._drafting.num_tokens())
         prompts: deque[Request] = deque()
         self._needs_commit = False
         for request in list(self._turns.running):
@@ -165,19 +168,9 @@ class Scheduler:
         while prompts:
             self._plan_prompt(prompts.popleft(), step)
         rows = list(step.rows.values())
+        if rests:
+            return StepPlan(rows, rests=True)
         return StepPlan(rows, is_followed(rows, self._draft_limits, self.config.max_model_len, self._chooser))
-
-    def _tokens_for_drafts(self) -> int:
-        """How much of a step's budget drafts may take, all together: what the sequences' own tokens leave. Of long
-        prompts, and of those that wait, a quarter of the budget counts, so that neither they nor drafts stand still."""
-        budget = self.config.max_num_batched_tokens
-        if not self._draft_limits.num_drafts:
-            return 0
-        quarter = max(1, budget // 4)
-        own = sum(min(len(request.tokens) - request.num_computed, quarter) for request in self._turns.running)
-        if self._turns.num_waiting and self._turns.num_running < self.config.max_num_seqs:
-            own += quarter
-        return max(0, budget - own)
 
     def _plan_prompt(self, request: Request, step: StepBudget) -> None:
         """`_plan_row`, for one that may have given way meanwhile, and even have started again."""
@@ -219,6 +212,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: StepBudget) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
+        self._drafting.rest = 0
         step.drop(request)
         self._take_back(request)
         for gate in self._gates:
@@ -321,7 +315,7 @@ class Scheduler:
             if victim is None or self._is_under_way(victim):
                 return None
             self._preempt(victim, step)
-        row = self._fit(request, step.num_left - held, self._tokens_for_drafts() // (self._turns.num_running + 1))
+        row = self._fit(request, step.num_left - held, self._drafting.num_tokens() // (self._turns.num_running + 1))
         if row is not None:
             self.prefix_cache.count(request, row.start)
             self._turns.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
@@ -335,6 +329,8 @@ class Scheduler:
         deltas, self._failed = self._failed, []
         if self._pace is not None:
             self._pace.took(plan, result.seconds)
+        if not plan.rests:
+            self._drafting.rest = result.rest
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
             request.land(row)
@@ -357,6 +353,7 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""
+        self._drafting.rest = 0
         self._turns.remove(request, running=request.status is Status.RUNNING)
         request.status = Status.FINISHED
         if request.under_way:

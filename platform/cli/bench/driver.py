@@ -61,6 +61,8 @@ class Round:
     seconds: float
     requests: list[RequestTimes]
     steps: list[StepTimes]
+    cpu_seconds: float | None = None
+    """Those that the thread of the steps was running; None where another processor computes them."""
 
     @property
     def output_tokens(self) -> int:
@@ -180,5 +182,7 @@ class BenchEngine:
         """
         run = Run(self.core, f"mode {self.mode.name}")
         self._observer.take()
+        running = time.thread_time()
         seconds = run.complete(requests, concurrency, self._observer.end_step)
-        return Round(seconds, list(run.times.values()), self._observer.take())
+        cpu_seconds = time.thread_time() - running if self.core.info.device == "cpu" else None
+        return Round(seconds, list(run.times.values()), self._observer.take(), cpu_seconds)

@@ -35,13 +35,16 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     """The figures of a cell as vLLM's users know them, with names for a result file; times in milliseconds.
 
     Throughputs are those of the median round. `speedup` is the median over rounds of output tokens/s over that of
-    off's round beside it; `speedup_best` compares the two fastest rounds.
+    off's round beside it, `speedup_quartiles` their spread; `speedup_best` compares the two fastest rounds. Where the
+    processor computes the steps, `cpu_ms_per_token` is the time that their thread was running, and `cpu_speedup` the
+    median of off's over it: free of what other processes take.
     """
     requests = [request for round_ in cell.rounds for request in round_.requests]
     median = statistics.median(round_.seconds for round_ in cell.rounds)
     tokens = statistics.mean(round_.output_tokens for round_ in cell.rounds)
     pairs = list(zip(cell.rounds, off.rounds, strict=True))
     decode = [_ratio(plain.tpot, ours.tpot) for ours, plain in pairs]
+    speedups = [_ratio(_speed(ours), _speed(plain)) for ours, plain in pairs]
     row: dict[str, Any] = {
         "task": cell.task,
         "kind": cell.kind,
@@ -55,7 +58,9 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
         "output_throughput": round(tokens / median, 2),
         "total_token_throughput": round((tokens + cell.num_prompt_tokens) / median, 2),
         **latencies(requests),
-        "speedup": round(statistics.median(_ratio(_speed(ours), _speed(plain)) for ours, plain in pairs), 4),
+        "speedup": round(statistics.median(speedups), 4),
+        "speedup_quartiles": [round(float(share), 4) for share in np.percentile(speedups, (25, 75))],
+        **_cpu_figures(pairs),
         "speedup_best": round(_ratio(max(map(_speed, cell.rounds)), max(map(_speed, off.rounds))), 4),
         "decode_speedup": round(statistics.median(decode), 4),
         "same_text_as_off": _same_text(pairs),
@@ -72,6 +77,21 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
         )
         row["limit"] = limit.as_dict() if limit is not None else None
     return row
+
+
+def _cpu_figures(pairs: Sequence[tuple[Round, Round]]) -> dict[str, Any]:
+    times = [(_cpu_per_token(ours), _cpu_per_token(plain)) for ours, plain in pairs]
+    known = [(mine, theirs) for mine, theirs in times if mine is not None and theirs is not None]
+    if not known:
+        return {}
+    return {
+        "cpu_ms_per_token": round(1e3 * statistics.median(mine for mine, _ in known), 4),
+        "cpu_speedup": round(statistics.median(_ratio(theirs, mine) for mine, theirs in known), 4),
+    }
+
+
+def _cpu_per_token(round_: Round) -> float | None:
+    return None if round_.cpu_seconds is None else round_.cpu_seconds / round_.output_tokens
 
 
 def _speed(round_: Round) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ class _Contestant:
 def measure(engines: Sequence[BenchEngine], tasks: Sequence[Task], plan: Plan) -> list[dict[str, Any]]:
     """The rows of the result, by batch size, task, mode and adapter variant.
 
-    A round is all contestants once, each time beginning with the next of them, so that what disturbs the machine for a
-    while disturbs all alike. The round before the first is a warm-up.
+    A round is all contestants once, each time in another order, so that what disturbs the machine for a while, or is
+    left by who comes before, disturbs all alike. The round before the first is a warm-up.
 
     Args:
         engines: "off" first.
@@ -94,7 +95,8 @@ def _measure_task(
 
 
 def _order(count: int, number: int) -> list[int]:
-    return [(index + max(number, 0)) % count for index in range(count)]
+    """Of the contestants in a round; the same in every run."""
+    return random.Random(number).sample(range(count), count)
 
 
 def make_requests(task: Task, batch_size: int, plan: Plan) -> list[EngineRequest]:

@@ -6,10 +6,19 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ....spec_decode.proposer import AdapterPreparer, DraftRow, Proposal, Proposer, ProposerNeeds, TargetOutput
+from ....spec_decode.proposer import (
+    AdapterPreparer,
+    DraftRow,
+    Proposal,
+    Proposer,
+    ProposerNeeds,
+    Resting,
+    TargetOutput,
+)
 
 if TYPE_CHECKING:
     from ....models.batch import LayerKV
+    from ...core.batch import RowPlan
 
 
 class StepTimes(NamedTuple):
@@ -41,6 +50,7 @@ class StepObserver:
 
     def __init__(self, inner: Proposer) -> None:
         self._inner = inner
+        self._resting = inner if isinstance(inner, Resting) else None
         self._steps: list[StepTimes] = []
         self._open = False
 
@@ -75,6 +85,23 @@ class StepObserver:
             )
         )
         return proposals
+
+    @property
+    def rest(self) -> int:
+        """Handed on; none where the wrapped drafter is always asked."""
+        return self._resting.rest if self._resting is not None else 0
+
+    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Handed on, and noted."""
+        started = time.perf_counter()
+        if self._resting is not None:
+            self._resting.rested(rows, target)
+        seconds = time.perf_counter() - started
+        decoding = all(row.start >= row.request.num_prompt_tokens for row in rows)
+        self._open = True
+        self._steps.append(
+            StepTimes(target.seconds + seconds, target.seconds, seconds, len(rows), decoding, 0, 0, 0, ())
+        )
 
     def forget_adapter(self, digest: bytes) -> None:
         """Handed on."""

@@ -13,6 +13,7 @@ _COLUMNS = (
     ("mode", 12),
     ("tokens/s", 9),
     ("speed-up", 9),
+    ("CPU", 5),
     ("TTFT ms", 9),
     ("TPOT ms", 9),
     ("p99 ITL", 9),
@@ -24,7 +25,8 @@ _COLUMNS = (
 )
 _LEFT = {"text", "draft weights", "mode"}
 _NOTES = """\
-speed-up: output tokens/s over off, median of the rounds. TTFT, TPOT: means; TPOT leaves out the first token.
+speed-up: output tokens/s over off, median of the rounds. CPU: the same by the time that the processor took for a token,
+where it computes the steps: free of what other processes take. TTFT, TPOT: means; TPOT leaves out the first token.
 length: tokens a verification gives (drafts accepted, and one). rate: drafts accepted. by position: share of the
 verifications that accept the draft there. ach/limit: decoding's speed-up over the most that these drafts allow.
 same text: requests with off's tokens, over all rounds."""
@@ -75,6 +77,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["mode"],
         f"{row['output_throughput']:.1f}",
         f"{row['speedup']:.2f}",
+        f"{row['cpu_speedup']:.2f}" if "cpu_speedup" in row else "",
         f"{row['ttft_ms']['mean']:.1f}",
         f"{tpot['mean']:.2f}" if tpot else "",
         f"{itl['p99']:.1f}" if itl else "",

@@ -152,8 +152,10 @@ def test_figures_hang_together(demo_result):
         assert row["output_tokens"] <= 12 * row["requests"]
         assert row["ttft_ms"]["median"] <= row["ttft_ms"]["p99"] <= row["e2el_ms"]["p99"]
         assert row["output_throughput"] == pytest.approx(row["output_tokens"] / row["seconds"]["median"], rel=0.01)
+        assert 0 < row["cpu_ms_per_token"] <= 1.05e3 / row["output_throughput"], "no longer than it took"
         if row["mode"] == "off":
-            assert row["speedup"] == row["speedup_best"] == row["decode_speedup"] == 1.0
+            assert row["speedup"] == row["speedup_best"] == row["decode_speedup"] == row["cpu_speedup"] == 1.0
+            assert row["speedup_quartiles"] == [1.0, 1.0]
             assert row["acceptance_length"] is None
             continue
         assert row["limit"]["limit"] > 0

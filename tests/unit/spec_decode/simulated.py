@@ -89,6 +89,7 @@ class World:
         self.random = random.Random(self.seed)
         self.drafted: dict[Request, int] = {}  # what the drafter has computed
         self.owner: dict[Request, tuple[int, int]] = {}  # drafter and number of drafts that the next step verifies
+        self.rest = 0  # steps after which nobody is asked
         self.requests = [
             self.fresh(adapter, i * self.length // len(self.adapters)) for i, adapter in enumerate(self.adapters)
         ]
@@ -139,19 +140,30 @@ class World:
             )  # fmt: skip
             start += 1 + count + new
         self.owner = {}
-        found = proposer.propose(rows, TargetOutput(seconds=seconds / 1000))
+        output = TargetOutput(seconds=seconds / 1000)
+        if self.rest:
+            self.rest -= 1
+            proposer.rested(rows, output)
+            self.counts.append([0] * len(rows))
+        else:
+            self.propose(proposer, rows, output)
+        for index, request in enumerate(self.requests):
+            if request.num_output_tokens >= self.length:
+                self.drafted.pop(request, None)
+                request.status = Status.FINISHED
+                self.requests[index] = self.fresh(request.text_namespace[1])
+                self.rest = 0
+        self.spend(HOST)
+
+    def propose(self, proposer, rows: list[DraftRow], output: TargetOutput) -> None:
+        found = proposer.propose(rows, output)
         for row, proposal in zip(rows, found, strict=True):
             assert len(proposal.drafts.token_ids) <= row.max_drafts
             self.drafted[row.request] = proposal.num_draft_computed
             if proposal.drafts.token_ids:
                 self.owner[row.request] = (proposal.drafts.token_ids[0], len(proposal.drafts.token_ids))
         self.counts.append([len(proposal.drafts.token_ids) for proposal in found])
-        for index, request in enumerate(self.requests):
-            if request.num_output_tokens >= self.length:
-                self.drafted.pop(request, None)
-                request.status = Status.FINISHED
-                self.requests[index] = self.fresh(request.text_namespace[1])
-        self.spend(HOST)
+        self.rest = getattr(proposer, "rest", 0)
 
 
 class Simulated(NoProposer):
@@ -194,6 +206,8 @@ class WithLayers(Simulated):
 
 class Fixed(NoProposer):
     """A fixed number of drafts."""
+
+    rest = 0
 
     def __init__(self, drafter, count: int):
         self.drafter, self.count = drafter, count

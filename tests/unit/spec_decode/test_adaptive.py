@@ -32,6 +32,7 @@ class Recording(NoProposer):
 
     def __init__(self, number: int) -> None:
         self.number, self.calls, self.watched, self.forgotten, self.bound = number, [], 0, [], None
+        self.rested_steps = 0
 
     @property
     def needs(self) -> ProposerNeeds:
@@ -45,6 +46,9 @@ class Recording(NoProposer):
 
     def watch(self, rows, target):
         self.watched += 1
+
+    def rested(self, rows, target):
+        self.rested_steps += 1
 
     def propose(self, rows, target):
         self.calls.append([(row.request, row.max_drafts) for row in rows])
@@ -111,10 +115,9 @@ def test_the_fallbacks_drafts_come_with_the_neural_drafters_kv(parts):
     rows = [row(one), row(other)]
     proposer.propose(rows, OUTPUT)
     controller = proposer.controller
-    controller.due = lambda num_rows, mixed, changed: False
+    controller.due = lambda num_rows, mixed: False
     for state, drafter, count in zip(proposer._states, (0, 1), (3, 2), strict=True):
         state.drafter, state.num_drafts = drafter, count
-    proposer._quiet = None
     got = proposer.propose(rows, OUTPUT)
     assert [p.drafts.token_ids for p in got] == [[0, 0, 0], [1, 1]]
     assert [p.num_draft_computed for p in got] == [5, 2]
@@ -126,10 +129,9 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
     proposer, _ = parts
     one = request()
     proposer.propose([row(one)], OUTPUT)
-    proposer.controller.due = lambda num_rows, mixed, changed: False
+    proposer.controller.due = lambda num_rows, mixed: False
     (state,) = proposer._states
     state.drafter, state.num_drafts = 1, 4
-    proposer._quiet = None
     proposer.propose([row(one)], OUTPUT)
     proposer.propose([row(one, num_drafts=2, num_accepted=1)], OUTPUT)  # truncated by the budget
     assert [rates.evidence for rates in state.lane.rates] == [0.0, 1.0]
@@ -139,21 +141,43 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
     assert [rates.evidence for rates in state.lane.rates] == [0.0, 1.0]
 
 
-def test_while_nothing_is_drafted_one_step_in_four_stands_for_all(parts):
+def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
     proposer, (first, _) = parts
     one, controller = request(), proposer.controller
-    controller.due = lambda num_rows, mixed, changed: False
+    controller.due = lambda num_rows, mixed: False
     proposer.propose([row(one)], OUTPUT)
-    controller._next_decision = 10**9
-    measured, outputs = [], []
+    controller._next_decision = controller._step + 7
+    proposer.propose([row(one)], OUTPUT)
+    assert proposer.rest == 6, "the seventh finds that it is time"
+    measured, outputs, watched, steps = [], [], first.watched, controller._step
     controller.costs.add_step = lambda rows, tokens, seconds: measured.append((rows, tokens, seconds))
     controller.workload = Noting(lambda prompts, answers: outputs.append(answers))
-    watched = first.watched
-    for _ in range(108):
-        proposer.propose([row(one)], OUTPUT)
-    assert first.watched == watched + 108
-    assert measured == [(1, 1, OUTPUT.seconds)] * (8 + 25)
-    assert sum(outputs) == 108
+    for _ in range(6):
+        proposer.rested([row(one)], OUTPUT)
+    assert (first.rested_steps, first.watched) == (6, watched)
+    assert controller.is_time is False
+    proposer.propose([row(one)], OUTPUT)
+    assert (first.watched, measured, sum(outputs)) == (watched + 1, [(1, 1, OUTPUT.seconds)], 7)
+    assert controller._step == steps + 7
+    assert controller.is_time
+
+
+def test_no_rest_while_drafting_or_while_prompts_are_computed(parts):
+    proposer, _ = parts
+    one = request()
+    proposer.controller.due = lambda num_rows, mixed: False
+    proposer.controller._next_decision = 100
+    proposer.propose([row(one)], OUTPUT)
+    assert proposer.rest > 0
+    proposer.propose([row(one), row(request(), sampled=False, max_drafts=0)], OUTPUT)
+    assert proposer.rest == 0
+    (state, _) = proposer._states
+    state.drafter, state.num_drafts = 0, 2
+    assert any(p.drafts.token_ids for p in proposer.propose([row(one), row(request())], OUTPUT))
+    assert proposer.rest == 0
+    proposer.hold(0, 0)
+    proposer.propose([row(one)], OUTPUT)
+    assert proposer.rest == 0, "every step is to be measured"
 
 
 def test_prompts_and_answers_are_counted_where_they_are_computed(parts):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.spec_decode import controller as controller_module
-from outrider.spec_decode.controller import LITTLE_EVIDENCE, OUTLOOK, Controller, DrafterTraits
+from outrider.spec_decode.controller import OUTLOOK, Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
 from outrider.spec_decode.lanes import MAX_LANES, Before, RowState
 from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, SHARE, Backoff, Budget
@@ -135,7 +135,7 @@ def off(monkeypatch):
     def run(steps, rows):
         for _ in range(steps):
             drafts = max(row.num_drafts for row in rows)
-            if controller.due(len(rows), False, False):
+            if controller.due(len(rows), False):
                 for row in rows:
                     row.limit = 4
                 controller.decide(rows, 0)
@@ -172,10 +172,15 @@ def test_another_adapter_or_evidence_is_a_reason_to_decide(off):
     assert any(at < step + 20 for at in off(40, rows))
     off(3000, rows)
     step = off.controller._step
-    for _ in range(LITTLE_EVIDENCE + 1):
-        rows[1].proposed_by = 0
-        off.controller.verified(rows[1], 1, 1)
-    assert any(at < step + 20 for at in off(40, rows))
+    for accepted, is_reason in ((0, False), (1, True)):
+        off(3000, rows)
+        step, trials = off.controller._step, [row.lane.trials[0].last for row in rows]
+        for _ in range(30):
+            rows[1].proposed_by = 0
+            off.controller.verified(rows[1], 1, accepted)
+        decided = off(20, rows)
+        if trials == [row.lane.trials[0].last for row in rows]:
+            assert any(decided) == is_reason, "what makes drafting look better, not what makes it look worse"
 
 
 def test_a_trial_that_verified_nothing_is_no_surprise(off):
@@ -188,7 +193,8 @@ def test_a_trial_that_verified_nothing_is_no_surprise(off):
         lane.before[0] = Before(0.1, lane.rates[0].num_tried)
         if verified:
             off.controller.verified(rows[0], 1, 1)
-        off.controller._end_trials(rows)
+        off.controller._decided = {lane}
+        off.controller._end_trials()
         assert lane.surprising == (0 if verified else -1)
 
 
@@ -199,7 +205,7 @@ def test_an_unknown_drafter_is_no_reason_to_use_the_other_one_for_ever():
     drafted = 0
     for _ in range(1000):
         count, drafter = rows[0].num_drafts, rows[0].drafter
-        if controller.due(1, False, False):
+        if controller.due(1, False):
             rows[0].limit = 4
             controller.decide(rows, 0)
         drafted += count > 0
@@ -211,12 +217,6 @@ def test_an_unknown_drafter_is_no_reason_to_use_the_other_one_for_ever():
         controller.stepped(0.01)
     assert not controller.drafting
     assert drafted < 100
-
-
-def test_nothing_proposed_is_no_evidence():
-    controller = Controller([NEURAL], 4)
-    controller.proposed(0, [])
-    assert controller._lanes.evidence == 0
 
 
 def test_a_trial_is_charged_what_it_took(off):

@@ -62,7 +62,7 @@ def test_the_devices_seconds_count_for_drafts_and_not_as_a_gap(monkeypatch):
     Timer.made.clear()
     for state in proposer._states:
         state.drafter, state.num_drafts = 0, 2
-    proposer._quiet, drafts[:], gaps[:], steps[:] = None, [], [], []
+    drafts[:], gaps[:], steps[:] = [], [], []
     proposer.propose([row], TargetOutput(seconds=3.0))
     assert len(Timer.made) == 1
     assert drafts == [], "the device is still at it"

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
 from outrider.models.batch import allocate_kv
+from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode import hidden_store
-from outrider.spec_decode.proposer import DraftRow, TargetOutput, no_adapters
+from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
 
 BLOCK, NUM_BLOCKS = 4, 96
 GREEDY = SamplingParams(temperature=0.0)
@@ -146,13 +147,24 @@ class Engine:
             total += len(computed) - row.start
         joined = [torch.cat(parts) for parts in zip(*states, strict=True)]
         output = TargetOutput(joined[-1], tuple(joined[i] for i in self.proposer.needs.aux_layers))
-        proposals = self.proposer.propose(rows, output)
+        if any(row.max_drafts or row.num_drafts for row in rows) or self.rng.random() < 0.5:
+            proposals = self.proposer.propose(rows, output)
+        else:
+            proposals = self.rest(rows, output)
         for (sequence, k, *_), row, proposal in zip(work, rows, proposals, strict=True):
             assert len(proposal.drafts.token_ids) <= k
             assert proposal.num_draft_computed <= len(row.tokens), "drafts are computed again"
             sequence.request.tokens, sequence.num_computed = row.tokens, row.num_valid
             sequence.drafts, sequence.num_draft_computed = proposal
         return [proposal.drafts for proposal in proposals]
+
+    def rest(self, rows: list[DraftRow], output: TargetOutput) -> list[Proposal]:
+        plans = []
+        for row in rows:
+            row.request.blocks = row.block_table
+            plans.append(RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0))
+        self.proposer.rested(plans, output)
+        return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS, ids=NAMES)

@@ -23,18 +23,13 @@ def test_a_curve_is_linear_between_its_points_and_beyond():
     assert curve.at(np.array([0, 1, 2, 3, 5])).tolist() == [10.0, 10.0, 15.0, 20.0, 24.0]
 
 
-def curve_of(table, rows):
-    sizes, seconds = table.points(rows)
-    return Curve(sizes, seconds, 0.0)
-
-
 def test_noise_and_rare_outliers_average_out():
     generator, table = random.Random(1), TimeTable()
     for _ in range(400):
         size = generator.choice((4, 8, 16))
         factor = generator.uniform(0.8, 1.2) * (10 if generator.random() < 0.02 else 1)
         table.add(4, size, (1.0 + 0.1 * size) * factor)
-    curve = curve_of(table, 4)
+    curve = table.curve(4)
     assert [curve(x) for x in (4, 8, 16)] == pytest.approx([1.4, 1.8, 2.6], rel=0.06)
     assert curve(12) == pytest.approx((curve(8) + curve(16)) / 2)
 
@@ -44,7 +39,7 @@ def test_one_early_outlier_is_no_lasting_belief():
     table.add(1, 1, 10.0)
     for _ in range(3):
         table.add(1, 1, 1.0)
-    assert curve_of(table, 1)(1) == pytest.approx(1.0)
+    assert table.curve(1)(1) == pytest.approx(1.0)
 
 
 def test_common_drift_reaches_sizes_that_are_not_visited():
@@ -54,7 +49,7 @@ def test_common_drift_reaches_sizes_that_are_not_visited():
         table.add(8, 24, 1.5)
     for _ in range(200):
         table.add(8, 24, 3.0)
-    curve = curve_of(table, 8)
+    curve = table.curve(8)
     assert curve(24) == pytest.approx(3.0, rel=0.03)
     assert curve(8) / curve(24) == pytest.approx(1.0 / 1.5, rel=0.25)
 
@@ -66,7 +61,7 @@ def test_another_class_of_rows_lends_its_shape():
             table.add(8, size, 1.0 + size / 16)
     for _ in range(10):
         table.add(12, 16, 4.0)
-    curve = curve_of(table, 12)
+    curve = table.curve(12)
     assert curve(16) == pytest.approx(4.0)
     assert curve(32) == pytest.approx(4.0 * 3.0 / 2.0)
     assert curve(8) == pytest.approx(4.0 * 1.5 / 2.0)
@@ -77,19 +72,19 @@ def test_steps_with_prompts_stay_apart():
     table = TimeTable()
     for _ in range(2):
         table.add(MIXED, 500, 9.0)
-    assert table.points(4) == ([], [])
+    assert table.curve(4) is None
     for _ in range(2):
         table.add(4, 4, 1.0)
-    assert curve_of(table, 4)(4) == 1.0
+    assert table.curve(4)(4) == 1.0
 
 
 def test_the_first_time_of_a_size_does_not_count():
     """Kernels are prepared for it: a drafter must not be given up for what only its first call takes."""
     table = TimeTable()
     table.add(1, 5, 1.0)
-    assert table.points(1) == ([], [])
+    assert table.curve(1) is None
     table.add(1, 5, 0.01)
-    assert curve_of(table, 1)(5) == pytest.approx(0.01)
+    assert table.curve(1)(5) == pytest.approx(0.01)
 
 
 @settings(deadline=None)
