@@ -132,8 +132,8 @@ class Scheduler:
 
     def may_plan_beside(self, plan: StepPlan) -> bool:
         """Whether the next step can be planned while `plan` is under way: not where its drafts wait for the outcome, as
-        a row's bad words do, which the host finds by their first tokens; or where a sequence under way has to make
-        way."""
+        bad words of several tokens do, which the host finds by the first of them; or where a sequence under way has to
+        make way."""
         if self._needs_commit:
             return False
         if self._draft_limits.num_drafts:
