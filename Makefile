@@ -39,7 +39,7 @@ serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
 # A process for each core; a file's tests stay together and share their fixtures. Bytecode is written even where the
 # environment says otherwise: the tests start hundreds of processes, each of which would compile the package again.
 test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 lint: .venv/.dev.stamp ## Check format, rules, types, layers and sizes
 	$(BIN)/ruff format --check .
