@@ -59,11 +59,6 @@ class StoredGroups:
         ends = np.cumsum([len(group) for group in groups]).tolist()
         self._spans = list(zip([0, *ends], [len(group) for group in groups], strict=False))
 
-    @property
-    def num_matrices(self) -> int:
-        """Of all groups."""
-        return len(self._matrices)
-
     def start(self, scales: Sequence[float], rows: Tensor) -> Conversion:
         """Begin with one file, whose matrices have these scales, to fill these rows."""
         assert tuple(rows.shape) == self._shape
