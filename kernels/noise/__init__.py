@@ -2,14 +2,19 @@
 
     key(row)   = splitmix64 of (seed key, stream, position)               64 bits
     h(row, t)  = lowbias32 of (t, low half of key, high half of key)      32 bits
-    v(row, t)  = (h + 0.5) * 2^-32                                        in (0, 1)
-    G(row, t)  = -log(-log1p(-v))                                         standard Gumbel
+    v(row, t)  = (h + 0.5) * 2^-32, below one                             float32
+    E(row, t)  = -log1p(-v) * NUDGE                                       in float64, rounded to float32 once
+    G(row, t)  = -log(E) * NUDGE                                          the same; standard Gumbel
+    NUDGE      = 1 - 6 * 2^-52
 
 No state and no order: a row's noise does not depend on the batch around it, on the step or on the device, which is what
 makes speculation drafter-invariant (Daliri, Musco, Suresh 2024, "Coupling without Communication and Drafter-Invariant
-Speculative Decoding"). h is the same bit for bit everywhere; G is as exact as the device's float32 `log`: the same on
-all GPUs, and there within 2e-6 of the CPU's (`triton.py` says what that can change). Large G, which decide an
-argmax, come from small v, where float32 is densest.
+Speculative Decoding"). Large G, which decide an argmax, come from small v, where float32 is densest.
+
+G is the same everywhere, bit for bit, though libraries' float64 logarithms differ in their last bit. Of the 83,886,080
+different v, four have an E or a G so close to the middle of two float32 that this bit decides where it is rounded to.
+NUDGE moves all of them: then none is nearer to a middle than 6.4 units in the last place of a float64, and a logarithm
+may be wrong by five (those of C libraries, CUDA and torch are by one). `tools/noise_rounding.py` goes through all v.
 
 Hashes: splitmix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators"); lowbias32 (Wellons,
 "Hash Prospector").
@@ -27,6 +32,7 @@ from ..dispatch import use_triton
 
 # In this package the name `torch` is the module beside this file: `import torch` here would hide it.
 from . import torch as _reference
+from .native import gumbel_argmax as _native_argmax
 
 
 class Stream(enum.IntEnum):
@@ -114,7 +120,8 @@ def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor:
         from . import triton as _triton
 
         return _triton.gumbel_argmax(scores, row_keys)
-    return _reference.gumbel_argmax(scores, row_keys)
+    tokens = _native_argmax(scores, row_keys)
+    return _reference.gumbel_argmax(scores, row_keys) if tokens is None else tokens
 
 
 def uniform(row_keys: Tensor) -> Tensor:

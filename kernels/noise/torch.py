@@ -1,7 +1,7 @@
 """Counter-based noise in plain torch: 32-bit wrapping arithmetic, the same bits on every device.
 
-Everything runs tile by tile with in-place operations, so that temporaries stay in a core's cache; on the CPU the
-noise of [32, 4096] costs little more than its two logarithms.
+Everything runs tile by tile with in-place operations, so that temporaries stay in a core's cache. An argmax takes the
+two float64 logarithms only for tokens that float32 ones leave in question, few of a row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from ..staging import upload
 _TILE_CPU = 1 << 17
 _TILE_GPU = 1 << 24
 
+NUDGE = 1.0 - 6 * 2.0**-52
+"""See the package. The same number stands in `native.cpp` and `triton.py`."""
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below one
+_FAST_ERROR = 1e-5  # of G by torch's float32 logarithms, with a margin of five
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
@@ -109,10 +113,20 @@ def _hash_tiles(keys: Tensor, num_tokens: int) -> Iterator[tuple[slice, slice, T
             yield rows, columns, bits
 
 
-def _exponential_(bits: Tensor, out: Tensor) -> Tensor:
-    """E = -log1p(-v), v = (h + 0.5) * 2^-32, standard exponential and at least 2^-33; into `out`, float32."""
-    out.copy_(bits.view(torch.uint32))
-    return out.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-_BELOW_ONE).log1p_().neg_()
+def _fraction(bits: Tensor) -> Tensor:
+    """v = (h + 0.5) * 2^-32 of hashes, at most the largest float32 below one; float32."""
+    return bits.view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
+
+
+def log_exponential(bits: Tensor) -> Tensor:
+    """-G of hashes (int32), as the package defines it: float32 of the same shape."""
+    exponential = _fraction(bits).double().neg_().log1p_().mul_(-NUDGE).float()
+    return exponential.double().log_().mul_(NUDGE).float()
+
+
+def _fast_log_exponential(bits: Tensor) -> Tensor:
+    """-G within `_FAST_ERROR`."""
+    return _fraction(bits).neg_().log1p_().neg_().log_()
 
 
 def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
@@ -127,7 +141,7 @@ def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
     """See the package."""
     out = torch.empty((keys.shape[0], num_tokens), dtype=torch.float32, device=keys.device)
     for rows, columns, bits in _hash_tiles(keys, num_tokens):
-        _exponential_(bits, out[rows, columns]).log_().neg_()
+        torch.neg(log_exponential(bits), out=out[rows, columns])
     return out
 
 
@@ -135,14 +149,10 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
     """See the package. A row wider than a tile takes the best of its tiles' bests."""
     num_rows, num_tokens = scores.shape
     result = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
-    noise = torch.empty(0, dtype=torch.float32, device=scores.device)
     best: list[Tensor] = []
     ids: list[Tensor] = []
     for rows, columns, bits in _hash_tiles(keys, num_tokens):
-        if noise.shape != bits.shape:
-            noise = torch.empty_like(bits, dtype=torch.float32)
-        log_exponential = _exponential_(bits, noise).log_()
-        total = torch.sub(scores[rows, columns], log_exponential, out=noise)
+        total = _sums(scores[rows, columns], bits)
         if columns.stop - columns.start == num_tokens:
             torch.argmax(total, dim=-1, out=result[rows])
             continue
@@ -154,6 +164,18 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
             result[rows] = torch.cat(ids, dim=1).gather(1, winner).squeeze(1)
             best, ids = [], []
     return result
+
+
+def _sums(scores: Tensor, bits: Tensor) -> Tensor:
+    """scores + G of a tile, exact wherever a row's largest may be, close to it elsewhere."""
+    total = scores - _fast_log_exponential(bits)
+    best = total.amax(dim=-1, keepdim=True)
+    # Where sums are large, their rounding is larger than the error of fast noise. NaN and infinity stay as they are:
+    # no noise changes them.
+    needed = best - best.abs().mul_(2.0**-21).add_(_FAST_ERROR)
+    row, column = torch.nonzero((total >= needed) & best.isfinite(), as_tuple=True)
+    total[row, column] = scores[row, column] - log_exponential(bits[row, column])
+    return total
 
 
 def uniform(keys: Tensor) -> Tensor:

@@ -1,13 +1,6 @@
 """Counter-based noise in Triton: hashes, keys and Gumbel noise in registers, and an argmax that never stores the noise.
 
-The bits h are the CPU's. G is float32 after each of its two logarithms, as on the CPU, but each is computed in float64
-and rounded once: so G is the same on every GPU and in the interpreter. Of all 2^32 hashes' 83,886,081 different v, four
-come so close to a rounding boundary that the last bit of a float64 logarithm counts.
-
-One G in twelve is not the CPU's, where torch's float32 logarithms are not always correctly rounded; over all v the two
-are never more than 1.9e-6 apart. That can change a choice only where the best two sums are closer than 2 * 1.9e-6:
-P(gap < e) <= e * sum p (1 - p), because the gap is that of two Gumbel variables: for noise alone, less than 4 draws in
-a million differ. On one device everything uses the same G, so verification stays drafter-invariant to the bit.
+Hashes and noise are the CPU's, bit for bit, in the interpreter too: the package says why.
 
 The two float64 logarithms are computed for few tokens: a tile whose largest score cannot reach the best sum so far, not
 even with the largest noise, is skipped, and so is one whose sums with fast float32 noise stay below it by more than
@@ -24,6 +17,7 @@ from torch import Tensor
 from ..compile_case import CompileCase
 from ..tuning import bucket, tuned
 from ..tuning.configs import NoiseArgmaxConfig
+from .torch import NUDGE
 
 BLOCK = 1024
 """Tokens of a tile."""
@@ -32,6 +26,7 @@ _MAX_SPLITS = 32
 PROGRAMS = 512
 """Enough for all multiprocessors, a few each."""
 DEFAULT = NoiseArgmaxConfig(BLOCK, _WARPS, PROGRAMS)
+_NUDGE = tl.constexpr(NUDGE)
 _LARGEST_NOISE = tl.constexpr(22.9)
 """Upper bound of G: v is at least 2^-33, and 33 ln 2 = 22.874."""
 _FAST_ERROR = tl.constexpr(1e-3)
@@ -96,11 +91,12 @@ def _fraction(bits):
 
 @triton.jit
 def log_exponential(bits):
-    """-G = log(-log1p(-v)), each logarithm rounded to float32 once."""
+    """-G, as the package defines it."""
     v = _fraction(bits).to(tl.float64)
     # 1 - v is exact from 2^-28 on; below, the series' next term is less than 2^-57 of the value.
-    exponential = tl.where(v < 1.0 / (1 << 28), v + v * v * 0.5, -tl.log(1.0 - v)).to(tl.float32)
-    return tl.log(exponential.to(tl.float64)).to(tl.float32)
+    exponential = tl.where(v < 1.0 / (1 << 28), v + v * v * 0.5, -tl.log(1.0 - v))
+    rounded = (exponential * _NUDGE).to(tl.float32)
+    return (tl.log(rounded.to(tl.float64)) * _NUDGE).to(tl.float32)
 
 
 @triton.jit

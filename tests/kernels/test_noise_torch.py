@@ -1,13 +1,19 @@
 """Counter-based noise: its bits against plain integers, its distribution, and that rows do not see each other."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+from outrider.kernels.native import library
 from outrider.kernels.noise import Stream, device_row_keys, gumbel, gumbel_argmax, hash_bits, row_keys, uniform
-from outrider.kernels.noise.torch import _TILE_CPU, _exponential_
+from outrider.kernels.noise import native as noise_native
+from outrider.kernels.noise import torch as reference
+from outrider.kernels.noise.torch import _FAST_ERROR, _TILE_CPU, NUDGE, _fast_log_exponential, log_exponential
+
+from .noise_cases import HARD_HASHES, key_of_hash
 
 MASK64 = (1 << 64) - 1
 WIDE = _TILE_CPU + 1003  # a row that does not fit a tile, with a tail
@@ -85,12 +91,31 @@ def test_gumbel_is_its_definition() -> None:
 
 def test_gumbel_is_finite_at_the_ends() -> None:
     bits = torch.tensor([0, 1, 2**31 - 1, -(2**31), -2, -1], dtype=torch.int32)
-    exponential = _exponential_(bits, torch.empty(6))
-    noise = -exponential.log()
+    noise = -log_exponential(bits)
     assert torch.isfinite(noise).all()
     assert (noise.diff() <= 0).all(), "G falls as the unsigned h grows"
     assert noise[0].item() == pytest.approx(33 * math.log(2), rel=1e-6)
     assert noise[-1].item() == pytest.approx(-math.log(24 * math.log(2)), rel=1e-6)
+
+
+@pytest.mark.parametrize("h", HARD_HASHES)
+def test_the_last_bits_of_a_logarithm_do_not_count(h: int) -> None:
+    """A library whose float64 logarithms are wrong by up to five units in the last place has the same noise."""
+    bits = torch.tensor([h], dtype=torch.int32)
+    v = float(np.float32(h) + np.float32(0.5)) * 2.0**-32
+    want = log_exponential(bits).item()
+    exact = -math.log1p(-v)
+    rounded = float(np.float32(exact * NUDGE))
+    for units in range(-5, 6):
+        assert float(np.float32((exact + units * math.ulp(exact)) * NUDGE)) == rounded
+        log = math.log(rounded)
+        assert float(np.float32((log + units * math.ulp(log)) * NUDGE)) == want
+
+
+def test_fast_noise_is_as_close_as_the_argmax_takes_it_to_be() -> None:
+    bits = hash_bits(some_keys(20), 100_000)
+    error = (_fast_log_exponential(bits) - log_exponential(bits)).abs().max()
+    assert 0 < 2 * error < _FAST_ERROR
 
 
 @pytest.mark.parametrize("num_tokens", [7, 4096, WIDE])
@@ -105,6 +130,80 @@ def test_rows_do_not_see_each_other(num_tokens: int) -> None:
 def test_strided_keys() -> None:
     keys = some_keys(10)
     assert torch.equal(gumbel(keys[::2], 50), gumbel(keys, 50)[::2])
+
+
+ARGMAX = {"torch": reference.gumbel_argmax, "native": noise_native.gumbel_argmax}
+
+
+@pytest.fixture(params=list(ARGMAX))
+def argmax(request: pytest.FixtureRequest) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Each of the CPU's."""
+    if request.param == "native" and library() is None:
+        pytest.skip("needs a C++ compiler")
+    return ARGMAX[request.param]
+
+
+Argmax = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 0.3, 1.0, 100.0])
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 129, 4097])
+def test_each_argmax_takes_the_exact_noise(argmax: Argmax, num_tokens: int, temperature: float) -> None:
+    scores = torch.randn(64, num_tokens, generator=torch.Generator().manual_seed(num_tokens)) / temperature
+    scores[::3] = scores[::3].round()
+    scores[1::3, ::2] = -torch.inf
+    keys = some_keys(64, first=num_tokens)
+    assert torch.equal(argmax(scores, keys), (scores + gumbel(keys, num_tokens)).argmax(-1))
+
+
+def test_each_argmax_decides_ties_exactly(argmax: Argmax) -> None:
+    """Scores that make all sums nearly equal: only the exact noise, and then the lowest token, decides."""
+    keys = some_keys(200)
+    noise = gumbel(keys, 300)
+    for scores in (-noise, 1e-6 * torch.randn(200, 300) - noise, 1e5 - noise):
+        assert torch.equal(argmax(scores, keys), (scores + noise).argmax(-1))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_each_argmax_with_scores_that_are_not_finite(argmax: Argmax, bad: float) -> None:
+    scores = torch.randn(5, 1000)
+    scores[0, [700, 900]] = bad
+    scores[1] = bad
+    scores[2, 999] = bad
+    scores[3, 0] = bad
+    scores[4, [10, 20, 600]] = torch.tensor([torch.inf, bad, torch.nan])
+    keys = some_keys(5)
+    got = argmax(scores, keys)
+    assert torch.equal(got, (scores + gumbel(keys, 1000)).argmax(-1))
+
+
+def test_each_argmax_with_strided_rows(argmax: Argmax) -> None:
+    scores = torch.randn(12, 200)
+    keys = some_keys(12)
+    assert torch.equal(argmax(scores[::2, :77], keys[::2]), argmax(scores[::2, :77].clone(), keys[::2].clone()))
+
+
+@pytest.mark.parametrize("h", HARD_HASHES)
+def test_native_noise_of_the_hardest_hashes(h: int) -> None:
+    """Two equal tokens but for their noise, and scores that make their sums equal: it must see the tie."""
+    if library() is None:
+        pytest.skip("needs a C++ compiler")
+    keys = torch.tensor([key_of_hash(h)])
+    noise = gumbel(keys, 2)
+    assert noise[0, 0].item() == -log_exponential(torch.tensor([h], dtype=torch.int32)).item()
+    lead = (noise[0, 0] - noise[0, 1]).item()
+    for nearby in (lead, math.nextafter(lead, 99), math.nextafter(lead, -99)):
+        for score in (nearby, float(np.float32(nearby)), float(np.nextafter(np.float32(nearby), np.float32(99)))):
+            scores = torch.tensor([[0.0, score]])
+            got = noise_native.gumbel_argmax(scores, keys)
+            assert torch.equal(got, (scores + noise).argmax(-1))
+
+
+def test_columns_with_gaps_are_for_torch() -> None:
+    assert noise_native.gumbel_argmax(torch.zeros(2, 20)[:, ::2], some_keys(2)) is None
+    assert torch.equal(
+        gumbel_argmax(torch.zeros(1, 1).expand(2, 20), some_keys(2)), gumbel(some_keys(2), 20).argmax(-1)
+    )
 
 
 @pytest.mark.parametrize(("num_rows", "num_tokens"), [(1, 3), (50, 4096), (3, WIDE)])

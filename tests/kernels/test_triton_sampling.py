@@ -8,13 +8,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.kernels.noise import Stream, row_keys
+from outrider.kernels.noise import Stream, gumbel_argmax, row_keys
 from outrider.kernels.noise import torch as noise_reference
 from outrider.kernels.noise import triton as noise
 from outrider.kernels.sampling import filter_logits
 from outrider.kernels.sampling import torch as reference
 from outrider.kernels.sampling import triton as filters
 from outrider.kernels.sampling import triton_logprobs as logprobs
+
+from .noise_cases import HARD_HASHES, key_of_hash
 
 INF, NAN = float("inf"), float("nan")
 TAILS = [1, 33, 1000, 4097]
@@ -24,12 +26,12 @@ def some_keys(device: str, count: int, first: int = 0) -> torch.Tensor:
     return row_keys([7] * count, range(first, first + count), Stream.TARGET).to(device)
 
 
-def exact_log_exponential(bits: torch.Tensor) -> np.ndarray:
-    """-G of hashes: each logarithm in float64, rounded to float32."""
+def defined_noise(bits: torch.Tensor) -> np.ndarray:
+    """G of hashes by numpy: each logarithm in float64, nudged, rounded to float32 once."""
     h = bits.cpu().numpy().view(np.uint32).astype(np.float32)
     v = np.minimum((h + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
-    exponential = (-np.log1p(-v.astype(np.float64))).astype(np.float32)
-    return np.log(exponential.astype(np.float64)).astype(np.float32)
+    exponential = (-np.log1p(-v.astype(np.float64)) * noise_reference.NUDGE).astype(np.float32)
+    return -(np.log(exponential.astype(np.float64)) * noise_reference.NUDGE).astype(np.float32)
 
 
 # --- noise ---------------------------------------------------------------------------------------------------
@@ -42,13 +44,19 @@ def test_hashes_are_the_cpus_bit_for_bit(device: str, num_tokens: int) -> None:
     assert torch.equal(noise.hash_bits(keys.to(device), num_tokens).cpu(), want)
 
 
-def test_noise_is_correctly_rounded_and_next_to_the_cpus(device: str) -> None:
+def test_noise_is_the_cpus_bit_for_bit(device: str) -> None:
     keys = some_keys("cpu", 8)
-    got = noise.gumbel(keys.to(device), 4097).cpu()
-    assert np.array_equal(-got.numpy(), exact_log_exponential(noise_reference.hash_bits(keys, 4097)))
-    of_cpu = noise_reference.gumbel(keys, 4097)
-    assert (got - of_cpu).abs().max() <= 2.0**-19  # a float32's distance to its neighbour, for the largest G
-    assert (got == of_cpu).float().mean() > 0.85
+    got = noise.gumbel(keys.to(device), 40_001).cpu()
+    assert torch.equal(got, noise_reference.gumbel(keys, 40_001))
+    assert np.array_equal(got.numpy(), defined_noise(noise_reference.hash_bits(keys, 40_001)))
+
+
+@pytest.mark.parametrize("h", HARD_HASHES)
+def test_hashes_next_to_a_rounding_boundary(device: str, h: int) -> None:
+    """Of all hashes those where a logarithm's last bits come nearest to deciding."""
+    keys = torch.tensor([key_of_hash(h)])
+    assert noise.hash_bits(keys.to(device), 1).item() == h
+    assert noise.gumbel(keys.to(device), 1).item() == noise_reference.gumbel(keys, 1).item()
 
 
 @pytest.mark.parametrize("num_tokens", TAILS)
@@ -65,6 +73,7 @@ def test_argmax_of_noise_is_that_of_the_materialised_sum(device: str, num_tokens
     assert got[3] == num_tokens - 1
     assert got[4] == 0
     assert torch.equal(got.cpu(), noise_reference.gumbel_argmax(scores.cpu(), keys.cpu()))
+    assert torch.equal(got.cpu(), gumbel_argmax(scores.cpu(), keys.cpu()))  # C++, where there is a compiler
 
 
 def test_argmax_with_nan_and_infinity(device: str) -> None:
@@ -77,7 +86,7 @@ def test_argmax_with_nan_and_infinity(device: str) -> None:
 
 def test_the_bounds_that_skip_tiles_hold(device: str) -> None:
     """No G is above the largest, at the smallest hash, and a skipped tile's sums are far enough below the best."""
-    assert -exact_log_exponential(torch.tensor([0], dtype=torch.int32))[0] < noise._LARGEST_NOISE.value
+    assert defined_noise(torch.tensor([0], dtype=torch.int32))[0] < noise._LARGEST_NOISE.value
     # Rows where one token leads by a margin around the largest noise: the skip is decided either way.
     for lead in (22.0, 22.8, 23.0, 30.0):
         scores = torch.zeros(4, 3000, device=device)
