@@ -86,10 +86,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "draft_model": write_model(root / "draft", 2),  # the target's own weights, without its adapters
         "eagle3": write_model(root / "eagle3", 1, **eagle3, eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
         "medusa": write_heads(root / "medusa"),
-        "narrow": write_adapter(root / "narrow", 3, 2, ["q_proj", "down_proj"]),
-        "wide": write_adapter(root / "wide", 17, 2, ["q_proj", "v_proj"], head=True),
+        # One layer of two: Triton's interpreter takes half of the time for adapters.
+        "narrow": write_adapter(root / "narrow", 3, 1, ["q_proj", "down_proj"]),
+        "wide": write_adapter(root / "wide", 17, 1, ["q_proj", "v_proj"], head=True),
     }
-    write_adapter(root / "narrow" / "draft" / "draft_model", 2, 2, ["v_proj"])
+    write_adapter(root / "narrow" / "draft" / "draft_model", 2, 1, ["v_proj"])
     write_adapter(root / "narrow" / "draft" / "eagle3", 2, 1, ["o_proj"], prefix="")
     write_adapter(root / "wide" / "draft" / "draft_model", 4, 1, ["q_proj"])
     write_adapter(root / "wide" / "draft" / "medusa", 5, 0, ["0.0.linear", "1.0.linear"])
@@ -210,7 +211,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("method", "adapted", "overlapping"),
     [
-        ("draft_model", True, False),
         ("eagle3", True, False),
         ("eagle3", False, True),
         ("draft_model", True, True),
