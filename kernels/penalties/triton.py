@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _PAIRS = 8192
 """Entries times late tokens that are compared at once: what registers hold."""
 _MOST = 512
+_FEWEST_LATE = 8
+"""Less would be one more kernel to compile, for a request that waits for it."""
 _COUNT_BITS = tl.constexpr(COUNT_BITS)
 _NO_TOKEN = -1
 
@@ -82,7 +84,7 @@ def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
     first = np.cumsum([0, *(len(sequence.entries) for sequence in sequences)])
     entries = np.concatenate([sequence.entries for sequence in sequences])
     strengths = np.array([(s.repetition, s.presence, s.frequency) for s in sequences], dtype=np.float64)
-    width = triton.next_power_of_2(max(1, *(sum(map(len, sequence.after)) for sequence in sequences)))
+    width = triton.next_power_of_2(max(_FEWEST_LATE, *(sum(map(len, sequence.after)) for sequence in sequences)))
     tokens = np.full((len(sequences), width), _NO_TOKEN, dtype=np.int64)
     parts: list[tuple[int, Sequence[int]]] = []
     for number, sequence in enumerate(sequences):
@@ -112,5 +114,5 @@ def compile_cases() -> list[CompileCase]:
     signature = {name: kinds.get(name, "*i64") for name in penalty_kernel.arg_names}
     return [
         CompileCase(f"penalties after {after}", penalty_kernel, signature, _constants(after))
-        for after in (1, 8, 32, 128)
+        for after in (_FEWEST_LATE, 32, 128)
     ]

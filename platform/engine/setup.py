@@ -37,7 +37,7 @@ from .model_runner import ModelRunner, RunnerParts
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
 from .scheduler import Scheduler
-from .warm_up import warm_up
+from .warm_up import rehearse, warm_up
 
 
 class EngineParts(NamedTuple):
@@ -149,8 +149,22 @@ def _warm_up(config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, dr
         finally:
             if adaptive is not None:
                 adaptive.release()
+    if config.device != "cpu":
+        _rehearse(scheduler, runner, adaptive)
     if adaptive is not None:
         warm_up(scheduler, runner, adaptive)
+
+
+def _rehearse(scheduler: Scheduler, runner: ModelRunner, adaptive: AdaptiveProposer | None) -> None:
+    """With as many drafts as a step may have."""
+    if adaptive is None:
+        rehearse(scheduler, runner)
+        return
+    adaptive.hold(*max(adaptive.choices, key=lambda choice: choice[1]))
+    try:
+        rehearse(scheduler, runner)
+    finally:
+        adaptive.release()
 
 
 def _proposer_context(

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...spec_decode.adaptive import AdaptiveProposer
-from ..core.request import Request
+from ..core.request import Request, Status
 from ..core.sampling_params import SamplingParams
 from .model_runner import ModelRunner
 from .scheduler import Scheduler
@@ -24,6 +25,21 @@ _PASSES, _STEPS = 3, 3
 disturbs others than the next time. The first step verifies what was drafted before."""
 PROMPT = 16
 """Tokens of a dummy's prompt."""
+_SHAPED = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+_PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+_REHEARSED: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 1.0, "seed": 0},
+    _SHAPED,
+    _SHAPED | {"seed": 0},
+    _PENALTIES | {"temperature": 0.0},
+    _SHAPED | _PENALTIES,
+    {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1},
+    {"temperature": 0.0, "min_tokens": 2, "logit_bias": {1: 1.0}, "bad_words_token_ids": [[2], [3, 4]]},
+    {"temperature": 0.0, "allowed_token_ids": [1, 2, 3]},
+)
+"""What requests ask of sampling, each kind once."""
+_REHEARSED_TOKENS = 3
 
 
 def warm_up(
@@ -96,19 +112,39 @@ def _measure(
         scheduler.abort([request.request_id for request in dummies])
 
 
+def rehearse(scheduler: Scheduler, runner: ModelRunner) -> None:
+    """Short requests of every kind of sampling: on a GPU a kernel is compiled at its first launch, for which the first
+    request of its kind would wait, and all others of its step. Must come before the first request."""
+    if scheduler.config.max_model_len <= PROMPT + _REHEARSED_TOKENS:
+        return
+    together = scheduler.config.max_num_seqs
+    for first in range(0, len(_REHEARSED), together):
+        kinds = enumerate(_REHEARSED[first : first + together])
+        params = [(index, SamplingParams(ignore_eos=True, max_tokens=None, **kind)) for index, kind in kinds]
+        dummies = [dummy(f"rehearsal {index}", index, its) for index, its in params]
+        for request in dummies:
+            scheduler.add(request)
+        try:
+            # Who fails does not come back.
+            while any(r.status is not Status.FINISHED and r.num_output_tokens < _REHEARSED_TOKENS for r in dummies):
+                step(scheduler, runner)
+        finally:
+            scheduler.abort([request.request_id for request in dummies])
+
+
 def step(scheduler: Scheduler, runner: ModelRunner) -> None:
     """One step of whatever is due."""
     plan = scheduler.schedule()
     scheduler.commit(plan, runner.run(plan))
 
 
-def dummy(name: str, index: int) -> Request:
-    """A greedy request that ends only when it is aborted, and whose blocks nobody shares."""
+def dummy(name: str, index: int, params: SamplingParams | None = None) -> Request:
+    """A request whose blocks nobody shares; without `params` a greedy one that ends only when it is aborted."""
     return Request(
         request_id=name,
         tokens=[1 + (index + at) % 5 for at in range(PROMPT)],
         num_prompt_tokens=PROMPT,
-        params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None),
+        params=params or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None),
         seed_key=0,
         text_namespace=(b"warm-up", b""),
     )

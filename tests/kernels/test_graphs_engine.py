@@ -17,7 +17,10 @@ from safetensors.torch import save_file
 pytest.importorskip("triton")
 
 from outrider import LoRARequest, SamplingParams
+from outrider.kernels import noise as kernels_noise
 from outrider.kernels import penalties as kernels_penalties
+from outrider.kernels import sampling as kernels_sampling
+from outrider.kernels import verification as kernels_verification
 from outrider.kernels.late import OnDevice
 from outrider.lora import arena, batching, dora, preparing
 from outrider.models import attention
@@ -30,6 +33,7 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine import sampler, setup
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.model_runner import Launched, ModelRunner
+from outrider.platform.engine.warm_up import dummy, rehearse, step
 from outrider.spec_decode import drawing, verification
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.lanes import RowState
@@ -310,3 +314,46 @@ def test_numbers_of_drafts_that_change_from_step_to_step(
     assert any(drafted.values())
     monkeypatch.undo()
     assert found == run(files, "cpu", None, adapted=True)[0]
+
+
+def test_nothing_of_sampling_is_left_to_compile_after_the_rehearsal(
+    files: dict[str, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with other numbers launch no kernel that the dummies have not, with the same constants."""
+    if device == "cuda":
+        pytest.skip("launches are noted by the interpreter")
+    from triton.runtime.interpreter import GridExecutor
+
+    as_on_a_gpu(monkeypatch)
+    for module in (kernels_noise, kernels_sampling, kernels_verification):
+        monkeypatch.setattr(module, "use_triton", lambda x: True)
+    call, launched = GridExecutor.__call__, set()
+
+    def noted(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.add((executor.fn.__name__, *sorted((name, repr(of)) for name, of in kwargs.items() if name.isupper())))
+        return call(executor, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", noted)
+    speculative = {"method": "eagle3", "num_speculative_tokens": 2, "model": str(files["eagle3"])}
+    parts = setup.build(
+        EngineArgs(
+            model=str(files["target"]), device="cpu", dtype="float32", load_format="dummy", max_model_len=64,
+            max_num_seqs=4, num_gpu_blocks_override=40, seed=0, speculative_config=speculative,
+        )
+    )  # fmt: skip
+    rehearse(parts.scheduler, parts.runner)
+    assert not parts.scheduler.has_work()
+    rehearsed = set(launched)
+    assert len({name for name, *_ in rehearsed}) > 5
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.3, "top_p": 0.5},
+        {"temperature": 1.5, "top_k": 40, "seed": 3, "frequency_penalty": 0.5},
+        {"temperature": 0.7, "min_p": 0.1, "repetition_penalty": 1.3, "logprobs": 3},
+    ]
+    requests = [dummy(str(i), i, SamplingParams(ignore_eos=True, max_tokens=4, **k)) for i, k in enumerate(kinds)]
+    for request in requests:
+        parts.scheduler.add(request)
+    while parts.scheduler.has_work():
+        step(parts.scheduler, parts.runner)
+    assert [request.num_output_tokens for request in requests] == [4] * 3
+    assert launched - rehearsed == set()

@@ -92,3 +92,20 @@ def test_it_ends_when_its_time_is_over(scheduler, num_steps):
     assert len(runner.steps) == num_steps
     assert not scheduler.has_work()
     assert drafter.held[-1] is None
+
+
+def test_the_rehearsal_runs_all_kinds_in_batches_and_leaves_nothing(scheduler):
+    runner = Runner(Drafter())
+    warming.rehearse(scheduler, runner)
+    decodes = [tokens for _, tokens in runner.steps if set(tokens) == {1}]
+    assert max(map(len, decodes)) == 4
+    assert len(warming._REHEARSED) * warming._REHEARSED_TOKENS >= sum(map(len, decodes)) >= len(warming._REHEARSED)
+    assert not scheduler.has_work()
+
+
+def test_no_rehearsal_where_its_requests_have_no_room():
+    pool = BlockPool(NUM_BLOCKS)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=warming.PROMPT + 2, policy="fcfs")
+    runner = Runner(Drafter())
+    warming.rehearse(Scheduler(config, pool, PrefixCache(pool, 4)), runner)
+    assert not runner.steps
