@@ -46,7 +46,7 @@ class RowArena:
             # their low bits, and an adapter's rows are read side by side.
             stride += 5 * ALIGNMENT // dtype.itemsize
         self.rows = lazy_zeros((num_rows, stride), dtype, self._device)[:, : self.layout.width]
-        self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8)
+        self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8, order="F")  # as the kernel reads it
         if is_grouped(dtype, self._device):
             self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)
 

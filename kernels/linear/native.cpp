@@ -3,9 +3,7 @@
 // The weight is kept in panels of PANEL outputs, within each in pairs of inputs: it is read once, from front to back, at
 // the memory's speed. A result is the sum over the inputs in their order, two at a time, whatever is computed beside it:
 // its bits depend on its own row and column alone, not on the number of rows or of threads.
-#include "vector_math.h"
-
-#include <algorithm>
+#include "rank_rows.h"
 
 using namespace outrider;
 
@@ -37,11 +35,43 @@ constexpr int64_t BLOCK_PAIRS = 512;    // ...as is so much of a panel
 constexpr int64_t AHEAD = 4096;         // bytes: of a weight that is read once, what is asked for in advance
 constexpr int64_t LINE = 64;            // bytes
 constexpr int64_t PAIR_LINES = 2 * PANEL * int64_t(sizeof(bf16)) / LINE;  // of a panel's pair
+constexpr int64_t MOST_FETCHED = 512 << 10;  // bytes of adapters' rows that are asked for while the weight is multiplied...
+constexpr int FETCHED = 2;              // ...and lines of them with each pair of inputs
+
+// Asks for memory that is wanted soon, line by line.
+class Fetch {
+  public:
+    explicit Fetch(const std::vector<Span>& spans) : span_(spans.data()), end_(span_ + spans.size()) {
+        for (const Span& span : spans) num_lines += (span.end - span.begin + LINE - 1) / LINE;
+        enter();
+    }
+
+    int64_t num_lines = 0;
+
+    bool ended() const { return span_ == end_; }
+    void line() {
+        __builtin_prefetch(at_, 0, 2);
+        at_ += LINE;
+        if (at_ >= stop_ && !ended()) {
+            span_++;
+            enter();
+        }
+    }
+
+  private:
+    void enter() {
+        if (!ended()) at_ = span_->begin, stop_ = span_->end;
+    }
+
+    const Span *span_, *end_;
+    const char *at_ = nullptr, *stop_ = nullptr;
+};
 
 // sums[r * PANEL + i] (+)= x[r] . panel[i] over `pairs` pairs of inputs, for R rows. With each pair LINES lines from
-// `next` on are asked for.
-template <int R, bool FIRST, int LINES>
-inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, const char* next) {
+// `next` on are asked for, and with FETCH FETCHED of `fetch`.
+template <int R, bool FIRST, int LINES, bool FETCH>
+inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, const char* next,
+                 Fetch* fetch) {
     __m512 c[R][VECS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECS; v++)
@@ -51,6 +81,8 @@ inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pai
         for (int v = 0; v < VECS; v++) std::memcpy(&weights[v], panel + v * PAIR_LINE, sizeof weights[v]);
         for (int line = 0; line < LINES; line++) __builtin_prefetch(next + line * LINE);
         next += LINES * LINE;
+        if (FETCH)
+            for (int line = 0; line < FETCHED; line++) fetch->line();
         for (int r = 0; r < R; r++) {
             int32_t pair;
             std::memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
@@ -62,18 +94,27 @@ inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pai
         for (int v = 0; v < VECS; v++) _mm512_storeu_ps(sums + r * PANEL + v * LANES, c[r][v]);
 }
 
-template <int R, int LINES>
+template <int R, int LINES, bool FETCH>
 inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, bool first,
-                  const char* next) {
+                  const char* next, Fetch* fetch) {
     if (rows == R)
-        first ? tile<R, true, LINES>(x, x_stride, panel, pairs, sums, next)
-              : tile<R, false, LINES>(x, x_stride, panel, pairs, sums, next);
+        first ? tile<R, true, LINES, FETCH>(x, x_stride, panel, pairs, sums, next, fetch)
+              : tile<R, false, LINES, FETCH>(x, x_stride, panel, pairs, sums, next, fetch);
     else if constexpr (R > 1)
-        tiles<R - 1, LINES>(rows, x, x_stride, panel, pairs, sums, first, next);
+        tiles<R - 1, LINES, FETCH>(rows, x, x_stride, panel, pairs, sums, first, next, fetch);
+}
+
+template <int LINES>
+inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, bool first,
+                  const char* next, Fetch* fetch) {
+    if (fetch && !fetch->ended())
+        tiles<ROWS, LINES, true>(rows, x, x_stride, panel, pairs, sums, first, next, fetch);
+    else
+        tiles<ROWS, LINES, false>(rows, x, x_stride, panel, pairs, sums, first, next, nullptr);
 }
 
 // Rows [begin, end) of a panel's outputs. `is_last`: the thread reads no weights behind it.
-void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool is_last) {
+void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool is_last, Fetch* fetch) {
     static thread_local float sums[BLOCK_ROWS * PANEL];
     const int64_t in = call.weight->in_features, out = call.weight->out_features, num_pairs = in / 2;
     // Tiles of equal heights: a last one of one row would read all of the weights again for it.
@@ -91,10 +132,10 @@ void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool i
             const bf16* x = call.x + (begin + first) * in + 2 * k;
             float* to = sums + first * PANEL;
             const bool asks = t < PAIR_LINES / std::max(lines, 1);  // else all of the block is asked for
-            if (!asks || !lines) tiles<ROWS, 0>(height, x, in, weights, pairs, to, k == 0, next);
-            else if (lines == 1) tiles<ROWS, 1>(height, x, in, weights, pairs, to, k == 0, next);
-            else if (lines == 2) tiles<ROWS, 2>(height, x, in, weights, pairs, to, k == 0, next);
-            else tiles<ROWS, PAIR_LINES>(height, x, in, weights, pairs, to, k == 0, next);
+            if (!asks || !lines) tiles<0>(height, x, in, weights, pairs, to, k == 0, next, fetch);
+            else if (lines == 1) tiles<1>(height, x, in, weights, pairs, to, k == 0, next, fetch);
+            else if (lines == 2) tiles<2>(height, x, in, weights, pairs, to, k == 0, next, fetch);
+            else tiles<PAIR_LINES>(height, x, in, weights, pairs, to, k == 0, next, fetch);
             next += lines * pairs * LINE;
         }
     }
@@ -108,17 +149,35 @@ void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool i
         }
 }
 
-void multiply(const Call& call, int64_t rows) {
-    const int64_t num_panels = (call.weight->out_features + PANEL - 1) / PANEL;
-    const bool parallel = rows * call.weight->in_features * call.weight->out_features >= MIN_PARALLEL_WORK;
-#pragma omp parallel if (parallel && num_threads() > 1)
-    {
-        const int64_t first = num_panels * thread_number() / team_size();
-        const int64_t last = num_panels * (thread_number() + 1) / team_size();
-        for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
-            for (int64_t panel = first; panel < last; panel++)
-                compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last);
-    }
+// Panels [first, last), with what `fetch` asks for during the last ones.
+void multiply(const Call& call, int64_t rows, int64_t first, int64_t last, Fetch* fetch) {
+    const int64_t pairs = call.weight->in_features / 2 * ((rows + ROWS - 1) / ROWS);  // of a panel
+    for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
+        for (int64_t panel = first; panel < last; panel++) {
+            const bool is_soon = fetch && (last - panel) * pairs * FETCHED <= fetch->num_lines * 9 / 8;
+            compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last, is_soon ? fetch : nullptr);
+        }
+}
+
+// One thread's part.
+void multiply(const Call& call, int64_t rows, const Adapters<bf16>* adapters, int number, int team) {
+    static thread_local std::vector<Span> spans;
+    const int64_t out = call.weight->out_features, num_panels = (out + PANEL - 1) / PANEL;
+    const int64_t first = num_panels * number / team, last = num_panels * (number + 1) / team;
+    if (!adapters) return multiply(call, rows, first, last, nullptr);
+    spans.clear();
+    // One tile alone leaves the memory no time for more.
+    if (rows > ROWS && adapters->are_few())
+        adapters->spans(number, team, first * PANEL, std::min(last * PANEL, out), MOST_FETCHED, spans);
+    Fetch fetch(spans);
+    multiply(call, rows, first, last, &fetch);
+    adapters->add(number, team, PANEL);
+}
+
+void multiply(const Call& call, int64_t rows, const Adapters<bf16>* adapters) {
+    const int64_t work = rows * call.weight->in_features * call.weight->out_features + (adapters ? adapters->work() : 0);
+#pragma omp parallel if (work >= MIN_PARALLEL_WORK && num_threads() > 1)
+    multiply(call, rows, adapters, thread_number(), team_size());
 }
 
 // `weight` [rows, in], the outputs from `first` on, which begins a panel, to panels.
@@ -145,7 +204,7 @@ constexpr bool SERVED = true;
 
 constexpr bool SERVED = false;
 
-void multiply(const Call&, int64_t) {}
+void multiply(const Call&, int64_t, const Adapters<bf16>*) {}
 void pack(const Weight&, const bf16*, int64_t, int64_t) {}
 
 #endif
@@ -180,13 +239,11 @@ extern "C" void outrider_linear_pack(const Weight* to, const void* weight, int64
     pack(*to, (const bf16*)weight, first, rows);
 }
 
-struct Site;
-struct Step;
-extern "C" void outrider_lora_add(const Site* site, void* y, const void* x, const Step* step);
-
 // `site`: of the adapters whose deltas are added after that, or null.
 extern "C" void outrider_linear(const Weight* weight, const void* x, const void* residual, void* y, int64_t rows,
                                 const Site* site, const Step* step) {
-    multiply({weight, (const bf16*)x, (const bf16*)residual, (bf16*)y}, rows);
-    if (site) outrider_lora_add(site, y, x, step);
+    const Call call{weight, (const bf16*)x, (const bf16*)residual, (bf16*)y};
+    if (!site) return multiply(call, rows, nullptr);
+    const Adapters<bf16> adapters(*site, *step, call.x, call.y);
+    multiply(call, rows, &adapters);
 }

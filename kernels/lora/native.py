@@ -78,13 +78,15 @@ class NativeRows:
             a: [R, S, in], contiguous but for its first stride, which is that of `b`.
             b: [R, sum(slice_sizes)], the slices side by side, the scale folded in.
             slice_sizes: Outputs of each of the S slices.
-            live: [R, S]: 0 where a row has no weights in a slice; these are not read.
+            live: [R, S], the rows side by side: 0 where a row has no weights in a slice; these are not read.
         """
         num_rows, num_slices, in_features = a.shape
         if b.shape != (num_rows, sum(slice_sizes)) or len(slice_sizes) != num_slices or live.shape != a.shape[:2]:
             raise ValueError(f"a {tuple(a.shape)}, b {tuple(b.shape)}, slices {slice_sizes} and live {live.shape}")
-        if a.stride(0) != b.stride(0) or a.stride()[1:] != (in_features, 1) or b.stride(1) != 1 or live.strides[1] != 1:
+        if a.stride(0) != b.stride(0) or a.stride()[1:] != (in_features, 1) or b.stride(1) != 1:
             raise ValueError("the rows of a and b must be contiguous and equally far apart")
+        if live.strides[0] != 1:
+            raise ValueError("live must have a slice's rows side by side")
         self._kept = (a, b, live)
         self._starts = np.cumsum([0, *slice_sizes], dtype=np.int64)
         self._in_features, self._out_features = in_features, int(self._starts[-1])
@@ -98,7 +100,7 @@ class NativeRows:
             b.data_ptr(),
             self._starts.ctypes.data,
             live.ctypes.data,
-            live.strides[0],
+            live.strides[1],
             DTYPES[a.dtype],
         )
         kernels = library()

@@ -141,18 +141,35 @@ def test_what_does_not_fit_is_refused(wrong):
         linear(x, residual)
 
 
-def test_adapters_are_added_by_the_same_call():
-    weight, x, bias, residual = operands(9, (96, 64))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("num_tokens", [3, 9, 40, 97])
+def test_adapters_are_added_by_the_same_call(num_tokens, threads):
+    """With few tokens and with many; two slices, of which a row has one; as `add` does it, and for each token alone."""
+    weight, x, bias, residual = operands(num_tokens, (250, 320))
     generator = torch.Generator().manual_seed(3)
-    arena = torch.randn(20, 64 + 96, generator=generator).mul_(0.2).bfloat16()
-    rows = NativeRows(arena[:, :64].unflatten(1, (1, 64)), arena[:, 64:], (96,), np.ones((20, 1), np.uint8))
-    step = RowSegments([(0, 2, [1, 2, 3]), (3, 9, [7])])
+    arena = torch.randn(40, 2 * 320 + 250, generator=generator).mul_(0.2).bfloat16()
+    live = np.ones((40, 2), np.uint8, order="F")
+    live[[3, 7], [0, 1]] = 0
+    rows = NativeRows(arena[:, :640].unflatten(1, (2, 320)), arena[:, 640:], (190, 60), live)
+    segments = [(0, 2, range(1, 4)), (2, 3, [7]), (3, num_tokens, range(8, 24))]
+    step = RowSegments([(start, stop, list(own)) for start, stop, own in segments if stop > start])
     linear = pack(weight, bias)
-    expected = linear(x, residual)
-    rows.add(expected, x, step)
-    assert torch.equal(linear(x, residual, rows.address, step), expected)
-    with pytest.raises(ValueError, match="8 tokens, adapters up to token 9"):
-        linear(x[:8], residual[:8], rows.address, step)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = linear(x, residual, rows.address, step)
+        expected = linear(x, residual)
+        rows.add(expected, x, step)
+        assert torch.equal(got, expected)
+        for start, stop, own in segments:
+            for token in range(start, stop):
+                one = slice(token, token + 1)
+                alone = linear(x[one], residual[one], rows.address, RowSegments([(0, 1, list(own))]))
+                assert torch.equal(alone[0], got[token])
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="adapters up to token"):
+        linear(x[:-1], residual[:-1], rows.address, step)
 
 
 def test_other_weights_go_elsewhere():

@@ -27,7 +27,7 @@ class Pool:
         self.a = arena[:, 8 : 8 + num_slices * in_features].unflatten(1, (num_slices, in_features))
         self.b = arena[:, 8 + num_slices * in_features : 8 + width]
         self.sizes = sizes
-        self.live = np.ones((POOL, num_slices + 2), np.uint8)[:, 1 : 1 + num_slices]
+        self.live = np.ones((POOL, num_slices + 2), np.uint8, order="F")[:, 1 : 1 + num_slices]
         self.rows = NativeRows(self.a, self.b, sizes, self.live)
 
     def expected(self, y, x, segments):
@@ -156,6 +156,9 @@ def test_pools_that_are_not_rows_of_one_arena_are_refused():
         NativeRows(a, b, (6,), live)
     with pytest.raises(ValueError, match="slices"):
         NativeRows(a, torch.zeros(4, 8), (6,), live)
+    arena = torch.zeros(4, 22)
+    with pytest.raises(ValueError, match="side by side"):
+        NativeRows(arena[:, :16].unflatten(1, (2, 8)), arena[:, 16:], (2, 4), np.ones((4, 2), np.uint8))
 
 
 def test_fewer_tokens_with_the_same_segments_are_refused():

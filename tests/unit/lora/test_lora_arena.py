@@ -154,7 +154,7 @@ def resident_bytes():
         return int(file.read().split()[1]) * 4096
 
 
-def test_live_is_what_a_kernel_can_read_row_by_row():
+def test_live_is_what_a_kernel_can_read_module_by_module():
     arena, _ = make()
     assert arena.live.dtype == np.uint8
-    assert arena.live.strides[1] == 1
+    assert arena.live.strides[0] == 1
