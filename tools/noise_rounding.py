@@ -21,7 +21,7 @@ MIDDLE, PERIOD = 1 << 28, 1 << 29  # a float64 has 29 bits more than a float32
 
 
 def hashes() -> Iterator[np.ndarray]:
-    """One h for every float32 that a hash becomes: all up to 2^24, then those that a float32 can hold."""
+    """All h up to 2^24, of which some share a v, then those that a float32 can hold: every v there is."""
     for start in range(0, 1 << 24, CHUNK):
         yield np.arange(start, start + CHUNK, dtype=np.float64)
     for exponent in range(24, 32):
@@ -54,7 +54,7 @@ def main() -> int:
             distances = to_middle(values)
             for at in np.argsort(distances)[:4]:
                 nearest[name].append((round(float(distances[at]), 2), int(h[at])))
-    print(f"{count} values of v")
+    print(f"{count} hashes")
     for name, found in nearest.items():
         print(name, ", ".join(f"{distance} (h = {h})" for distance, h in sorted(found)[:4]))
     return int(min(min(found)[0] for found in nearest.values()) - 0.5 < WANTED)

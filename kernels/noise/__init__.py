@@ -11,8 +11,8 @@ No state and no order: a row's noise does not depend on the batch around it, on 
 makes speculation drafter-invariant (Daliri, Musco, Suresh 2024, "Coupling without Communication and Drafter-Invariant
 Speculative Decoding"). Large G, which decide an argmax, come from small v, where float32 is densest.
 
-G is the same everywhere, bit for bit, though libraries' float64 logarithms differ in their last bit. Of the 83,886,080
-different v, four have an E or a G so close to the middle of two float32 that this bit decides where it is rounded to.
+G is the same everywhere, bit for bit, though libraries' float64 logarithms differ in their last bit. Of the 79,691,776
+different v, three have an E or a G so close to the middle of two float32 that this bit decides where it is rounded to.
 NUDGE moves all of them: then none is nearer to a middle than 6.4 units in the last place of a float64, and a logarithm
 may be wrong by five (those of C libraries, CUDA and torch are by one). `tools/noise_rounding.py` goes through all v.
 

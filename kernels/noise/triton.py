@@ -176,7 +176,7 @@ def _argmax_kernel(scores, keys, values, tokens_out, num_tokens, row_stride, chu
     tl.store(tokens_out + place, best_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _reduce_kernel(values, tokens, out, num_splits, SPLITS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -240,8 +240,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
             BLOCK=config.block,
             num_warps=config.num_warps,
         )
-        splits = triton.next_power_of_2(num_splits)
-        _reduce_kernel[(num_rows,)](values, tokens, out, num_splits, SPLITS=splits, num_warps=1)
+        # One kernel for all numbers of rows: another one would be compiled while a request waits.
+        _reduce_kernel[(num_rows,)](values, tokens, out, num_splits, SPLITS=_MAX_SPLITS, num_warps=1)
     return out
 
 

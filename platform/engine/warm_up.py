@@ -126,10 +126,18 @@ def rehearse(scheduler: Scheduler, runner: ModelRunner) -> None:
             scheduler.add(request)
         try:
             # Who fails does not come back.
-            while any(r.status is not Status.FINISHED and r.num_output_tokens < _REHEARSED_TOKENS for r in dummies):
-                step(scheduler, runner)
+            while pending := {r for r in dummies if r.status is not Status.FINISHED and not _is_through(r)}:
+                plan = scheduler.schedule()
+                # Without the seconds, in which kernels are compiled: prompts would be paced by them.
+                scheduler.commit(plan, runner.run(plan)._replace(seconds=0.0))
+                if not any(row.request in pending for row in plan.rows):  # who is through leaves them no room
+                    scheduler.abort([request.request_id for request in dummies if _is_through(request)])
         finally:
             scheduler.abort([request.request_id for request in dummies])
+
+
+def _is_through(request: Request) -> bool:
+    return request.num_output_tokens >= _REHEARSED_TOKENS
 
 
 def step(scheduler: Scheduler, runner: ModelRunner) -> None:

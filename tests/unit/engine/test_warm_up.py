@@ -103,6 +103,23 @@ def test_the_rehearsal_runs_all_kinds_in_batches_and_leaves_nothing(scheduler):
     assert not scheduler.has_work()
 
 
+def test_rehearsed_requests_make_way_and_teach_nothing():
+    """Steps that two decodes fill, and that take a second each: kernels are being compiled."""
+    pool = BlockPool(NUM_BLOCKS)
+    config = SchedulerConfig(
+        max_num_seqs=16, max_num_batched_tokens=2, max_model_len=64, policy="fcfs", prompt_pacing=True
+    )
+    scheduler, runner = Scheduler(config, pool, PrefixCache(pool, 4)), Runner(Drafter())
+    run, commit, seconds = runner.run, scheduler.commit, []
+    runner.run = lambda plan: run(plan)._replace(seconds=1.0)
+    scheduler.commit = lambda plan, result: seconds.append(result.seconds) or commit(plan, result)
+    warming.rehearse(scheduler, runner)
+    needed = len(warming._REHEARSED) * (warming.PROMPT + warming._REHEARSED_TOKENS)
+    assert len(seconds) <= needed
+    assert not any(seconds)
+    assert pool.num_free == NUM_BLOCKS
+
+
 def test_no_rehearsal_where_its_requests_have_no_room():
     pool = BlockPool(NUM_BLOCKS)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=warming.PROMPT + 2, policy="fcfs")
