@@ -55,8 +55,7 @@ UNKNOWN = 64
 
 HARDLY_EVER = 0.1
 """Share of the steps in which a drafter has found drafts, below which a new request is no reason to try it soon: it is
-tried more and more rarely, but every `MAX_INTERVAL` steps. Lookup in texts that do not repeat would else have half of
-all that trials may cost."""
+tried more and more rarely, but every `MAX_INTERVAL` steps."""
 
 
 class News(enum.Enum):

@@ -4,8 +4,8 @@ While nothing is drafted this is all that a step does for a drafter that reads h
 
 - Steps in which the same sequences decode become one `Spell`, which grows by as many tokens a step.
 - On a CPU, states are copied into a `Ring`. Were their tensors kept, the memory that the next steps take would be other
-  memory each time, and cold: a small model's step would take up to a tenth longer. On a GPU a copy would cost a launch,
-  and its allocator has no such trouble: there the tensors are kept.
+  memory each time, whose pages are fresh. On a GPU a copy would cost a launch, and its allocator has no such trouble:
+  there the tensors are kept.
 """
 
 from __future__ import annotations
