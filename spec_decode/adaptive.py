@@ -6,8 +6,8 @@
       draft        a drafter that serves a row sees every row; those that it does not serve have max_drafts 0. One that
                    serves none only watches
       merge        a row's drafts are its drafter's; num_draft_computed is the neural drafter's, whose KV it counts
-      rest         while nothing is to be drafted nobody asks until the next decision: what such steps took is taken in
-                   afterwards, all at once
+      rest         while nothing is to be drafted nobody asks, whoever comes and goes, until there is something to
+                   decide: what such steps took is taken in now and then, all at once
 
 Text does not depend on any of this: whatever is drafted is verified.
 """
@@ -26,6 +26,7 @@ from .lanes import RowState
 from .ngram import NgramProposer
 from .probing import SETTLING, SOON_SETTLED, settling_steps
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
+from .rests import Rests
 from .step_costs import MIXED, DraftSize
 
 if TYPE_CHECKING:
@@ -95,8 +96,7 @@ class AdaptiveProposer:
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
         self._rest = 0
-        self._num_rested = 0  # steps that have passed since somebody asked...
-        self._rested_seconds = 0.0  # ...and what the target took for them
+        self._rests = Rests()
         self._drafted = False  # the last step that somebody asked after
         self._in_drafters = 0.0  # seconds of this step
         self._held: tuple[int, int] | None = None
@@ -155,37 +155,67 @@ class AdaptiveProposer:
 
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """See `Resting`."""
-        self._num_rested += 1
-        self._rested_seconds += target.seconds
+        self._rest -= 1
+        self._rests.add(rows, target.seconds)
         self._drafters[0].rested(rows, target)
+        batch = [row.request for row in rows]
+        if batch != self._batch:
+            self._batch = batch
+            self._update_states(batch)
+            if self._are_drafted_for or self._controller.due(len(batch), False):
+                self._rest = 0
+        if self._rest <= 0:
+            self._rest = self._rest_on(rows, target)
+
+    def _rest_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> int:
+        """For how many steps nobody need ask, still: as far as a look tells that is much shorter than a decision."""
+        if not all(row.samples for row in rows):
+            return 0
+        began = self._clock()
+        gap = self._gap_before(began, 0.0, 0)
+        if gap is not None:
+            self._take_in_gap(gap)
+        if self._undisturbed and self._has_settled(target.seconds):
+            num_tokens = sum(row.num_tokens for row in rows)
+            mixed = num_tokens > len(rows)
+            self._controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, target.seconds)
+        self._take_in_rest()
+        self._ended = (self._clock(), self._cpu_clock())
+        return 0 if self._are_drafted_for else self._controller.rest_on(self._states)
+
+    @property
+    def _are_drafted_for(self) -> bool:
+        """Whether any of the batch gets drafts as soon as it may have some."""
+        return any(state.num_drafts for state in self._states)
 
     def _next_rest(self, rows: Sequence[DraftRow], seconds: float) -> int:
         """After a step of so many seconds: until something is decided, or steps are like others again."""
-        if self._drafted or self._held is not None or not all(row.sampled for row in rows):
+        if self._drafted or self._held is not None or self._are_drafted_for or not all(row.sampled for row in rows):
             return 0
         left = self._controller.steps_left
         return left if self._has_settled(seconds) else min(left, settling_steps(seconds))
 
     def _take_in_rest(self) -> None:
         """The steps after which nobody asked have passed all the same."""
-        if self._num_rested:
-            self._controller.workload.computed(0, self._num_rested * len(self._batch))
-            self._stepped(self._rested_seconds, self._num_rested)
-        self._num_rested, self._rested_seconds = 0, 0.0
+        rests = self._rests
+        if rests.num_steps:
+            self._controller.workload.computed(rests.num_prompts, rests.num_outputs)
+            self._stepped(rests.seconds, rests.num_steps)
+            self._rests = Rests()
 
     def _stepped(self, seconds: float, steps: int = 1) -> None:
         if self._held is None:
             self._controller.stepped(seconds, steps)
 
-    def _gap_before(self, began: float, computing: float) -> float | None:
-        """Seconds between two steps, since the last that somebody asked after and this one, which computed for
-        `computing` until `began`; also finds whether another process had the processor meanwhile."""
+    def _gap_before(self, began: float, computing: float, num_steps: int = 1) -> float | None:
+        """Seconds between two steps, since the last time that was taken in: but for rests, the `num_steps` last ones
+        computed for `computing` until `began`; also finds whether another process had the processor meanwhile."""
         if self._ended is None:
             return None
         spent = began - self._ended[0]
         self._undisturbed = self._cpu_clock() - self._ended[1] >= _UNDISTURBED * spent
-        between = spent - computing - self._rested_seconds
-        return between / (1 + self._num_rested) if between < LONGEST_GAP else between
+        between = spent - computing - self._rests.seconds
+        return between / (num_steps + self._rests.num_steps) if between < LONGEST_GAP else between
 
     def _has_settled(self, seconds: float) -> bool:
         """Whether a step without drafts that has ended now, and took `seconds`, is like those that follow."""

@@ -2,8 +2,9 @@
 
 Every few steps, or when the batch has changed, `Controller.decide` does this:
 
-1. Each adapter (a *lane*) takes the drafter that promises most for its mean request at the batch's prices; another than
-   the present one must promise `SWITCH` more. So an adapter falls from the neural drafter to prompt lookup, and back.
+1. Each adapter (a *lane*) takes the drafter that promises most for its mean request at the batch's prices (`pricing`);
+   another than the present one must promise clearly more. So an adapter falls from the neural drafter to prompt lookup,
+   and back.
 2. `goodput.best_plan` shares out drafts over the rows. A drafter with layers also costs its pass over every prompt, so
    much for each token of an answer as prompts are long beside answers lately.
 3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
@@ -14,23 +15,23 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    use, for one step.
 
 While nothing is drafted, no trial is due and acceptance looks hardly better, all this would find what it found the last
-time: then nothing of it is done (`_nothing_new`). Between decisions a row keeps what it was given, and a new one has
-what its lane was given. Nothing here reads a clock or a token: time comes in as seconds, requests as `RowState`.
+time: then nothing of it is done, or nothing but a trial (`_news`). Between decisions a row keeps what it was given, and
+a new one has what its lane was given. Nothing here reads a clock or a token: time comes in as seconds, requests as
+`RowState`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from operator import mul
+import enum
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from .acceptance import cumulative
-from .goodput import Offer, Plan, Prices, best_plan, mean_goodput
+from .goodput import Plan, Prices, best_plan
 from .lanes import ENTER, Before, Lane, Lanes, Mode, Outlook, RowState
+from .pricing import Pricing
 from .probing import (
     CLEARLY,
     MAX_INTERVAL,
-    PROBE_DRAFTS,
     PROBE_ROWS,
     SLOW_INTERVAL,
     SURPRISING,
@@ -39,10 +40,8 @@ from .probing import (
     Budget,
     settling_steps,
 )
-from .step_costs import MIXED, Curve, StepCosts, row_class
-from .workload import Workload
+from .step_costs import MIXED, row_class
 
-SWITCH = 0.03
 PERIOD = 8
 """Steps between decisions, at most; twice that when drafting has paid for long, or while nothing is drafted, and so
 nothing is learned."""
@@ -52,8 +51,19 @@ OUTLOOK = 256
 """Steps after which it is decided anew although nothing has changed but, slowly, what steps take."""
 UNKNOWN = 64
 """Steps in which a drafter that nobody knows yet is not judged."""
-AMORTISED_OVER = 64
-"""Steps over which a drafter's catching up is spread."""
+
+
+HARDLY_EVER = 0.1
+"""Share of the steps in which a drafter has found drafts, below which a new request is no reason to try it soon: it is
+tried more and more rarely, but every `MAX_INTERVAL` steps."""
+
+
+class News(enum.Enum):
+    """What a decision may find."""
+
+    NONE = "what the last one did"
+    TRIALS = "drafters that are to be tried again, and else what the last one did"
+    MAYBE = "anything"
 
 
 class DrafterTraits(NamedTuple):
@@ -71,9 +81,10 @@ class Controller:
         """`drafters`: first the one that was asked for. `max_drafts`: for any row. `has_layers`: the first one computes
         every prompt before it can draft."""
         self._traits = tuple(drafters)
-        self._has_passes = [traits.has_passes for traits in drafters]
         self._max_drafts = max_drafts
-        self.costs = StepCosts(self._has_passes)
+        self._pricing = Pricing([traits.has_passes for traits in drafters], has_layers=has_layers)
+        self.costs = self._pricing.costs
+        self.workload = self._pricing.workload
         self._lanes = Lanes(len(drafters), max_drafts)
         self._budget = Budget()
         self._without: dict[int, Backoff] = {}  # trials of no drafts, by class of rows
@@ -84,8 +95,6 @@ class Controller:
         self._on_trial = 0.0  # seconds that the step's trials of drafters were charged, where nothing else is drafted
         self._mode = Mode(True, 0)
         self.num_switches = 0
-        self._has_layers = has_layers
-        self.workload = Workload()
         self._step = 0
         self._next_decision = 0
         self._trial_ends = 0
@@ -114,8 +123,9 @@ class Controller:
     def new_row(self, key: Hashable) -> RowState:
         """A request of an adapter that is new: a reason to try again what its lane has left."""
         lane = self.lane(key)
-        for trial in lane.trials:
-            trial.hasten()
+        for trial, rates in zip(lane.trials, lane.rates, strict=True):
+            if rates.available[0] >= HARDLY_EVER:
+                trial.hasten()
         self._has_news |= not self.drafting or lane not in self._decided  # else it begins with what its lane has
         return RowState(lane)
 
@@ -162,6 +172,7 @@ class Controller:
     def decide(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """Set `drafter` and `num_drafts` of all rows that sample; `prompt_tokens` are likely to be computed beside
         them in the next step."""
+        batch = len(rows), prompt_tokens
         self._batch = (len(rows), prompt_tokens > 0)
         self._decided, self._has_news = {row.lane for row in rows}, False
         kind = MIXED if prompt_tokens else row_class(len(rows))
@@ -169,20 +180,24 @@ class Controller:
         self._next_decision = self._step + self._period()
         self._on_trial = 0.0
         self._end_trials()
-        if self._nothing_new(kind):
-            for row in rows:
-                row.num_drafts = row.lane.num_drafts = 0
+        news = self._news(kind)
+        if news is not News.MAYBE:
+            self._draft_nothing(rows)
+        if news is News.NONE:
             return
         self._budget.forget_refusals()
-        self._limit_to_known(rows, prompt_tokens)
+        self._pricing.limit_to_known(rows, prompt_tokens)
         offering = [row for row in rows if row.limit > 0]
         for row in rows:
             row.num_drafts = 0
         if not offering:
             return
-        self._choose_drafters(offering, prompt_tokens, len(rows))
-        offers = [self._offer(row) for row in offering]
-        prices = self._prices(offering, len(rows), prompt_tokens)
+        if news is News.TRIALS:
+            self._probe(offering, 1.0, self._pricing.prices(offering, batch, drafting=False))
+            return
+        self._pricing.choose_drafters(offering, batch)
+        offers = [self._pricing.offer(row) for row in offering]
+        prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
         if not (self.drafting and self._is_unknown(offering, plan)):  # whether drafting pays, with hysteresis
             self.num_switches += self._mode.update(plan.gain, self._step)
@@ -203,23 +218,45 @@ class Controller:
         if shown and self.drafting:
             self._try_more(offering, plan)
         if shown == self.drafting:
-            self._probe(offering, plan, prices)
+            self._probe(offering, plan.goodput, prices)
 
-    def _nothing_new(self, kind: int) -> bool:
-        """Whether nothing is drafted, and a decision would find what the last one did."""
+    def rest_on(self, rows: Sequence[RowState]) -> int:
+        """For how many more steps nothing need be decided, after steps in which nothing was drafted for `rows`, all of
+        which sample. 0: it is to be decided, after the next one."""
+        if self.due(len(rows), False):
+            kind = row_class(len(rows))
+            mode = self._modes.get(kind)
+            if mode is None:
+                return 0
+            self._mode, self._decided = mode, {row.lane for row in rows}
+            if self._news(kind) is not News.NONE:
+                return 0
+            self._batch, self._has_news = (len(rows), False), False
+            self._next_decision = self._step + self._period()
+            self._draft_nothing(rows)
+        return self.steps_left
+
+    @staticmethod
+    def _draft_nothing(rows: Sequence[RowState]) -> None:
+        for row in rows:
+            row.num_drafts = row.lane.num_drafts = 0
+
+    def _news(self, kind: int) -> News:
+        """What a decision would find that the last one for this class of rows did not."""
         outlook = self._outlooks.get(kind)
         if outlook is None or self.drafting or outlook.gain > ENTER or self._step - outlook.step >= OUTLOOK:
-            return False
+            return News.MAYBE
         if not self._decided <= outlook.promises.keys() or outlook.is_outdone:
-            return False
+            return News.MAYBE
         if not self._budget.may_suffice:
-            return True
+            return News.NONE
         if any(lane.surprising >= 0 for lane in self._decided):
-            return False
+            return News.MAYBE
         drafting = self._with.get(kind)
         if drafting is not None and drafting.due(self._step, MAX_INTERVAL if outlook.gain < -CLEARLY else 0):
-            return False
-        return not any(trial.due(self._step) for lane in self._decided for trial in lane.trials)
+            return News.MAYBE
+        is_due = any(trial.due(self._step) for lane in self._decided for trial in lane.trials)
+        return News.TRIALS if is_due else News.NONE
 
     def _is_unknown(self, offering: Sequence[RowState], plan: Plan) -> bool:
         """Whether the plan uses the drafter that was asked for, and nobody knows it yet: it is tried before judged."""
@@ -230,69 +267,6 @@ class Controller:
     def _period(self) -> int:
         early = min(PERIOD, 2 + self._step // 8)
         return 2 * early if not self.drafting or self._mode.has_lasted(self._step) else early
-
-    def _limit_to_known(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
-        """At most twice as many tokens a step as were ever measured, or two drafts a row: a step that is far too long
-        is not found out by running it."""
-        if prompt_tokens == 0:
-            most = max(2, int(2 * self.costs.target.reach / max(len(rows), 1)) - 1)
-            for row in rows:
-                row.limit = min(row.limit, most)
-
-    def _offer(self, row: RowState) -> Offer:
-        drafter = row.drafter
-        rates = row.lane.rates[drafter]
-        return Offer(
-            drafter,
-            cumulative(rates.probabilities, row.rates_of(drafter).factor, row.limit),
-            rates.available[: row.limit],
-        )
-
-    def _prices(self, offering: Sequence[RowState], num_rows: int, prompt_tokens: int) -> Prices:
-        costs = self.costs
-        drafts: list[tuple[Curve, Curve, int]] = []
-        for drafter in range(len(self._traits)):
-            served = sum(row.drafter == drafter for row in offering)
-            one = costs.draft_curve(drafter, 1)
-            drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
-        extra = costs.drafting_seconds
-        if not self.drafting and not self._token_extra:
-            extra += self._catch_up(offering) / AMORTISED_OVER
-        target = costs.target_curve(MIXED if prompt_tokens else num_rows)
-        base = num_rows + prompt_tokens
-        return Prices(num_rows, base, costs.host_seconds, target, drafts, self._has_passes, extra, self._token_extra)
-
-    def _catch_up(self, rows: Iterable[RowState]) -> float:
-        """Seconds that it takes until the neural drafter can draft for those that are given to it."""
-        return self.costs.catch_up(0, sum(row.lag for row in rows if self._has_passes[row.drafter]))
-
-    @property
-    def _token_extra(self) -> float:
-        """Seconds that the neural drafter's catching up with prompts takes for each token of their answers."""
-        return self.workload.prompts_per_token * self.costs.catch_up(0, 1) if self._has_layers else 0.0
-
-    def _choose_drafters(self, offering: Sequence[RowState], prompt_tokens: int, num_rows: int) -> None:
-        """Every lane's drafter, as if the whole batch were like it."""
-        if len(self._traits) > 1:
-            costs = self.costs
-            target = costs.target_curve(MIXED if prompt_tokens else num_rows)
-            drafts = [costs.draft_curve(drafter, num_rows) for drafter in range(len(self._traits))]
-            for lane in {row.lane for row in offering}:
-                values = [
-                    mean_goodput(
-                        lane.rates[drafter],
-                        (num_rows, prompt_tokens),
-                        target,
-                        draft,
-                        (costs.host_seconds + costs.drafting_seconds, 0.0 if drafter else self._token_extra),
-                    )
-                    for drafter, draft in enumerate(drafts)
-                ]
-                best = max(range(len(values)), key=values.__getitem__)
-                if values[best] > values[lane.drafter] * (1.0 + SWITCH):
-                    lane.drafter = best
-        for row in offering:
-            row.drafter = row.lane.drafter
 
     # ------------------------------------------------------------------ trials
 
@@ -311,7 +285,7 @@ class Controller:
             cost = num_steps * max(1.0 - 1.0 / (1.0 + plan.gain), 0.0) * prices.idle_seconds
         else:
             num_steps = TRIAL
-            cost = num_steps * max(-plan.gain, 0.0) * plan.seconds + self._catch_up(offering)
+            cost = num_steps * max(-plan.gain, 0.0) * plan.seconds + self._pricing.catch_up(offering)
         if not self._budget.spend(cost, prices.idle_seconds):
             return self.drafting
         backoff.tried(self._step)
@@ -331,8 +305,9 @@ class Controller:
                     row.num_drafts = min(row.num_drafts + 1, row.limit)
             self._trial_ends = self._next_decision = self._step + TRIAL
 
-    def _probe(self, offering: Sequence[RowState], plan: Plan, prices: Prices) -> None:
-        """Lets some rows of each lane try a drafter that the lane does not use, where that is due."""
+    def _probe(self, offering: Sequence[RowState], goodput: float, prices: Prices) -> None:
+        """Lets some rows of each lane try a drafter that the lane does not use, where that is due. `goodput`: tokens a
+        second, that drafts which are lost for it are worth."""
         for drafter in range(len(self._traits)):
             due: dict[Lane, list[RowState]] = {}
             for row in offering:
@@ -342,27 +317,10 @@ class Controller:
                 if lane.on_trial:
                     continue
                 rows = sorted(rows, key=lambda row: row.lag)[:PROBE_ROWS]
-                cost = self._probe_cost(drafter, rows, plan, prices)
+                cost = self._pricing.probe_cost(drafter, rows, goodput, prices)
                 if self._budget.spend(cost, prices.idle_seconds, borrow=lane.surprising == drafter):
                     self._start_probe(drafter, lane, rows)
                     self._on_trial += 0.0 if self.drafting else cost
-
-    def _probe_drafts(self, drafter: int, row: RowState) -> int:
-        return min(1 if self._has_passes[drafter] else PROBE_DRAFTS, row.limit)
-
-    def _probe_cost(self, drafter: int, rows: Sequence[RowState], plan: Plan, prices: Prices) -> float:
-        """Seconds that a step takes longer, and those that its lost drafts are worth."""
-        drafts = self.costs.draft_curve(drafter, len(rows))
-        count = max(self._probe_drafts(drafter, row) for row in rows)
-        cost = 2 * self.costs.bookkeeping_seconds + drafts(count) - drafts(0)  # it is decided before it and after it
-        cost += prices.target(prices.base_tokens + count * len(rows)) - prices.target(prices.base_tokens)
-        if self._has_passes[drafter]:
-            cost += self.costs.catch_up(drafter, sum(row.lag for row in rows))
-        for row in rows:
-            if row.num_drafts:
-                _, chances, available = self._offer(row)
-                cost += sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts])) / plan.goodput
-        return cost
 
     def _start_probe(self, drafter: int, lane: Lane, rows: Sequence[RowState]) -> None:
         lane.trials[drafter].tried(self._step)
@@ -371,7 +329,7 @@ class Controller:
         rates = lane.rates[drafter]
         lane.before[drafter] = Before(rates.probabilities[0], rates.num_tried)
         for row in rows:
-            row.drafter, row.num_drafts = drafter, self._probe_drafts(drafter, row)
+            row.drafter, row.num_drafts = drafter, self._pricing.probe_drafts(drafter, row)
         self._trial_ends = self._next_decision = self._step + 1
 
     def _end_trials(self) -> None:

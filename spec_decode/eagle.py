@@ -156,7 +156,10 @@ class EagleProposer:
         """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
         every step with all of its rows."""
         assert self._limits is not None, "bind comes first"
-        self.watch(rows, target)
+        if any(row.max_drafts for row in rows):
+            self._store.append_passing(rows, self._states(target))
+        else:
+            self.watch(rows, target)
         return autoregressive.propose(self, rows, self._limits)
 
     @torch.inference_mode()

@@ -4,7 +4,7 @@ A drafter may lag: while nobody asks it for drafts, and for what the prefix cach
 are there only in the step that computes them. So those of every position are kept, as one more layer of the shared
 block table: valid wherever the target's own KV is, after prefix-cache hits and preemption too.
 
-    step: hidden states [T, H] --append--> pending (references) --flush--> fuse --> cache[slots]
+    step: hidden states [T, H] --append--> pending (`pending_states`) --flush--> fuse --> cache[slots]
 
 Fusing is left for later: it costs a product, and a step without drafts should cost nothing. What belongs to requests
 that have gone meanwhile is dropped, unless the prefix cache may have their blocks. A block may be freed and reused
@@ -13,10 +13,9 @@ while entries wait: the last one to a slot wins.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,56 +25,33 @@ from ..kernels.late import late_slots
 from ..kernels.staging import to_device
 from ..models.batch import KVLayerSpec, LayerKV
 from ..platform.core.batch import RowPlan
-from ..platform.core.request import Request, Status
+from .pending_states import PendingStates, Spell, Step, slots_of
 from .proposer import AdapterPreparer, DraftRow, no_adapters
 
-MAX_PENDING = 8192
-"""Tokens whose hidden states may wait..."""
-MAX_PENDING_BYTES = 32 << 20
-"""...and the memory that they may hold, beyond those of one step."""
 _KEPT = 0.9
-"""Share of that which goes on waiting when there is too much: the oldest are written, those of requests that have gone
-meanwhile are not."""
-
-_FEW = 16
+"""Share of what may wait that goes on waiting when there is too much: the oldest are written, those of requests that
+have gone meanwhile are not."""
 
 Fuse = Callable[[Sequence[Tensor], Any], Tensor]
 """From hidden states [T, H_target] each, and their tokens' adapters, to what is kept of them: [T, width]."""
 
 
-class _Step(NamedTuple):
-    """One step's hidden states, as they came."""
-
-    rows: Sequence[DraftRow | RowPlan]
-    """Plans of steps all of whose positions count."""
-    tables: list[list[int]]
-    """Of each row. Block tables in use only grow, and one that was given back is a list that nobody changes: they still
-    say where these positions lie."""
-    states: tuple[Tensor, ...]
-    """[T, H_target] each."""
-
-    @property
-    def requests(self) -> Iterator[Request]:
-        """Of each row."""
-        return (row.request for row in self.rows)
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The new positions of some rows of one step."""
+    """The new positions of some sequences in one or several steps."""
 
     states: tuple[Tensor, ...]
-    """[T, H_target] each, of the whole step."""
+    """[T, H_target] each, of these steps."""
     index: np.ndarray
     """[n] which of the T..."""
     slots: np.ndarray
     """[n] ...and where they go."""
     handles: list[tuple[Any, int]]
-    """(adapter, number of tokens) of each row."""
+    """(adapter, number of tokens), in the order of `index`."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all tokens of the step, in order."""
+        """Whether it is all tokens of these steps, in order."""
         return np.array_equal(self.index, np.arange(len(self.states[0])))
 
 
@@ -91,9 +67,7 @@ class HiddenStore:
         self._prepare_adapters: AdapterPreparer = no_adapters
         self._halves: tuple[Tensor, Tensor] | None = None
         self._block_size = 0
-        self._pending: deque[_Step] = deque()
-        self._num_pending = 0
-        self._most_pending = 0  # known with the first states
+        self._pending = PendingStates()
 
     @property
     def spec(self) -> KVLayerSpec:
@@ -107,27 +81,37 @@ class HiddenStore:
         self._prepare_adapters = prepare_adapters
 
     def append(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
-        """Take the hidden states [T, H_target] of a step; of `rows` all positions that count. Neither is changed
+        """Take the hidden states [T, H_target] of a step; of `rows` all positions that count. The rows are not changed
         afterwards."""
-        self._append(rows, [row.block_table for row in rows], states)
+        if rows:
+            self._pending.add(rows, [row.block_table for row in rows], states)
+            self._flush_for_adapters(rows)
+            self._limit()
 
     def append_planned(self, rows: Sequence[RowPlan], states: tuple[Tensor, ...]) -> None:
         """`append` of a step that verified no drafts."""
-        self._append(rows, [row.request.blocks for row in rows], states)
-
-    def _append(self, rows: Sequence[DraftRow | RowPlan], tables: list[list[int]], states: tuple[Tensor, ...]) -> None:
         if not rows:
             return
-        while self._pending and all(map(_has_gone, self._pending[0].requests, self._pending[0].tables)):
-            self._num_pending -= len(self._pending.popleft().states[0])  # its memory is warm
-        self._pending.append(_Step(rows, tables, states))
-        self._num_pending += len(states[0])
+        if not self._pending.go_on(rows, states):
+            self._pending.add(rows, [row.request.blocks for row in rows], states)
+            self._flush_for_adapters(rows)
+        self._limit()
+
+    def append_passing(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
+        """`append` of states that are about to be read: the tensors are kept, and not changed afterwards."""
+        if rows:
+            self._pending.add(rows, [row.block_table for row in rows], states, passing=True)
+            self._flush_for_adapters(rows)
+            self._limit()
+
+    def _flush_for_adapters(self, rows: Sequence[DraftRow | RowPlan]) -> None:
         if self._adapts and any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
             self.flush()  # its blocks may outlive the request, and the request is what keeps its adapter
-            return
-        if self._num_pending > self._most_pending:
-            self._most_pending = min(MAX_PENDING, MAX_PENDING_BYTES // self._bytes_per_token(states))
-            self._flush_to(int(_KEPT * self._most_pending))
+
+    def _limit(self) -> None:
+        pending = self._pending
+        if pending.num_tokens > pending.most_tokens:
+            self._flush_to(int(_KEPT * pending.most_tokens))
 
     @torch.inference_mode()
     def keep(
@@ -156,10 +140,7 @@ class HiddenStore:
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> np.ndarray:
         """[end - start] int64: where positions [start, end) of a sequence lie."""
-        first = start // self._block_size
-        blocks = np.array(block_table[first : -(-end // self._block_size)], dtype=np.int64)
-        block, offset = np.divmod(np.arange(start, end), self._block_size)
-        return blocks[block - first] * self._block_size + offset
+        return slots_of(block_table, start, end, self._block_size)
 
     def flush(self) -> None:
         """Write all that waits."""
@@ -168,48 +149,35 @@ class HiddenStore:
     @torch.inference_mode()
     def _flush_to(self, num_left: int) -> None:
         """Write the oldest of what waits, until no more than `num_left` tokens do."""
-        steps = []
-        while self._num_pending > num_left:
-            steps.append(self._pending.popleft())
-            self._num_pending -= len(steps[-1].states[0])
-        entries = [entry for entry in map(self._entry, steps) if entry is not None]
+        entries = []
+        while self._pending.num_tokens > num_left:
+            entry = self._entry(self._pending.pop())
+            if entry is not None:
+                entries.append(entry)
         handles = [handle for entry in entries for handle in entry.handles]
         adapters = None
         if self._adapts and any(adapter is not None for adapter, _ in handles):
             adapters = self._prepare_adapters(handles)
         if entries:
             self._write(entries, adapters)
+        self._pending.popped()
 
-    def _entry(self, step: _Step) -> _Entry | None:
-        """What is to be written of a step."""
-        size = self._block_size
-        index: list[int] = []
-        slots: list[int] = []
-        handles = []
-        first = 0
-        for row, table in zip(step.rows, step.tables, strict=True):
-            at, start = first, row.start
-            if isinstance(row, DraftRow):
-                at, end = row.first_index, row.num_valid
-            else:
-                end = row.end
-                first += row.num_tokens
-            if _has_gone(row.request, table):
-                continue
-            handles.append((row.request.adapter, end - start))
-            index.extend(range(at, at + end - start))
-            if end - start > _FEW:
-                slots.extend(self.slots(table, start, end).tolist())
-            else:  # an array would take longer to make than to use
-                slots.extend([table[at // size] * size + at % size for at in range(start, end)])
-        if not index:
+    def _entry(self, steps: Step | Spell) -> _Entry | None:
+        """What is to be written of them."""
+        pieces = list(steps.pieces(self._block_size))
+        if not pieces:
             return None
-        return _Entry(step.states, np.array(index, dtype=np.int64), np.array(slots, dtype=np.int64), handles)
+        return _Entry(
+            tuple(state[: steps.num_tokens] for state in steps.states),
+            np.concatenate([piece.places for piece in pieces]),
+            np.concatenate([piece.slots for piece in pieces]),
+            [(piece.adapter, len(piece.places)) for piece in pieces],
+        )
 
     def read(self, slots: np.ndarray) -> Tensor:
         """[n, width] of `slots` [n], each of which holds a position that the target has computed."""
         assert self._halves is not None
-        assert not self._pending, "read before flush"
+        assert not len(self._pending), "read before flush"
         index = self._tensor(slots)
         return torch.cat([half.index_select(0, index) for half in self._halves], dim=-1)
 
@@ -234,19 +202,5 @@ class HiddenStore:
         for half, values in zip(self._halves, vectors.chunk(2, dim=-1), strict=True):
             half.index_copy_(0, slots, values)
 
-    @staticmethod
-    def _bytes_per_token(states: tuple[Tensor, ...]) -> int:
-        return len(states) * states[0].shape[-1] * states[0].element_size()
-
     def _tensor(self, array: np.ndarray) -> Tensor:
         return to_device(array, self._device)
-
-
-def _has_gone(request: Request, table: list[int]) -> bool:
-    """Whether nobody will read what a row with this block table computed: the request has finished or was preempted,
-    and its blocks are not shared."""
-    if request.namespace is not None:
-        return False
-    if request.status is Status.FINISHED:
-        return True
-    return request.num_preemptions > 0 and request.blocks is not table

@@ -138,12 +138,13 @@ class Resting(Proposer, Protocol):
 
     @property
     def rest(self) -> int:
-        """For how many of the next steps, as long as the same sequences run. None of their rows has drafts."""
+        """For how many of the next steps, as far as is known now: looked at after each of them. None of their rows has
+        drafts; sequences may come and go meanwhile."""
         ...
 
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
-        """Stands in for `propose` in such a step: take in what would be lost otherwise. The sequences are still as
-        before the step; what the proposer's own layers have of them stays what it is."""
+        """Stands in for `propose` in such a step: take in what would be lost otherwise, and see who runs. The sequences
+        are still as before the step; what the proposer's own layers have of them stays what it is."""
         ...
 
 

@@ -233,7 +233,10 @@ class SuffixProposer:
         self._stores.work(STEP_TOKENS)
 
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
-        """Nothing is missed: whoever runs was seen when the rest began."""
+        """See who runs: what they are answered is for others' drafts."""
+        for row in rows:
+            if row.request.params.max_drafts != 0:
+                self._live_of(row.request)
 
     def _live_of(self, request: Request) -> _Live:
         live = self._live.get(request.request_id)

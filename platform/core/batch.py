@@ -86,4 +86,4 @@ class StepResult(NamedTuple):
     seconds: float = 0.0
     """That it took; 0 where nobody measured."""
     rest: int = 0
-    """For how many steps now nobody need be asked for drafts, as long as the same sequences run."""
+    """For how many of the next steps nobody need be asked for drafts, as far as is known now."""

@@ -18,18 +18,12 @@ class DraftBudget:
         self._max_num_seqs = config.max_num_seqs
         self._turns = turns
         self.rest = 0
-        """For so many steps nobody is asked for drafts: 0 again as soon as a sequence stops running."""
+        """For so many steps nobody is asked for drafts: as the last step said."""
 
+    @property
     def next_rests(self) -> bool:
-        """Whether the next step is one without speculation. One that others may join is not."""
-        if not self._num_drafts:
-            return True
-        if self.rest and self._turns.num_waiting and self._turns.num_running < self._max_num_seqs:
-            self.rest = 0
-        if self.rest:
-            self.rest -= 1
-            return True
-        return False
+        """Whether the next step is one without speculation."""
+        return self.rest > 0 or not self._num_drafts
 
     def num_tokens(self) -> int:
         """What the sequences' own tokens leave of a step, for all drafts together. Of long prompts, and of those that

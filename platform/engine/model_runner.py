@@ -178,15 +178,17 @@ class ModelRunner:
         target: TargetOutput,
     ) -> StepResult:
         """What a step brought after which nobody is asked for drafts."""
+        rest = 0
         if self._resting is not None:
             self._resting.rested(plan.rows, target)
+            rest = self._resting.rest
         keeps = self._drafts_have_layers
         results = []
         for row, got, prompt in zip(plan.rows, sampled, prompt_logprobs, strict=True):
             request = row.request
             computed = request.num_draft_computed if keeps else len(request.tokens) + len(got.token_ids)
             results.append(RowResult(got.token_ids, 0, got.logprobs, prompt, NO_DRAFTS, computed, got.error))
-        return StepResult(results, target.seconds)
+        return StepResult(results, target.seconds, rest)
 
     def drain(self) -> None:
         """Wait until nothing is under way."""

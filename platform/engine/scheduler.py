@@ -150,7 +150,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step under the token budget: first running sequences with one token to compute, and drafts; of what
         they leave, prompts, those that run and those that wait, each in the policy's order."""
-        rests = self._drafting.next_rests()
+        rests = self._drafting.next_rests
         step = StepBudget(self.config.max_num_batched_tokens, 0 if rests else self._drafting.num_tokens())
         prompts: deque[Request] = deque()
         self._needs_commit = False
@@ -212,7 +212,6 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: StepBudget) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
-        self._drafting.rest = 0
         step.drop(request)
         self._take_back(request)
         for gate in self._gates:
@@ -315,7 +314,8 @@ class Scheduler:
             if victim is None or self._is_under_way(victim):
                 return None
             self._preempt(victim, step)
-        row = self._fit(request, step.num_left - held, self._drafting.num_tokens() // (self._turns.num_running + 1))
+        share = step.for_drafts and self._drafting.num_tokens() // (self._turns.num_running + 1)
+        row = self._fit(request, step.num_left - held, share)
         if row is not None:
             self.prefix_cache.count(request, row.start)
             self._turns.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
@@ -329,7 +329,7 @@ class Scheduler:
         deltas, self._failed = self._failed, []
         if self._pace is not None:
             self._pace.took(plan, result.seconds)
-        if not plan.rests:
+        if plan.rows:
             self._drafting.rest = result.rest
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
@@ -353,7 +353,6 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""
-        self._drafting.rest = 0
         self._turns.remove(request, running=request.status is Status.RUNNING)
         request.status = Status.FINISHED
         if request.under_way:

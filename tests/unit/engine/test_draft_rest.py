@@ -1,4 +1,4 @@
-"""Steps for which nobody is asked for drafts: planned as without speculation, until the sequences that run change."""
+"""Steps for which nobody is asked for drafts: planned as without speculation, as long as each says that it goes on."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def step(scheduler, rest=0, drafts=()):
 
 @pytest.fixture
 def resting():
-    """Two sequences that run, and rest for five steps."""
+    """Two sequences that run, and rest."""
     scheduler = make()
     for name in "ab":
         scheduler.add(request(name))
@@ -47,8 +47,8 @@ def test_resting_steps_are_those_without_speculation(resting):
     for name in "ab":
         plain.add(request(name))
     assert step(plain).rests, "without speculation nobody is ever asked"
-    for _ in range(5):
-        ours, theirs = step(resting), step(plain)
+    for rest in (4, 3, 2, 1, 0):
+        ours, theirs = step(resting, rest), step(plain)
         assert ours.rests
         assert theirs.rests
         assert [(r.num_tokens, r.num_drafts, r.max_new_drafts) for r in ours.rows] == [(1, 0, 0)] * 2
@@ -57,33 +57,27 @@ def test_resting_steps_are_those_without_speculation(resting):
     assert [row.max_new_drafts for row in after.rows] == [3, 3]
 
 
-def test_a_rest_ends_when_a_sequence_joins_or_is_aborted(resting):
-    assert step(resting).rests
-    resting.abort(["a"])
-    assert not step(resting, rest=5).rests
-    assert step(resting).rests
+def test_sequences_come_and_go_in_a_rest(resting):
+    """Whoever says that it goes on has seen who runs."""
     resting.add(request("c"))
-    joined = step(resting)
-    assert not joined.rests
-    assert [row.max_new_drafts for row in joined.rows] == [3, 3], "who runs is asked for, too"
-    resting.add(request("d"))
-    step(resting, rest=5)
-    assert step(resting).rests, "all seats are taken: nobody joins"
+    resting.abort(["a"])
+    joined = step(resting, rest=4)
+    assert joined.rests
+    assert [(row.num_tokens, row.max_new_drafts) for row in joined.rows] == [(1, 0), (3, 0)]
+    assert step(resting, rest=0).rests
+    after = step(resting)
+    assert not after.rests
+    assert [row.max_new_drafts for row in after.rows] == [3, 3]
 
 
-def test_a_rest_ends_when_a_sequence_gives_way():
+def test_a_rest_goes_on_where_a_sequence_gives_way_and_where_there_is_nothing_to_compute():
     scheduler = make(num_blocks=5)
     for name in "ab":
         scheduler.add(request(name))
-    step(scheduler, rest=50)
+    step(scheduler, rest=1)
     while not scheduler.num_preemptions:
-        assert step(scheduler).rests
-    assert not step(scheduler).rests
-
-
-def test_a_rest_ends_with_a_sequence_that_has_all_its_tokens():
-    scheduler = make()
-    scheduler.add(request("short", max_tokens=3))
-    scheduler.add(request("long"))
-    step(scheduler, rest=50)
-    assert [step(scheduler).rests for _ in range(3)] == [True, True, False]
+        assert step(scheduler, rest=1).rests
+    scheduler.abort("ab")
+    assert not step(scheduler).rows
+    scheduler.add(request("c"))
+    assert step(scheduler).rests

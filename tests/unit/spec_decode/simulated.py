@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.models.batch import KVLayerSpec
+from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import AdaptiveProposer
@@ -142,8 +143,9 @@ class World:
         self.owner = {}
         output = TargetOutput(seconds=seconds / 1000)
         if self.rest:
-            self.rest -= 1
-            proposer.rested(rows, output)
+            plans = [RowPlan(row.request, row.start, 1 + new, 0, True, 0) for row, new in zip(rows, news, strict=True)]
+            proposer.rested(plans, output)
+            self.rest = proposer.rest
             self.counts.append([0] * len(rows))
         else:
             self.propose(proposer, rows, output)
@@ -152,7 +154,6 @@ class World:
                 self.drafted.pop(request, None)
                 request.status = Status.FINISHED
                 self.requests[index] = self.fresh(request.text_namespace[1])
-                self.rest = 0
         self.spend(HOST)
 
     def propose(self, proposer, rows: list[DraftRow], output: TargetOutput) -> None:

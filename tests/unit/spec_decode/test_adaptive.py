@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
@@ -75,6 +76,10 @@ def request(digest=b""):
 def row(request, max_drafts=4, sampled=True, **fields):
     length = len(request.tokens)
     return DraftRow(request, request.tokens, length - 1, length - 1, max_drafts, [], sampled, length - 2, **fields)
+
+
+def plan(request, num_tokens=1, samples=True):
+    return RowPlan(request, len(request.tokens) - num_tokens, num_tokens, 0, samples, 0)
 
 
 OUTPUT = TargetOutput(seconds=0.01)
@@ -152,14 +157,48 @@ def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
     measured, outputs, watched, steps = [], [], first.watched, controller._step
     controller.costs.add_step = lambda rows, tokens, seconds: measured.append((rows, tokens, seconds))
     controller.workload = Noting(lambda prompts, answers: outputs.append(answers))
-    for _ in range(6):
-        proposer.rested([row(one)], OUTPUT)
+    for left in (5, 4, 3, 2, 1, 0):
+        proposer.rested([plan(one)], OUTPUT)
+        assert proposer.rest == left
     assert (first.rested_steps, first.watched) == (6, watched)
-    assert controller.is_time is False
-    proposer.propose([row(one)], OUTPUT)
-    assert (first.watched, measured, sum(outputs)) == (watched + 1, [(1, 1, OUTPUT.seconds)], 7)
-    assert controller._step == steps + 7
+    assert controller._step == steps + 6
     assert controller.is_time
+    proposer.propose([row(one)], OUTPUT)
+    assert (first.watched, measured, sum(outputs)) == (watched + 1, [(1, 1, OUTPUT.seconds)] * 2, 7)
+
+
+def test_a_rest_goes_on_while_nothing_is_new_whoever_comes_and_goes(parts):
+    """New requests of a known adapter begin in it, and are counted; a look at the controller stands for a decision."""
+    proposer, (first, _) = parts
+    controller, looks, outputs = proposer.controller, [], []
+    controller.due = lambda num_rows, mixed: False
+    one, other = request(), request()
+    proposer.propose([row(one)], OUTPUT)
+    controller._next_decision = controller._step + 3
+    proposer.propose([row(one)], OUTPUT)
+    controller.due = lambda num_rows, mixed: controller.is_time
+    controller.rest_on = lambda rows: looks.append(len(rows)) or 5
+    controller.workload = Noting(lambda prompts, answers: outputs.append((prompts, answers)))
+    asked = first.watched
+    proposer.rested([plan(one)], OUTPUT)
+    proposer.rested([plan(one), plan(other, num_tokens=9)], OUTPUT)
+    assert (looks, proposer.rest, outputs) == ([2], 5, [(9, 3)])
+    controller._next_decision = controller._step + 5
+    one.status = Status.FINISHED
+    proposer.rested([plan(other)], OUTPUT)
+    assert (looks, proposer.rest, first.watched) == ([2], 4, asked)
+    assert set(proposer._known) == {other}
+    controller.lane(b"new").num_drafts = 2
+    proposer.rested([plan(other), plan(request(b"new"))], OUTPUT)
+    assert proposer.rest == 0, "it is drafted for"
+
+
+def test_a_rest_ends_while_parts_of_prompts_are_computed(parts):
+    proposer, _ = parts
+    proposer.controller.rest_on = lambda rows: 9
+    proposer._rest = 1
+    proposer.rested([plan(request()), plan(request(), num_tokens=30, samples=False)], OUTPUT)
+    assert proposer.rest == 0
 
 
 def test_no_rest_while_drafting_or_while_prompts_are_computed(parts):

@@ -1,0 +1,271 @@
+"""Hidden states of past steps that wait to be written: most never are, since nobody drafts before their requests end.
+
+While nothing is drafted this is all that a step does for a drafter that reads hidden states, so it has to be cheap:
+
+- Steps in which the same sequences decode become one `Spell`, which grows by as many tokens a step.
+- On a CPU, states are copied into a `Ring`. Were their tensors kept, the memory that the next steps take would be other
+  memory each time, whose pages are fresh. On a GPU a copy would cost a launch, and its allocator has no such trouble:
+  there the tensors are kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from ctypes import memmove
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..platform.core.batch import RowPlan
+from ..platform.core.request import Request, Status
+from .proposer import DraftRow
+
+MAX_PENDING = 8192
+"""Tokens whose hidden states may wait..."""
+MAX_PENDING_BYTES = 32 << 20
+"""...and the memory that they may hold, beyond those of one step."""
+_MAX_COPIED_BYTES = 1 << 20
+"""Of one step: beyond that a copy is no trifle, and so much memory is not found in caches anyway."""
+_FEW = 16
+
+
+class Piece(NamedTuple):
+    """The new positions of one sequence in one or several steps."""
+
+    adapter: Any
+    places: np.ndarray
+    """[n] int64: which of the states..."""
+    slots: np.ndarray
+    """[n] int64: ...and where they go."""
+
+
+class Step:
+    """One step's hidden states, as they came."""
+
+    __slots__ = ("place", "rows", "states", "tables")
+
+    def __init__(
+        self, rows: Sequence[DraftRow | RowPlan], tables: list[list[int]], states: tuple[Tensor, ...], place: int
+    ) -> None:
+        """`states`: [T, H_target] each; `place`: in the ring, or -1 where the tensors themselves are kept."""
+        self.rows = rows
+        """Plans of steps all of whose positions count."""
+        self.tables = tables
+        """Of each row. Block tables in use only grow, and one that was given back is a list that nobody changes: they
+        still say where these positions lie."""
+        self.states = states
+        self.place = place
+
+    @property
+    def num_tokens(self) -> int:
+        """That it computed."""
+        return len(self.states[0])
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether nobody will read any of it."""
+        return all(_has_gone(row.request, table) for row, table in zip(self.rows, self.tables, strict=True))
+
+    def pieces(self, block_size: int) -> Iterator[Piece]:
+        """What is to be written."""
+        first = 0
+        for row, table in zip(self.rows, self.tables, strict=True):
+            at, start = first, row.start
+            if isinstance(row, DraftRow):
+                at, end = row.first_index, row.num_valid
+            else:
+                end = row.end
+                first += row.num_tokens
+            if end > start and not _has_gone(row.request, table):
+                index = np.arange(at, at + end - start)
+                yield Piece(row.request.adapter, index, slots_of(table, start, end, block_size))
+
+
+class Spell:
+    """Steps in which the same sequences computed a token each: those of a step lie beside each other."""
+
+    __slots__ = ("num_steps", "place", "requests", "starts", "states", "tables")
+
+    def __init__(self, rows: Sequence[RowPlan], tables: list[list[int]], states: tuple[Tensor, ...], place: int):
+        """See `Step`; the tensors are views of the ring's memory, from here to its end."""
+        self.requests = [row.request for row in rows]
+        self.tables = tables
+        self.starts = [row.start for row in rows]
+        self.states = states
+        self.place = place
+        self.num_steps = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """That these steps computed."""
+        return self.num_steps * len(self.requests)
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether nobody will read any of it."""
+        return all(map(_has_gone, self.requests, self.tables))
+
+    def goes_on(self, rows: Sequence[RowPlan]) -> bool:
+        """Whether a step in which each of `rows` computed a token is the next one of these."""
+        if len(rows) != len(self.requests):
+            return False
+        steps = self.num_steps
+        for row, request, table, start in zip(rows, self.requests, self.tables, self.starts, strict=True):
+            if row.request is not request or request.blocks is not table or row.start != start + steps:
+                return False
+        return True
+
+    def pieces(self, block_size: int) -> Iterator[Piece]:
+        """What is to be written."""
+        steps, width = self.num_steps, len(self.requests)
+        for at, (request, table, start) in enumerate(zip(self.requests, self.tables, self.starts, strict=True)):
+            if not _has_gone(request, table):
+                index = np.arange(at, at + steps * width, width)
+                yield Piece(request.adapter, index, slots_of(table, start, start + steps, block_size))
+
+
+class Ring:
+    """Memory for hidden states on a CPU, taken and given back in the same order."""
+
+    def __init__(self, like: tuple[Tensor, ...], num_tokens: int) -> None:
+        """Room for `num_tokens` states of the kinds `like` [T, H] each."""
+        self._parts = tuple(torch.empty(num_tokens, state.shape[1], dtype=state.dtype) for state in like)
+        self._rows = [(part.data_ptr(), part.shape[1] * part.element_size()) for part in self._parts]
+        self._size = num_tokens
+        self._first = self._end = 0  # what is taken lies between, maybe around the end; none where they are equal
+
+    def take(self, num_tokens: int, after: int = -1) -> int:
+        """A place for so many tokens, or -1: there is none. `after`: only one that begins there."""
+        first, end = self._first, self._end
+        limit = self._size if end >= first else first - 1
+        if end + num_tokens > limit:
+            if end < first or num_tokens >= first:
+                return -1
+            end = 0  # what is left before the end of the memory stays unused
+        if after >= 0 and end != after:
+            return -1
+        self._end = end + num_tokens
+        return end
+
+    def put(self, place: int, num_tokens: int, states: tuple[Tensor, ...]) -> None:
+        """Copy [T, H] each to a place that was taken for T tokens."""
+        for (address, size), state in zip(self._rows, states, strict=True):
+            memmove(address + place * size, state.data_ptr(), num_tokens * size)
+
+    def views(self, place: int, num_tokens: int) -> tuple[Tensor, ...]:
+        """What lies there."""
+        return tuple(part[place : place + num_tokens] for part in self._parts)
+
+    def give_back(self, first: int) -> None:
+        """All that was taken before the place `first` is free; -1: all."""
+        if first < 0:
+            self._first = self._end = 0
+        else:
+            self._first = first
+
+
+class PendingStates:
+    """What waits, oldest first."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.most_tokens = 0
+        """That may wait; known with the first states."""
+        self._queue: deque[Step | Spell] = deque()
+        self._ring: Ring | None = None
+        self._most_copied = 0  # tokens of one step
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def go_on(self, rows: Sequence[RowPlan], states: tuple[Tensor, ...]) -> bool:
+        """`add`, for a step that is the next one of a spell; False where it is not, and nothing was added."""
+        last = self._queue[-1] if self._queue else None
+        num_tokens = len(rows)
+        if not isinstance(last, Spell) or len(states[0]) != num_tokens or not last.goes_on(rows):
+            return False
+        assert self._ring is not None, "spells are in the ring"
+        place = self._ring.take(num_tokens, after=last.place + last.num_tokens)
+        if place < 0:
+            return False
+        self._ring.put(place, num_tokens, states)
+        last.num_steps += 1
+        self.num_tokens += num_tokens
+        return True
+
+    def add(
+        self,
+        rows: Sequence[DraftRow | RowPlan],
+        tables: list[list[int]],
+        states: tuple[Tensor, ...],
+        *,
+        passing: bool = False,
+    ) -> None:
+        """The states [T, H_target] of a step. They may change afterwards, unless they are `passing`: about to be taken,
+        and not worth a copy."""
+        self._drop_gone()
+        if self.most_tokens == 0:
+            self._begin(states)
+        num_tokens = len(states[0])
+        self.num_tokens += num_tokens
+        place = -1
+        if self._ring is not None and not passing and num_tokens <= self._most_copied:
+            place = self._ring.take(num_tokens)
+        if place < 0 or self._ring is None:
+            self._queue.append(Step(rows, tables, states, -1))
+            return
+        self._ring.put(place, num_tokens, tuple(state.contiguous() for state in states))
+        plans = [row for row in rows if isinstance(row, RowPlan)]
+        if len(plans) == num_tokens:
+            self._queue.append(Spell(plans, tables, self._ring.views(place, self.most_tokens), place))
+        else:
+            self._queue.append(Step(rows, tables, self._ring.views(place, num_tokens), place))
+
+    def pop(self) -> Step | Spell:
+        """The oldest; its states stay as they are until `popped`."""
+        oldest = self._queue.popleft()
+        self.num_tokens -= oldest.num_tokens
+        return oldest
+
+    def popped(self) -> None:
+        """What was popped is not needed any more."""
+        if self._ring is not None:
+            self._ring.give_back(next((entry.place for entry in self._queue if entry.place >= 0), -1))
+
+    def _begin(self, states: tuple[Tensor, ...]) -> None:
+        each = len(states) * states[0].shape[-1] * states[0].element_size()
+        self.most_tokens = min(MAX_PENDING, MAX_PENDING_BYTES // each)
+        self._most_copied = _MAX_COPIED_BYTES // each
+        if states[0].is_cpu:
+            self._ring = Ring(states, self.most_tokens)
+
+    def _drop_gone(self) -> None:
+        dropped = False
+        while self._queue and self._queue[0].has_gone:
+            self.pop()
+            dropped = True
+        if dropped:
+            self.popped()
+
+
+def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> np.ndarray:
+    """[end - start] int64: where positions [start, end) of a sequence lie."""
+    if end - start <= _FEW:  # arrays would take longer to make than to use
+        return np.array([table[at // block_size] * block_size + at % block_size for at in range(start, end)])
+    first = start // block_size
+    blocks = np.array(table[first : -(-end // block_size)], dtype=np.int64)
+    block, offset = np.divmod(np.arange(start, end), block_size)
+    return blocks[block - first] * block_size + offset
+
+
+def _has_gone(request: Request, table: list[int]) -> bool:
+    """Whether nobody will read what a row with this block table computed: the request has finished or was preempted,
+    and its blocks are not shared."""
+    if request.namespace is not None:
+        return False
+    if request.status is Status.FINISHED:
+        return True
+    return request.num_preemptions > 0 and request.blocks is not table

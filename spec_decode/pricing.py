@@ -1,0 +1,118 @@
+"""What drafts would bring and cost the rows of the next step, of what is known of steps, drafters and acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import mul
+
+from .acceptance import cumulative
+from .goodput import Offer, Prices, mean_goodput
+from .lanes import RowState
+from .probing import PROBE_DRAFTS
+from .step_costs import MIXED, Curve, StepCosts
+from .workload import Workload
+
+SWITCH = 0.03
+"""What another drafter than a lane's present one must promise more."""
+AMORTISED_OVER = 64
+"""Steps over which a drafter's catching up is spread."""
+
+
+class Pricing:
+    """From estimates to what `goodput` compares."""
+
+    def __init__(self, has_passes: Sequence[bool], *, has_layers: bool) -> None:
+        """`has_passes`: for each drafter, whether each further draft costs a pass. `has_layers`: the first one computes
+        every prompt before it can draft."""
+        self.costs = StepCosts(has_passes)
+        self.workload = Workload()
+        self._has_passes = has_passes
+        self._has_layers = has_layers
+
+    def limit_to_known(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
+        """At most twice as many tokens a step as were ever measured, or two drafts a row: a step that is far too long
+        is not found out by running it."""
+        if prompt_tokens == 0:
+            most = max(2, int(2 * self.costs.target.reach / max(len(rows), 1)) - 1)
+            for row in rows:
+                row.limit = min(row.limit, most)
+
+    def offer(self, row: RowState) -> Offer:
+        """What the row's drafter may do for it."""
+        drafter = row.drafter
+        rates = row.lane.rates[drafter]
+        return Offer(
+            drafter,
+            cumulative(rates.probabilities, row.rates_of(drafter).factor, row.limit),
+            rates.available[: row.limit],
+        )
+
+    def prices(self, offering: Sequence[RowState], batch: tuple[int, int], *, drafting: bool) -> Prices:
+        """Of drafts for `offering`, in a batch of so many rows that sample, and prompt tokens beside them. `drafting`:
+        whether they are drafted for already; else they have to be caught up with first."""
+        costs = self.costs
+        num_rows, prompt_tokens = batch
+        drafts: list[tuple[Curve, Curve, int]] = []
+        for drafter in range(len(self._has_passes)):
+            served = sum(row.drafter == drafter for row in offering)
+            one = costs.draft_curve(drafter, 1)
+            drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
+        extra = costs.drafting_seconds
+        if not drafting and not self._token_extra:
+            extra += self.catch_up(offering) / AMORTISED_OVER
+        target = costs.target_curve(MIXED if prompt_tokens else num_rows)
+        base = num_rows + prompt_tokens
+        return Prices(num_rows, base, costs.host_seconds, target, drafts, self._has_passes, extra, self._token_extra)
+
+    def catch_up(self, rows: Iterable[RowState]) -> float:
+        """Seconds that it takes until the neural drafter can draft for those that are given to it."""
+        return self.costs.catch_up(0, sum(row.lag for row in rows if self._has_passes[row.drafter]))
+
+    def choose_drafters(self, offering: Sequence[RowState], batch: tuple[int, int]) -> None:
+        """Every lane's drafter, as if the whole `batch`, see `prices`, were like it."""
+        num_rows, prompt_tokens = batch
+        if len(self._has_passes) > 1:
+            costs = self.costs
+            target = costs.target_curve(MIXED if prompt_tokens else num_rows)
+            drafts = [costs.draft_curve(drafter, num_rows) for drafter in range(len(self._has_passes))]
+            for lane in {row.lane for row in offering}:
+                values = [
+                    mean_goodput(
+                        lane.rates[drafter],
+                        batch,
+                        target,
+                        draft,
+                        (costs.host_seconds + costs.drafting_seconds, 0.0 if drafter else self._token_extra),
+                    )
+                    for drafter, draft in enumerate(drafts)
+                ]
+                best = max(range(len(values)), key=values.__getitem__)
+                if values[best] > values[lane.drafter] * (1.0 + SWITCH):
+                    lane.drafter = best
+        for row in offering:
+            row.drafter = row.lane.drafter
+
+    def probe_drafts(self, drafter: int, row: RowState) -> int:
+        """Drafts that the trial of a drafter takes."""
+        return min(1 if self._has_passes[drafter] else PROBE_DRAFTS, row.limit)
+
+    def probe_cost(self, drafter: int, rows: Sequence[RowState], goodput: float, prices: Prices) -> float:
+        """Seconds that a step takes longer which tries `drafter`, and those that its lost drafts are worth at `goodput`
+        tokens a second."""
+        costs = self.costs
+        drafts = costs.draft_curve(drafter, len(rows))
+        count = max(self.probe_drafts(drafter, row) for row in rows)
+        cost = 2 * costs.bookkeeping_seconds + drafts(count) - drafts(0)  # it is decided before it and after it
+        cost += prices.target(prices.base_tokens + count * len(rows)) - prices.target(prices.base_tokens)
+        if self._has_passes[drafter]:
+            cost += costs.catch_up(drafter, sum(row.lag for row in rows))
+        for row in rows:
+            if row.num_drafts:
+                _, chances, available = self.offer(row)
+                cost += sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts])) / goodput
+        return cost
+
+    @property
+    def _token_extra(self) -> float:
+        """Seconds that the neural drafter's catching up with prompts takes for each token of their answers."""
+        return self.workload.prompts_per_token * self.costs.catch_up(0, 1) if self._has_layers else 0.0
