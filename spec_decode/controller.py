@@ -15,14 +15,12 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    use, for one step.
 
 While nothing is drafted, no trial is due and acceptance looks hardly better, all this would find what it found the last
-time: then nothing of it is done, or nothing but a trial (`_news`). Between decisions a row keeps what it was given, and
-a new one has what its lane was given. Nothing here reads a clock or a token: time comes in as seconds, requests as
-`RowState`.
+time: then nothing of it is done (`_nothing_new`). Between decisions a row keeps what it was given, and a new one has
+what its lane was given. Nothing here reads a clock or a token: time comes in as seconds, requests as `RowState`.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -51,19 +49,6 @@ OUTLOOK = 256
 """Steps after which it is decided anew although nothing has changed but, slowly, what steps take."""
 UNKNOWN = 64
 """Steps in which a drafter that nobody knows yet is not judged."""
-
-
-HARDLY_EVER = 0.1
-"""Share of the steps in which a drafter has found drafts, below which a new request is no reason to try it soon: it is
-tried more and more rarely, but every `MAX_INTERVAL` steps."""
-
-
-class News(enum.Enum):
-    """What a decision may find."""
-
-    NONE = "what the last one did"
-    TRIALS = "drafters that are to be tried again, and else what the last one did"
-    MAYBE = "anything"
 
 
 class DrafterTraits(NamedTuple):
@@ -123,9 +108,8 @@ class Controller:
     def new_row(self, key: Hashable) -> RowState:
         """A request of an adapter that is new: a reason to try again what its lane has left."""
         lane = self.lane(key)
-        for trial, rates in zip(lane.trials, lane.rates, strict=True):
-            if rates.available[0] >= HARDLY_EVER:
-                trial.hasten()
+        for trial in lane.trials:
+            trial.hasten()
         self._has_news |= not self.drafting or lane not in self._decided  # else it begins with what its lane has
         return RowState(lane)
 
@@ -180,10 +164,8 @@ class Controller:
         self._next_decision = self._step + self._period()
         self._on_trial = 0.0
         self._end_trials()
-        news = self._news(kind)
-        if news is not News.MAYBE:
+        if self._nothing_new(kind):
             self._draft_nothing(rows)
-        if news is News.NONE:
             return
         self._budget.forget_refusals()
         self._pricing.limit_to_known(rows, prompt_tokens)
@@ -191,9 +173,6 @@ class Controller:
         for row in rows:
             row.num_drafts = 0
         if not offering:
-            return
-        if news is News.TRIALS:
-            self._probe(offering, 1.0, self._pricing.prices(offering, batch, drafting=False))
             return
         self._pricing.choose_drafters(offering, batch)
         offers = [self._pricing.offer(row) for row in offering]
@@ -218,7 +197,7 @@ class Controller:
         if shown and self.drafting:
             self._try_more(offering, plan)
         if shown == self.drafting:
-            self._probe(offering, plan.goodput, prices)
+            self._probe(offering, plan, prices)
 
     def rest_on(self, rows: Sequence[RowState]) -> int:
         """For how many more steps nothing need be decided, after steps in which nothing was drafted for `rows`, all of
@@ -229,7 +208,7 @@ class Controller:
             if mode is None:
                 return 0
             self._mode, self._decided = mode, {row.lane for row in rows}
-            if self._news(kind) is not News.NONE:
+            if not self._nothing_new(kind):
                 return 0
             self._batch, self._has_news = (len(rows), False), False
             self._next_decision = self._step + self._period()
@@ -241,22 +220,21 @@ class Controller:
         for row in rows:
             row.num_drafts = row.lane.num_drafts = 0
 
-    def _news(self, kind: int) -> News:
-        """What a decision would find that the last one for this class of rows did not."""
+    def _nothing_new(self, kind: int) -> bool:
+        """Whether nothing is drafted, and a decision would find what the last one did."""
         outlook = self._outlooks.get(kind)
         if outlook is None or self.drafting or outlook.gain > ENTER or self._step - outlook.step >= OUTLOOK:
-            return News.MAYBE
+            return False
         if not self._decided <= outlook.promises.keys() or outlook.is_outdone:
-            return News.MAYBE
+            return False
         if not self._budget.may_suffice:
-            return News.NONE
+            return True
         if any(lane.surprising >= 0 for lane in self._decided):
-            return News.MAYBE
+            return False
         drafting = self._with.get(kind)
         if drafting is not None and drafting.due(self._step, MAX_INTERVAL if outlook.gain < -CLEARLY else 0):
-            return News.MAYBE
-        is_due = any(trial.due(self._step) for lane in self._decided for trial in lane.trials)
-        return News.TRIALS if is_due else News.NONE
+            return False
+        return not any(trial.due(self._step) for lane in self._decided for trial in lane.trials)
 
     def _is_unknown(self, offering: Sequence[RowState], plan: Plan) -> bool:
         """Whether the plan uses the drafter that was asked for, and nobody knows it yet: it is tried before judged."""
@@ -305,9 +283,8 @@ class Controller:
                     row.num_drafts = min(row.num_drafts + 1, row.limit)
             self._trial_ends = self._next_decision = self._step + TRIAL
 
-    def _probe(self, offering: Sequence[RowState], goodput: float, prices: Prices) -> None:
-        """Lets some rows of each lane try a drafter that the lane does not use, where that is due. `goodput`: tokens a
-        second, that drafts which are lost for it are worth."""
+    def _probe(self, offering: Sequence[RowState], plan: Plan, prices: Prices) -> None:
+        """Lets some rows of each lane try a drafter that the lane does not use, where that is due."""
         for drafter in range(len(self._traits)):
             due: dict[Lane, list[RowState]] = {}
             for row in offering:
@@ -317,7 +294,7 @@ class Controller:
                 if lane.on_trial:
                     continue
                 rows = sorted(rows, key=lambda row: row.lag)[:PROBE_ROWS]
-                cost = self._pricing.probe_cost(drafter, rows, goodput, prices)
+                cost = self._pricing.probe_cost(drafter, rows, plan, prices)
                 if self._budget.spend(cost, prices.idle_seconds, borrow=lane.surprising == drafter):
                     self._start_probe(drafter, lane, rows)
                     self._on_trial += 0.0 if self.drafting else cost

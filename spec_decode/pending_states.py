@@ -153,7 +153,8 @@ class Ring:
     def put(self, place: int, num_tokens: int, states: tuple[Tensor, ...]) -> None:
         """Copy [T, H] each to a place that was taken for T tokens."""
         for (address, size), state in zip(self._rows, states, strict=True):
-            memmove(address + place * size, state.data_ptr(), num_tokens * size)
+            dense = state.contiguous()  # lives until it is copied
+            memmove(address + place * size, dense.data_ptr(), num_tokens * size)
 
     def views(self, place: int, num_tokens: int) -> tuple[Tensor, ...]:
         """What lies there."""
@@ -217,7 +218,7 @@ class PendingStates:
         if place < 0 or self._ring is None:
             self._queue.append(Step(rows, tables, states, -1))
             return
-        self._ring.put(place, num_tokens, tuple(state.contiguous() for state in states))
+        self._ring.put(place, num_tokens, states)
         plans = [row for row in rows if isinstance(row, RowPlan)]
         if len(plans) == num_tokens:
             self._queue.append(Spell(plans, tables, self._ring.views(place, self.most_tokens), place))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from operator import mul
 
 from .acceptance import cumulative
-from .goodput import Offer, Prices, mean_goodput
+from .goodput import Offer, Plan, Prices, mean_goodput
 from .lanes import RowState
 from .probing import PROBE_DRAFTS
 from .step_costs import MIXED, Curve, StepCosts
@@ -96,9 +96,8 @@ class Pricing:
         """Drafts that the trial of a drafter takes."""
         return min(1 if self._has_passes[drafter] else PROBE_DRAFTS, row.limit)
 
-    def probe_cost(self, drafter: int, rows: Sequence[RowState], goodput: float, prices: Prices) -> float:
-        """Seconds that a step takes longer which tries `drafter`, and those that its lost drafts are worth at `goodput`
-        tokens a second."""
+    def probe_cost(self, drafter: int, rows: Sequence[RowState], plan: Plan, prices: Prices) -> float:
+        """Seconds that a step takes longer which tries `drafter`, and those that its lost drafts are worth."""
         costs = self.costs
         drafts = costs.draft_curve(drafter, len(rows))
         count = max(self.probe_drafts(drafter, row) for row in rows)
@@ -109,7 +108,7 @@ class Pricing:
         for row in rows:
             if row.num_drafts:
                 _, chances, available = self.offer(row)
-                cost += sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts])) / goodput
+                cost += sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts])) / plan.goodput
         return cost
 
     @property
