@@ -22,6 +22,7 @@ from outrider.kernels import penalties as kernels_penalties
 from outrider.kernels import sampling as kernels_sampling
 from outrider.kernels import verification as kernels_verification
 from outrider.kernels.late import OnDevice
+from outrider.kernels.sampling import triton as kernels_sampling_triton
 from outrider.lora import arena, batching, dora, preparing
 from outrider.models import attention
 from outrider.models.attention import triton as triton_attention
@@ -327,6 +328,7 @@ def test_nothing_of_sampling_is_left_to_compile_after_the_rehearsal(
     as_on_a_gpu(monkeypatch)
     for module in (kernels_noise, kernels_sampling, kernels_verification):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
+    monkeypatch.setattr(kernels_sampling_triton, "_BLOCK", 128)  # which the interpreter is done with sooner
     call, launched = GridExecutor.__call__, set()
 
     def noted(executor: Any, *args: Any, **kwargs: Any) -> Any:
