@@ -239,6 +239,11 @@ class AdaptiveProposer:
         Nothing is learned of acceptance."""
         self._held = (drafter, num_drafts)
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether steps without drafts take longer now than they will: the last one with drafts is not long ago."""
+        return self._clock() < self._settles
+
     def release(self) -> None:
         """Decide again."""
         self._held = None
@@ -264,7 +269,7 @@ class AdaptiveProposer:
         if self._held is not None:
             for state in states:
                 state.drafter, state.num_drafts = self._held
-        elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0):
+        elif any(row.max_drafts for row in rows) and self._is_due(num_sampling, prompt_tokens > 0):
             self._decide(rows, states, prompt_tokens)
         counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
         proposals = self._without_drafts(rows)

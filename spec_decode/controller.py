@@ -34,6 +34,7 @@ from .probing import (
     SLOW_INTERVAL,
     SURPRISING,
     TRIAL,
+    TRIAL_WITHOUT,
     Backoff,
     Budget,
     settling_steps,
@@ -259,7 +260,7 @@ class Controller:
         if not (unknown or backoff.due(self._step, MAX_INTERVAL if abs(plan.gain) > CLEARLY else 0)):
             return self.drafting
         if self.drafting:
-            num_steps = TRIAL + settling_steps(prices.idle_seconds)
+            num_steps = TRIAL_WITHOUT + settling_steps(prices.idle_seconds)
             cost = num_steps * max(1.0 - 1.0 / (1.0 + plan.gain), 0.0) * prices.idle_seconds
         else:
             num_steps = TRIAL

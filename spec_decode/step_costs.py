@@ -3,13 +3,9 @@
     seconds of a step = host + target(rows, tokens) + sum over drafters of draft(rows served, passes)
 
 `TimeTable` holds such a function of (rows, size) as a table of cells, one for each size (about 4% wide from 64 on) in
-each class of rows (two an octave). Times are noisy and drift: contexts grow, a neighbour takes the memory bus.
+each class of rows (two an octave).
 
-- What disturbs a step makes it longer, so times are judged by the lower ones: a cell is the lower third of its first
-  eight times. Then it follows slowly, downwards three times as fast as upwards (an expectile), by steps that are
-  clipped to three mean deviations: one time ten times too long moves it little.
-- What changes sooner is mostly common to all cells, the machine's speed. It is followed by one factor for all tables,
-  and cells hold times over that factor: one that was last visited long ago stays comparable with one visited now.
+- Times are noisy and drift: contexts grow, a neighbour takes the memory bus. `cost_cells` follow them.
 - More tokens never take less time: estimates are made monotone by pooling neighbours that disagree (isotonic
   regression, weighted by how often each was seen).
 - Once a few classes of rows are known, all are judged against a plane through them (`cost_fit`): what was seen a few
@@ -30,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .cost_cells import FIRST, SHORTEST, Cell, Series, Speed, monotone
 from .cost_fit import Plane, fit_plane
 
 GUESSED_GROWTH = 0.1
@@ -38,17 +35,15 @@ GUESSED_DRAFT_SHARE = 0.03
 """A draft pass, before one was measured, over a step of the target."""
 GUESSED_LOOKUP_SHARE = 0.002
 """The same for a drafter without passes."""
-SHORTEST = 1e-9
-"""No time is less: clocks have a resolution, and times are divided by."""
 MIXED = 0
 """Class of rows of the steps that also computed prompt tokens."""
-_FIRST, _EXACT = 8, 64
+_EXACT = 64
 _TRUSTED_AFTER = 12
 """Times of a cell after which it weighs as much as the plane."""
 _MOST_STALE = 128
-"""Times after which points, and the plane, are made anew; sooner while there are few."""
-_GAIN, _DRIFT_GAIN, _DOWNWARDS = 0.01, 0.03, 3.0
-_MAX_DRIFT_STEP = 0.3
+"""Times after which points, and the plane, are made anew; sooner while there are few..."""
+_MUCH = 0.02
+"""...and points of a class of rows when one of its cells moves by this at once."""
 
 
 @lru_cache(1024)
@@ -100,84 +95,6 @@ def _low(times: Collection[float]) -> float:
     return sorted(times)[int(0.3 * len(times))] if times else 0.0
 
 
-def _lower_third(times: Collection[float]) -> float:
-    return sorted(times)[(len(times) - 1) // 3]
-
-
-class _Cell:
-    """Times of one size in one class of rows, over the table's drift."""
-
-    __slots__ = ("count", "deviation", "first", "size", "value")
-
-    def __init__(self, size: float) -> None:
-        self.size = size
-        self.count = 0
-        self.value = 0.0
-        self.deviation = 0.0
-        self.first: list[float] = []
-
-    def add(self, size: float, seconds: float) -> None:
-        self.count += 1
-        self.size += max(_GAIN, 1.0 / self.count) * (size - self.size)
-        if self.count <= _FIRST:
-            self.first.append(seconds)
-            self.value = _lower_third(self.first)
-            self.deviation = median(abs(x - self.value) for x in self.first)
-            return
-        self.first = []
-        error = seconds - self.value
-        most = 3.0 * self.deviation + 0.02 * self.value
-        error = max(-most, min(most, error))
-        self.value += _GAIN * (error if error > 0.0 else _DOWNWARDS * error)
-        self.deviation += _GAIN * (abs(error) - self.deviation)
-
-
-class _Series:
-    """The cells of one class of rows."""
-
-    __slots__ = ("cells",)
-
-    def __init__(self) -> None:
-        self.cells: dict[int, _Cell] = {}
-
-    def points(self) -> tuple[list[float], list[float]]:
-        """(sizes, values), monotone."""
-        cells = sorted(self.cells.values(), key=lambda cell: cell.size)
-        values = [cell.value for cell in cells]
-        return [cell.size for cell in cells], _monotone(values, [min(cell.count, 50) for cell in cells])
-
-
-def _monotone(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The nearest values that never fall: pools adjacent violators (Barlow et al. 1972)."""
-    pools: list[list[float]] = []  # weight, value, and the number of values in it
-    for value, weight in zip(values, weights, strict=True):
-        pools.append([weight, value, 1])
-        while len(pools) > 1 and pools[-1][1] < pools[-2][1]:
-            weight, value, number = pools.pop()
-            last = pools[-1]
-            last[1] = (last[0] * last[1] + weight * value) / (last[0] + weight)
-            last[0] += weight
-            last[2] += number
-    return [value for _, value, number in pools for _ in range(int(number))]
-
-
-class Speed:
-    """What a step takes now over what it took when it was measured first, whatever the step: the machine's speed."""
-
-    __slots__ = ("_log", "factor")
-
-    def __init__(self) -> None:
-        self._log = 0.0
-        self.factor = 1.0
-
-    def follow(self, ratio: float) -> None:
-        """A step took `ratio` of what it took at first."""
-        error = math.log(max(ratio, SHORTEST)) - self._log
-        error = max(-_MAX_DRIFT_STEP, min(_MAX_DRIFT_STEP, error))
-        self._log += _DRIFT_GAIN * (error if error > 0.0 else _DOWNWARDS * error)
-        self.factor = math.exp(self._log)
-
-
 class TimeTable:
     """Seconds as a function of (rows, size), learned from single times. Memory is bounded by the classes of sizes
     that occur: a few hundred cells."""
@@ -189,7 +106,7 @@ class TimeTable:
         self.reach = 0.0
         """The largest size that was seen in decoding; 0: none."""
         self._by_row = by_row
-        self._series: dict[int, _Series] = {}
+        self._series: dict[int, Series] = {}
         self._plane: Plane | None = None
         self._plane_made = -1  # when it was; -1: it is to be made
         self._num_added = 0
@@ -205,14 +122,18 @@ class TimeTable:
         if key not in self._warm:
             self._warm.add(key)
             return
-        series = self._series.setdefault(row_class(rows), _Series())
+        series = self._series.setdefault(row_class(rows), Series())
         cell = series.cells.get(_size_class(size))
         if cell is None:
-            cell = series.cells[_size_class(size)] = _Cell(size)
-        if cell.count >= _FIRST and cell.value > 0.0 and rows != MIXED:
+            cell = series.cells[_size_class(size)] = Cell(size)
+        is_known = cell.count >= FIRST and cell.weight_at(self._num_added) >= FIRST
+        if is_known and cell.value > 0.0 and rows != MIXED:
             self._speed.follow(seconds / cell.value)
-        cell.add(size, seconds / self._speed.factor)
+        before = cell.value
         self._num_added += 1
+        cell.add(size, seconds / self._speed.factor, self._num_added)
+        if abs(cell.value - before) > _MUCH * before:
+            self._curves.pop(row_class(rows), None)
         if cell.count == 1:
             self._curves.clear()
             self._plane_made = -1
@@ -257,7 +178,7 @@ class TimeTable:
         near = self._nearest(wanted)
         return _extended(sizes, values, *near.points()) if near is not None else (sizes, values)
 
-    def _blended(self, wanted: int, own: _Series | None, shares: Collection[float]) -> tuple[list[float], list[float]]:
+    def _blended(self, wanted: int, own: Series | None, shares: Collection[float]) -> tuple[list[float], list[float]]:
         """The plane, moved towards what was measured for this class as much as that can be trusted."""
         assert self._plane is not None
         at, errors, points = [0.0], [0.0], {}
@@ -279,9 +200,9 @@ class TimeTable:
             if all(abs(size - known) > 0.04 * size for known in points):
                 points[size] = (self._plane(wanted, size) * math.exp(float(np.interp(size, at, errors))), 1)
         sizes = sorted(points)
-        return sizes, _monotone([points[size][0] for size in sizes], [points[size][1] for size in sizes])
+        return sizes, monotone([points[size][0] for size in sizes], [points[size][1] for size in sizes])
 
-    def _nearest(self, wanted: int) -> _Series | None:
+    def _nearest(self, wanted: int) -> Series | None:
         """The series of the class nearest to `wanted`, other than it; never the mixed one."""
         others = [key for key in self._series if key not in (wanted, MIXED)]
         if not others:
@@ -330,12 +251,13 @@ class StepCosts:
 
     def __init__(self, has_passes: Sequence[bool]) -> None:
         """`has_passes`: for each drafter, whether it is a neural one."""
-        speed = Speed()
-        self.target = TimeTable(speed)
-        self._drafters = [TimeTable(speed, by_row=False) for _ in has_passes]
+        self._speed = Speed()
+        self.target = TimeTable(self._speed)
+        self._drafters = [TimeTable(self._speed, by_row=False) for _ in has_passes]
         self._shares = [GUESSED_DRAFT_SHARE if passes else GUESSED_LOOKUP_SHARE for passes in has_passes]
         self._catch_up: list[deque[float]] = [deque(maxlen=8) for _ in has_passes]  # seconds a token that it lags
         self._caught_up = [False for _ in has_passes]  # whether it ever did: as with sizes, the first time is left out
+        # What follows is kept over the machine's speed, as cells are.
         self._gaps: deque[float] = deque(maxlen=16)
         self._drafting_gaps: deque[float] = deque(maxlen=16)  # after steps that drafted
         self._bookkeeping: deque[float] = deque(maxlen=16)
@@ -345,26 +267,27 @@ class StepCosts:
     def host_seconds(self) -> float:
         """From the end of one step's drafting to the start of the next step: the 30% quantile of the last 16, since
         an engine that waits for work is not busy."""
-        return _low(self._gaps or self._drafting_gaps)
+        return _low(self._gaps or self._drafting_gaps) * self._speed.factor
 
     @property
     def drafting_seconds(self) -> float:
         """What a step that drafts takes more of all that is neither the target's nor a drafter's: a large part of the
         step of a small model."""
-        return max(0.0, _low(self._drafting_gaps) - self.host_seconds) + self.bookkeeping_seconds
+        gap = _low(self._drafting_gaps) * self._speed.factor
+        return max(0.0, gap - self.host_seconds) + self.bookkeeping_seconds
 
     @property
     def bookkeeping_seconds(self) -> float:
         """Deciding and counting, of that."""
-        return _low(self._bookkeeping)
+        return _low(self._bookkeeping) * self._speed.factor
 
     def add_gap(self, seconds: float, *, drafting: bool = False) -> None:
         """Time between two steps; `drafting`: the first of them drafted."""
-        (self._drafting_gaps if drafting else self._gaps).append(max(seconds, 0.0))
+        (self._drafting_gaps if drafting else self._gaps).append(max(seconds, 0.0) / self._speed.factor)
 
     def add_bookkeeping(self, seconds: float) -> None:
         """Time of deciding and counting in a step that drafted."""
-        self._bookkeeping.append(max(seconds, 0.0))
+        self._bookkeeping.append(max(seconds, 0.0) / self._speed.factor)
 
     def add_step(self, rows: int, tokens: int, seconds: float) -> None:
         """A step computed `tokens` tokens of `rows` decoding rows, or of a `MIXED` batch."""
@@ -378,7 +301,7 @@ class StepCosts:
         if size.lag > 0:
             known = self.draft_curve(drafter, size.rows)(size.passes)
             if self._caught_up[drafter]:
-                self._catch_up[drafter].append(max(seconds - known, 0.0) / size.lag)
+                self._catch_up[drafter].append(max(seconds - known, 0.0) / size.lag / self._speed.factor)
             self._caught_up[drafter] = True
         else:
             self._drafters[drafter].add(MIXED if size.mixed else size.rows, size.passes, seconds)
@@ -395,5 +318,5 @@ class StepCosts:
     def catch_up(self, drafter: int, num_tokens: int) -> float:
         """Seconds to compute `num_tokens` that a drafter lags."""
         times = self._catch_up[drafter]
-        each = median(times) if times else self.draft_curve(drafter, 1)(1) / 32
+        each = median(times) * self._speed.factor if times else self.draft_curve(drafter, 1)(1) / 32
         return each * num_tokens

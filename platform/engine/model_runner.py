@@ -31,6 +31,7 @@ from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
 from ..core.request import NO_DRAFTS, Continued, Request
 from .device_queue import AtOnce, DeviceQueue, Ticket
+from .outcome import is_stopped
 from .prepared import Prepared, continued, drafting_rows, of_rows, prepare
 from .sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
 
@@ -320,7 +321,7 @@ def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
         tokens=Continued(request.tokens, got.token_ids) if got.token_ids else request.tokens,
         num_valid=row.end - (row.num_drafts - got.num_accepted),
         num_draft_valid=min(request.num_draft_computed, _accepted_end(request, got)),
-        max_drafts=0 if got.error is not None else row.max_new_drafts,
+        max_drafts=0 if got.error is not None or is_stopped(request, got.token_ids) else row.max_new_drafts,
         block_table=request.blocks,
         sampled=bool(got.token_ids),
         start=row.start,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..core.batch import RowPlan, RowResult
 from ..core.messages import TokenDelta
 from ..core.request import NO_DRAFTS, Request
@@ -62,14 +64,28 @@ def ends_after(request: Request, max_model_len: int) -> bool:
     )
 
 
+def is_stopped(request: Request, token_ids: Sequence[int]) -> bool:
+    """Whether one of `token_ids`, which follow what `request` has, ends it: then nobody needs drafts after them. What
+    else may end it is in nobody's hands (stop strings) or was known when the step was planned (lengths)."""
+    first = request.num_output_tokens + 1
+    return any(_stop(request, token, first + i) is not None for i, token in enumerate(token_ids))
+
+
+def _stop(request: Request, token: int, num_outputs: int) -> tuple[str, int | None] | None:
+    """(finish_reason, stop_reason) if `token`, as the last of `num_outputs`, is one to stop at."""
+    if num_outputs < request.params.min_tokens:
+        return None
+    if token in request.eos_token_ids and not request.params.ignore_eos:
+        return "stop", None
+    return ("stop", token) if token in request.stop_ids else None
+
+
 def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
     """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to go on."""
     params, outputs = request.params, request.num_output_tokens
-    if outputs >= params.min_tokens:
-        if token in request.eos_token_ids and not params.ignore_eos:
-            return "stop", None
-        if token in request.stop_ids:
-            return "stop", token
+    stop = _stop(request, token, outputs)
+    if stop is not None:
+        return stop
     if (params.max_tokens is not None and outputs >= params.max_tokens) or len(request.tokens) >= max_model_len:
         return "length", None
     return None, None

@@ -104,6 +104,8 @@ def _measure(
             step(scheduler, runner)
         for number, count in choices:
             drafter.hold(number, count)
+            while in_time() and drafter.is_settling and not count:
+                step(scheduler, runner)
             for _ in range(_STEPS):
                 if not in_time():
                     return
