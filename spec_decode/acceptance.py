@@ -58,6 +58,7 @@ class Rates:
         "_available",
         "_fade",
         "_prior",
+        "_prior_weight",
         "_probabilities",
         "_proposed",
         "_recent",
@@ -75,6 +76,7 @@ class Rates:
         self._proposed = [0.0] * num_positions
         self._fade = 1.0 - 1.0 / memory
         self._prior = prior
+        self._prior_weight = _PRIOR_WEIGHT
         self._always = self.prior_available == 1.0  # never a draft too few so far: nothing to count
         self._recent = [0.0, 0.0]  # first drafts tried and accepted lately
         self.epoch = 0
@@ -132,7 +134,7 @@ class Rates:
             self._notice_change()
             prior = self._prior
             before = prior.probability if isinstance(prior, Prior) else prior.probabilities[0]
-            found, weight = [], _PRIOR_WEIGHT
+            found, weight = [], self._prior_weight
             for tried, accepted in zip(self._tried, self._accepted, strict=True):
                 before = (accepted + weight * before) / (tried + weight)
                 found.append(before)
@@ -145,7 +147,9 @@ class Rates:
         self._recent = [0.0, 0.0]
 
     def doubt(self) -> None:
-        """What was tried last fared better than all before let expect: that counts for half as much now."""
+        """What was tried last fared better than all before let expect: that counts for half as much now, and so does
+        the mean over all adapters, which may be made of little else."""
+        self._prior_weight = max(0.5 * self._prior_weight, 1.0)
         for counts in (self._tried, self._accepted):
             counts[:] = [count / 2 for count in counts]
         self._stale = True

@@ -76,8 +76,7 @@ class Controller:
         self._without: dict[int, Backoff] = {}  # trials of no drafts, by class of rows
         self._with: dict[int, Backoff] = {}  # trials of drafting, by class of rows
         self._more: dict[int, Backoff] = {}  # trials of one draft more, by class of rows
-        self._modes: dict[int, Mode] = {}  # by class of rows; 0: steps with prompts
-        self._outlooks: dict[int, Outlook] = {}  # by class of rows, too
+        self._outlooks: dict[int, Outlook] = {}  # by class of rows; 0: steps with prompts
         self._on_trial = 0.0  # seconds that the step's trials of drafters were charged, where nothing else is drafted
         self._mode = Mode(True, 0)
         self.num_switches = 0
@@ -86,6 +85,7 @@ class Controller:
         self._trial_ends = 0
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
+        self._kind = -1  # its class of rows
         self._decided: set[Lane] = set()  # those of the last decision's rows...
         self._has_news = False  # ...and whether a request came since that they say too little of
 
@@ -161,7 +161,7 @@ class Controller:
         self._batch = (len(rows), prompt_tokens > 0)
         self._decided, self._has_news = {row.lane for row in rows}, False
         kind = MIXED if prompt_tokens else row_class(len(rows))
-        self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
+        is_same, self._kind = kind == self._kind, kind
         self._next_decision = self._step + self._period()
         self._on_trial = 0.0
         self._end_trials()
@@ -180,7 +180,8 @@ class Controller:
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
         if not (self.drafting and self._is_unknown(offering, plan)):  # whether drafting pays, with hysteresis
-            self.num_switches += self._mode.update(plan.gain, self._step)
+            cost = self._pricing.change(offering, drafting=self.drafting) / prices.idle_seconds
+            self.num_switches += self._mode.update(plan.gain, self._step, is_same=is_same, cost=cost)
         self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain)
         self._next_decision = self._step + self._period()
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
@@ -205,13 +206,10 @@ class Controller:
         which sample. 0: it is to be decided, after the next one."""
         if self.due(len(rows), False):
             kind = row_class(len(rows))
-            mode = self._modes.get(kind)
-            if mode is None:
-                return 0
-            self._mode, self._decided = mode, {row.lane for row in rows}
+            self._decided = {row.lane for row in rows}
             if not self._nothing_new(kind):
                 return 0
-            self._batch, self._has_news = (len(rows), False), False
+            self._batch, self._kind, self._has_news = (len(rows), False), kind, False
             self._next_decision = self._step + self._period()
             self._draft_nothing(rows)
         return self.steps_left

@@ -143,14 +143,16 @@ class Lanes:
 
 
 class Mode:
-    """Whether drafting is thought to pay, for one class of rows: with many rows it may not where with few it does."""
+    """Whether drafting is thought to pay. What the other way would have saved since the last change is added up, and
+    what it would have cost is taken off again (a cumulative sum: Page 1954): the change comes when the sum exceeds what
+    a change costs. So a batch that is small for a moment does not begin to draft, and one that stays small does."""
 
-    __slots__ = ("_limit", "_regret", "_seen", "_since", "drafting")
+    __slots__ = ("_limit", "_saved", "_seen", "_since", "drafting")
 
     def __init__(self, drafting: bool, step: int) -> None:
         self.drafting = drafting
         self._limit = LEAST_REGRET
-        self._regret = 0.0
+        self._saved = 0.0  # by the other way, in steps
         self._since = step - LASTING
         self._seen = step - MOST_STEPS
 
@@ -158,16 +160,21 @@ class Mode:
         """Whether the last change was long ago."""
         return step - self._since >= LASTING
 
-    def update(self, gain: float, step: int) -> bool:
-        """Take in what drafting is predicted to gain now; returns whether that changed the mode."""
-        steps = min(step - self._seen, MOST_STEPS)
+    def update(self, gain: float, step: int, *, is_same: bool = True, cost: float = 0.0) -> bool:
+        """Take in what drafting is predicted to gain now; returns whether that changed the mode.
+
+        Args:
+            is_same: Whether the batch is what it was, so that this also tells what has been lost since the last time.
+            cost: Of a change, in steps.
+        """
+        steps = min(step - self._seen, MOST_STEPS) if is_same else 1
         self._seen = step
-        wrong = gain < -LEAVE if self.drafting else gain > ENTER
-        self._regret = self._regret + abs(gain) * steps if wrong else 0.0
-        if self._regret < self._limit:
+        better = -gain - LEAVE if self.drafting else gain - ENTER
+        self._saved = max(0.0, self._saved + better * steps)
+        if better <= 0.0 or self._saved < self._limit + cost:
             return False
         self._limit = LEAST_REGRET if self.has_lasted(step) else min(2 * self._limit, MOST_REGRET)
-        self._regret = 0.0
+        self._saved = 0.0
         self._since = step
         self.drafting = not self.drafting
         return True

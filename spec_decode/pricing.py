@@ -8,7 +8,7 @@ from operator import mul
 from .acceptance import cumulative
 from .goodput import Offer, Plan, Prices, mean_goodput
 from .lanes import RowState
-from .probing import PROBE_DRAFTS
+from .probing import PROBE_DRAFTS, SETTLING, UNSETTLED
 from .step_costs import MIXED, Curve, StepCosts
 from .workload import Workload
 
@@ -67,6 +67,11 @@ class Pricing:
     def catch_up(self, rows: Iterable[RowState]) -> float:
         """Seconds that it takes until the neural drafter can draft for those that are given to it."""
         return self.costs.catch_up(0, sum(row.lag for row in rows if self._has_passes[row.drafter]))
+
+    def change(self, rows: Iterable[RowState], *, drafting: bool) -> float:
+        """Seconds that it costs to begin drafting for `rows`, or to stop: what the drafter lags, or steps that are
+        longer until the caches have settled."""
+        return UNSETTLED * SETTLING if drafting else self.catch_up(rows)
 
     def choose_drafters(self, offering: Sequence[RowState], batch: tuple[int, int]) -> None:
         """Every lane's drafter, as if the whole `batch`, see `prices`, were like it."""

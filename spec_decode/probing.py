@@ -20,6 +20,8 @@ MOST_SAVED = 16.0
 """Steps' worth of trials that may be saved up: after a long time without any, they do not come all at once."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 1024
 """Steps between two trials of the same thing."""
+UNSETTLED = 0.15
+"""Share that they take longer, in the mean of that time."""
 TRIAL, TRIAL_WITHOUT = 2, 4
 """Steps of a trial of drafting, and of one of no drafts once settled."""
 SETTLING, SOON_SETTLED = 0.012, 0.01

@@ -232,6 +232,8 @@ def adaptive(world: World, *drafters: Simulated, measured: bool = True) -> Adapt
     if measured:
         for choice in proposer.choices * 2:
             proposer.hold(*choice)
+            while proposer.is_settling and not choice[1]:
+                world.step(proposer)
             for _ in range(4):
                 world.step(proposer)
         proposer.release()
