@@ -46,8 +46,6 @@ PERIOD = 8
 nothing is learned."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
-OUTLOOK = 256
-"""Steps after which it is decided anew although nothing has changed but, slowly, what steps take."""
 UNKNOWN = 64
 """Steps in which a drafter that nobody knows yet is not judged."""
 
@@ -161,11 +159,11 @@ class Controller:
         self._batch = (len(rows), prompt_tokens > 0)
         self._decided, self._has_news = {row.lane for row in rows}, False
         kind = MIXED if prompt_tokens else row_class(len(rows))
-        is_same, self._kind = kind == self._kind, kind
         self._next_decision = self._step + self._period()
         self._on_trial = 0.0
         self._end_trials()
-        if self._nothing_new(kind):
+        is_same, self._kind = kind == self._kind, kind
+        if self._nothing_new(is_same):
             self._draft_nothing(rows)
             return
         self._budget.forget_refusals()
@@ -179,10 +177,12 @@ class Controller:
         offers = [self._pricing.offer(row) for row in offering]
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
-        if not (self.drafting and self._is_unknown(offering, plan)):  # whether drafting pays, with hysteresis
-            cost = self._pricing.change(offering, drafting=self.drafting) / prices.idle_seconds
-            self.num_switches += self._mode.update(plan.gain, self._step, is_same=is_same, cost=cost)
-        self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain)
+        cost = self._pricing.change(offering, drafting=self.drafting) / prices.idle_seconds
+        is_unknown = self.drafting and self._is_unknown(offering, plan)
+        if not is_unknown and self._mode.is_outdone(plan.gain, self._step, is_same=is_same, cost=cost):
+            self._mode.change(self._step)
+            self.num_switches += 1
+        self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, self._outlooks.get(kind))
         self._next_decision = self._step + self._period()
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
         if shown:
@@ -207,9 +207,10 @@ class Controller:
         if self.due(len(rows), False):
             kind = row_class(len(rows))
             self._decided = {row.lane for row in rows}
-            if not self._nothing_new(kind):
+            is_same, self._kind = kind == self._kind, kind
+            if not self._nothing_new(is_same):
                 return 0
-            self._batch, self._kind, self._has_news = (len(rows), False), kind, False
+            self._batch, self._has_news = (len(rows), False), False
             self._next_decision = self._step + self._period()
             self._draft_nothing(rows)
         return self.steps_left
@@ -219,10 +220,14 @@ class Controller:
         for row in rows:
             row.num_drafts = row.lane.num_drafts = 0
 
-    def _nothing_new(self, kind: int) -> bool:
-        """Whether nothing is drafted, and a decision would find what the last one did."""
+    def _nothing_new(self, is_same: bool) -> bool:
+        """Whether nothing is drafted, and a decision would find what the last one for such a batch did. `is_same`: it
+        was the last one of all."""
+        kind = self._kind
         outlook = self._outlooks.get(kind)
-        if outlook is None or self.drafting or outlook.gain > ENTER or self._step - outlook.step >= OUTLOOK:
+        if outlook is None or self.drafting or self._step - outlook.step >= outlook.lasts:
+            return False
+        if self._mode.is_outdone(outlook.gain, self._step, is_same=is_same, cost=outlook.cost):
             return False
         if not self._decided <= outlook.promises.keys() or outlook.is_outdone:
             return False

@@ -17,6 +17,11 @@ MOST_STEPS = 8
 """Steps for which one prediction counts, at most."""
 FEW_VERIFIED = 8.0
 """Verified rows that say something of a drafter."""
+LEAST_OUTLOOK, MOST_OUTLOOK = 256, 2048
+"""Steps after which it is decided anew although nothing has changed but, slowly, what steps take: at first, and when
+that never showed anything new..."""
+NOTABLE = 0.05
+"""...beyond this, of gain."""
 NOTICED = 0.5
 """Share of what drafting lacks to pay that is not to come unnoticed."""
 MAX_LANES = 4096
@@ -160,24 +165,26 @@ class Mode:
         """Whether the last change was long ago."""
         return step - self._since >= LASTING
 
-    def update(self, gain: float, step: int, *, is_same: bool = True, cost: float = 0.0) -> bool:
-        """Take in what drafting is predicted to gain now; returns whether that changed the mode.
+    def is_outdone(self, gain: float, step: int, *, is_same: bool, cost: float) -> bool:
+        """Take in what drafting is predicted to gain now; returns whether a change is due.
 
         Args:
             is_same: Whether the batch is what it was, so that this also tells what has been lost since the last time.
             cost: Of a change, in steps.
         """
-        steps = min(step - self._seen, MOST_STEPS) if is_same else 1
+        since = step - self._seen
+        steps = min(since, MOST_STEPS if is_same else 1)
         self._seen = step
         better = -gain - LEAVE if self.drafting else gain - ENTER
         self._saved = max(0.0, self._saved + better * steps)
-        if better <= 0.0 or self._saved < self._limit + cost:
-            return False
+        return better > 0.0 and self._saved >= self._limit + cost
+
+    def change(self, step: int) -> None:
+        """To the other way."""
         self._limit = LEAST_REGRET if self.has_lasted(step) else min(2 * self._limit, MOST_REGRET)
         self._saved = 0.0
         self._since = step
         self.drafting = not self.drafting
-        return True
 
 
 class Outlook(NamedTuple):
@@ -187,15 +194,21 @@ class Outlook(NamedTuple):
     """What was known of acceptance then: `Lane.promise` of those that took part."""
     step: int
     gain: float
-    """That drafting promised."""
+    """That drafting promised..."""
+    cost: float
+    """...and what it would cost to begin, in steps."""
+    lasts: int
+    """Steps after which it is looked again, although all seems to be as it was."""
 
     @classmethod
-    def of(cls, lanes: Iterable[Lane], step: int, gain: float) -> Outlook:
-        """What a decision now finds for rows of these lanes."""
-        return cls({lane: lane.promise for lane in lanes}, step, gain)
+    def of(cls, lanes: Iterable[Lane], step: int, gain: float, cost: float, before: Outlook | None) -> Outlook:
+        """What a decision now finds for rows of these lanes; `before`: what the last one did."""
+        is_as_before = before is not None and abs(gain - before.gain) < NOTABLE
+        lasts = min(2 * before.lasts, MOST_OUTLOOK) if before is not None and is_as_before else LEAST_OUTLOOK
+        return cls({lane: lane.promise for lane in lanes}, step, gain, cost, lasts)
 
     @property
     def is_outdone(self) -> bool:
         """Whether acceptance looks so much better by now that drafting may pay: what is lacking comes with tokens."""
-        much = 1.0 + NOTICED * ((1.0 + ENTER) / (1.0 + self.gain) - 1.0)
+        much = 1.0 + NOTICED * ((1.0 + ENTER) / (1.0 + min(self.gain, ENTER)) - 1.0)
         return any(lane.promise > much * promise for lane, promise in self.promises.items())
