@@ -31,7 +31,7 @@ from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ..core.messages import TokenLogprobs
 from ..core.request import NO_DRAFTS, Continued, Request
 from .device_queue import AtOnce, DeviceQueue, Ticket
-from .outcome import is_stopped
+from .outcome import until_stop
 from .prepared import Prepared, continued, drafting_rows, of_rows, prepare
 from .sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
 
@@ -315,22 +315,21 @@ def _settled(proposal: Proposal, row: DraftRow) -> Proposal:
 
 
 def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
+    """What drafters see of it: neither drafts that were right behind the end of the text, nor a wish for more."""
     request = row.request
+    token_ids, is_stopped = until_stop(request, got.token_ids)
+    num_accepted = min(got.num_accepted, max(len(token_ids) - 1, 0))
     return DraftRow(
         request=request,
-        tokens=Continued(request.tokens, got.token_ids) if got.token_ids else request.tokens,
-        num_valid=row.end - (row.num_drafts - got.num_accepted),
-        num_draft_valid=min(request.num_draft_computed, _accepted_end(request, got)),
-        max_drafts=0 if got.error is not None or is_stopped(request, got.token_ids) else row.max_new_drafts,
+        tokens=Continued(request.tokens, token_ids) if token_ids else request.tokens,
+        num_valid=row.end - (row.num_drafts - num_accepted),
+        # One past the last position whose token is what the proposer saw: later ones held rejected drafts.
+        num_draft_valid=min(request.num_draft_computed, len(request.tokens) + num_accepted),
+        max_drafts=0 if got.error is not None or is_stopped else row.max_new_drafts,
         block_table=request.blocks,
-        sampled=bool(got.token_ids),
+        sampled=bool(token_ids),
         start=row.start,
         first_index=offset,
         num_drafts=row.num_drafts,
-        num_accepted=got.num_accepted,
+        num_accepted=num_accepted,
     )
-
-
-def _accepted_end(request: Request, got: Sampled) -> int:
-    """One past the last position whose token is what the proposer saw: later ones held rejected drafts."""
-    return len(request.tokens) + got.num_accepted

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..core.batch import RowPlan, RowResult
 from ..core.messages import TokenDelta
 from ..core.request import NO_DRAFTS, Request
@@ -64,11 +62,14 @@ def ends_after(request: Request, max_model_len: int) -> bool:
     )
 
 
-def is_stopped(request: Request, token_ids: Sequence[int]) -> bool:
-    """Whether one of `token_ids`, which follow what `request` has, ends it: then nobody needs drafts after them. What
+def until_stop(request: Request, token_ids: list[int]) -> tuple[list[int], bool]:
+    """Those of `token_ids` that count, if they follow what `request` has, and whether the last of them ends it. What
     else may end it is in nobody's hands (stop strings) or was known when the step was planned (lengths)."""
     first = request.num_output_tokens + 1
-    return any(_stop(request, token, first + i) is not None for i, token in enumerate(token_ids))
+    for i, token in enumerate(token_ids):
+        if _stop(request, token, first + i) is not None:
+            return token_ids[: i + 1], True
+    return token_ids, False
 
 
 def _stop(request: Request, token: int, num_outputs: int) -> tuple[str, int | None] | None:
