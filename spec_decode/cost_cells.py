@@ -22,6 +22,9 @@ _GAIN, _DOWNWARDS = 0.01, 3.0
 _MOST_GAIN = 0.5
 _REMEMBERED = 500.0
 """Times of its table over which what a cell knows fades."""
+_FEW, _LONG_AGO = 4, 32
+"""Times that a cell must know of to say something of the machine, and times of its table after the last of them when it
+does not any more."""
 _KNOWN = 3.0
 """What is left of it always, in times."""
 _DRIFT_GAIN = 0.03
@@ -52,6 +55,15 @@ class Cell:
         """What is left of `weight`."""
         return self.weight * math.exp((self.seen - now) / _REMEMBERED)
 
+    @property
+    def gain(self) -> float:
+        """How much one more time counts."""
+        return max(_GAIN, 1.0 / (_KNOWN + self.weight))
+
+    def is_in_use(self, now: int) -> bool:
+        """Whether a time that is not like it says something of the machine, rather than of the cell."""
+        return self.count >= _FEW and now - self.seen < _LONG_AGO and self.value > 0.0
+
     def add(self, size: float, seconds: float, now: int) -> None:
         """One more time, the table's `now`-th."""
         self.weight = self.weight_at(now) + 1.0
@@ -64,9 +76,9 @@ class Cell:
             self.deviation = median(abs(x - self.value) for x in self.first)
             return
         self.first = []
-        gain = max(_GAIN, 1.0 / (_KNOWN + self.weight))
+        gain = self.gain
         error = seconds - self.value
-        most = 3.0 * self.deviation + 0.02 * self.value
+        most = 3.0 * self.deviation + max(gain, 0.02) * self.value
         error = max(-most, min(most, error))
         self.value += (gain if error > 0.0 else min(_MOST_GAIN, _DOWNWARDS * gain)) * error
         self.deviation += gain * (abs(error) - self.deviation)
@@ -110,9 +122,11 @@ class Speed:
         self._log = 0.0
         self.factor = 1.0
 
-    def follow(self, ratio: float) -> None:
-        """A step took `ratio` of what it took at first."""
+    def follow(self, ratio: float, gain: float) -> None:
+        """A step took `ratio` of what it took at first; `gain`: see `Cell`. All cells that are in use move the speed at
+        least as fast as themselves: what is common to them is the machine's."""
         error = math.log(max(ratio, SHORTEST)) - self._log
         error = max(-_MAX_DRIFT_STEP, min(_MAX_DRIFT_STEP, error))
-        self._log += _DRIFT_GAIN * (error if error > 0.0 else _DOWNWARDS * error)
+        gain = max(gain, _DRIFT_GAIN)
+        self._log += (gain if error > 0.0 else min(_MOST_GAIN, _DOWNWARDS * gain)) * error
         self.factor = math.exp(self._log)

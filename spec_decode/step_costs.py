@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost_cells import FIRST, SHORTEST, Cell, Series, Speed, monotone
+from .cost_cells import SHORTEST, Cell, Series, Speed, monotone
 from .cost_fit import Plane, fit_plane
 
 GUESSED_GROWTH = 0.1
@@ -126,9 +126,8 @@ class TimeTable:
         cell = series.cells.get(_size_class(size))
         if cell is None:
             cell = series.cells[_size_class(size)] = Cell(size)
-        is_known = cell.count >= FIRST and cell.weight_at(self._num_added) >= FIRST
-        if is_known and cell.value > 0.0 and rows != MIXED:
-            self._speed.follow(seconds / cell.value)
+        if rows != MIXED and cell.is_in_use(self._num_added):
+            self._speed.follow(seconds / cell.value, cell.gain)
         before = cell.value
         self._num_added += 1
         cell.add(size, seconds / self._speed.factor, self._num_added)
@@ -258,22 +257,24 @@ class StepCosts:
         self._catch_up: list[deque[float]] = [deque(maxlen=8) for _ in has_passes]  # seconds a token that it lags
         self._caught_up = [False for _ in has_passes]  # whether it ever did: as with sizes, the first time is left out
         # What follows is kept over the machine's speed, as cells are.
-        self._gaps: deque[float] = deque(maxlen=16)
-        self._drafting_gaps: deque[float] = deque(maxlen=16)  # after steps that drafted
+        self._gaps = Cell(0.0)
+        self._drafting_gaps = Cell(0.0)  # after steps that drafted
+        self._num_gaps = 0  # of both
         self._bookkeeping: deque[float] = deque(maxlen=16)
         self._step = 0.0  # seconds of a step of the target, smoothed, whatever it computed
 
     @property
     def host_seconds(self) -> float:
-        """From the end of one step's drafting to the start of the next step: the 30% quantile of the last 16, since
-        an engine that waits for work is not busy."""
-        return _low(self._gaps or self._drafting_gaps) * self._speed.factor
+        """From the end of one step's drafting to the start of the next step: of the lower ones, since an engine that
+        waits for work is not busy. Never more than after drafting, of which more is known while there is drafting."""
+        known = [gaps.value for gaps in (self._gaps, self._drafting_gaps) if gaps.count]
+        return min(known, default=0.0) * self._speed.factor
 
     @property
     def drafting_seconds(self) -> float:
         """What a step that drafts takes more of all that is neither the target's nor a drafter's: a large part of the
         step of a small model."""
-        gap = _low(self._drafting_gaps) * self._speed.factor
+        gap = self._drafting_gaps.value * self._speed.factor
         return max(0.0, gap - self.host_seconds) + self.bookkeeping_seconds
 
     @property
@@ -283,7 +284,9 @@ class StepCosts:
 
     def add_gap(self, seconds: float, *, drafting: bool = False) -> None:
         """Time between two steps; `drafting`: the first of them drafted."""
-        (self._drafting_gaps if drafting else self._gaps).append(max(seconds, 0.0) / self._speed.factor)
+        self._num_gaps += 1
+        gaps = self._drafting_gaps if drafting else self._gaps
+        gaps.add(0.0, max(seconds, 0.0) / self._speed.factor, self._num_gaps)
 
     def add_bookkeeping(self, seconds: float) -> None:
         """Time of deciding and counting in a step that drafted."""

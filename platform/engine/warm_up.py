@@ -23,6 +23,8 @@ _ROWS = (1, 4, 16, 32, 2, 8, 64, 24, 12, 48, 3, 6)
 _PASSES, _STEPS = 3, 3
 """How often a batch comes, with each number of drafts for how many steps: what disturbs the machine for a while
 disturbs others than the next time. The first step verifies what was drafted before."""
+_SETTLING_STEPS = 20
+"""Steps without drafts, at most, before those that are measured."""
 PROMPT = 16
 """Tokens of a dummy's prompt."""
 _SHAPED = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
@@ -69,20 +71,25 @@ def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) 
     room = min(config.max_model_len - 1, blocks * scheduler.prefix_cache.block_size) - (PROMPT + 1 + 2 * most)
     if (
         rows > config.max_num_seqs
-        or _STEPS * (1 + most) > room
+        or max(_tokens(0), _tokens(most)) > room
         or 2 * rows * (1 + most) > config.max_num_batched_tokens
     ):
         return []
     lives: list[list[tuple[int, int]]] = []
     left = 0
     for choice in choices:
-        tokens = _STEPS * (1 + choice[1])
+        tokens = _tokens(choice[1])
         if tokens > left:
             lives.append([])
             left = room
         left -= tokens
         lives[-1].append(choice)
     return lives
+
+
+def _tokens(num_drafts: int) -> int:
+    """That measuring a choice takes of a dummy."""
+    return _STEPS * (1 + num_drafts) + (0 if num_drafts else _SETTLING_STEPS)
 
 
 def _measure(
@@ -104,8 +111,10 @@ def _measure(
             step(scheduler, runner)
         for number, count in choices:
             drafter.hold(number, count)
-            while in_time() and drafter.is_settling and not count:
+            settling = 0 if count else _SETTLING_STEPS
+            while settling and drafter.is_settling and in_time():
                 step(scheduler, runner)
+                settling -= 1
             for _ in range(_STEPS):
                 if not in_time():
                     return

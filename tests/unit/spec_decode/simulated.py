@@ -5,6 +5,7 @@ Goodput is tokens a simulated second, compared with the best of all fixed number
 """
 
 import functools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, Propos
 MAX_DRAFTS = 8
 LENGTH = 200  # output tokens of a request; another with the same adapter follows it
 HOST = 0.3
+SETTLING = 5.0  # milliseconds after which what drafting left in caches is gone by 1/e
 PARAMS = SamplingParams()
 
 
@@ -81,6 +83,10 @@ class World:
     """Time without its noise, for the same reason."""
     prompt: int = 0
     """Tokens of a new request's prompt, computed in its first step; 0: nobody computes any prompt."""
+    unsettled: float = 0.0
+    """Share that a step without drafts takes longer at first, right after drafting by the first drafter."""
+    slowness: float = 1.0
+    """Of the machine: everything takes so many times as long."""
     length: int = LENGTH
     """Output tokens of a request; another with the same adapter follows it."""
     counts: list[list[int]] = field(default_factory=list)
@@ -90,6 +96,7 @@ class World:
         self.random = random.Random(self.seed)
         self.drafted: dict[Request, int] = {}  # what the drafter has computed
         self.owner: dict[Request, tuple[int, int]] = {}  # drafter and number of drafts that the next step verifies
+        self.disturbed = -1e9  # when something was drafted last
         self.rest = 0  # steps after which nobody is asked
         self.requests = [
             self.fresh(adapter, i * self.length // len(self.adapters)) for i, adapter in enumerate(self.adapters)
@@ -105,6 +112,7 @@ class World:
         return self.now / 1000
 
     def spend(self, milliseconds: float) -> float:
+        milliseconds *= self.slowness
         factor = 1.0 + self.noise * self.random.uniform(-1, 1)
         if self.outliers and self.random.random() < self.outliers:
             factor *= 10
@@ -122,7 +130,10 @@ class World:
     def step(self, proposer) -> None:
         news = [self.prompt - 1 if self.prompt and not request.num_output_tokens else 0 for request in self.requests]
         size = sum(1 + self.owner.get(request, (0, 0))[1] for request in self.requests) + sum(news)
-        seconds = self.spend(self.curve(len(self.requests), size))
+        milliseconds = self.curve(len(self.requests), size)
+        if not self.owner:
+            milliseconds *= 1.0 + self.unsettled * math.exp((self.disturbed - self.now) / SETTLING)
+        seconds = self.spend(milliseconds)
         rows, start = [], 0
         for request, new in zip(self.requests, news, strict=True):
             drafter, count = self.owner.get(request, (0, 0))
@@ -162,6 +173,8 @@ class World:
             assert len(proposal.drafts.token_ids) <= row.max_drafts
             self.drafted[row.request] = proposal.num_draft_computed
             if proposal.drafts.token_ids:
+                if proposal.drafts.token_ids[0] == 0:
+                    self.disturbed = self.now
                 self.owner[row.request] = (proposal.drafts.token_ids[0], len(proposal.drafts.token_ids))
         self.counts.append([len(proposal.drafts.token_ids) for proposal in found])
         self.rest = getattr(proposer, "rest", 0)

@@ -6,6 +6,7 @@ from .simulated import (
     CURVES,
     HOST,
     LENGTH,
+    Fixed,
     Simulated,
     WithLayers,
     World,
@@ -33,14 +34,17 @@ def test_as_good_as_the_best_fixed_number_and_never_slower_than_none(curve, rows
     """Steady after 400 steps: at least 0.97 of the best of 0 to 8 drafts (0.95 where steps cost by stairs: the number
     of tokens that falls just short of one is met on average only). With learning and trials: at least 0.97 of none."""
 
-    def make_world():
-        return World(CURVES[curve], {(b"", 0): p}, [b""] * rows)
+    def make_world(seed=0):
+        return World(CURVES[curve], {(b"", 0): p}, [b""] * rows, seed=seed)
 
     off, best, _ = best_fixed(make_world, [lambda world: neural(world, share)], 150)
-    world = make_world()
-    proposer = adaptive(world, neural(world, share))
-    early = world.run(proposer, 400)
-    steady = world.run(proposer, 800)
+    seeds = range(4 if rows == 1 else 1)  # a single row tells little in 400 steps: of several the mean
+    found = []
+    for seed in seeds:
+        world = make_world(seed)
+        proposer = adaptive(world, neural(world, share))
+        found.append((world.run(proposer, 400), world.run(proposer, 800)))
+    early, steady = (sum(goodputs) / len(seeds) for goodputs in zip(*found, strict=True))
     assert steady >= (0.95 if curve == "stairs" else 0.97) * best
     assert 1200 / (400 / early + 800 / steady) >= 0.97 * off
     assert early >= 0.93 * best
@@ -206,3 +210,44 @@ def test_prompts_that_the_drafter_computes_too_are_part_of_its_price(rows, answe
     steady = world.run(proposer, 1200)
     assert 1600 / (400 / early + 1200 / steady) >= off / 1.03
     assert steady >= 0.96 * best
+
+
+@pytest.mark.parametrize(("slowness", "least"), [(1.0, 0.97), (2.0, 0.94)])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_steps_that_drafting_disturbs_are_not_taken_for_those_without_it(rows, slowness, least):
+    """Drafting loses a little, and gains beside the steps right after it; the machine was as fast as now, or half as
+    fast, when all was measured before the first request."""
+
+    def make_world(seed=0):
+        accept = {(b"", 0): 0.45, (b"", 1): 0.1}
+        return World(short, accept, [b""] * rows, unsettled=0.35, noise=0.05, seed=seed)
+
+    def drafter(world):
+        return Simulated(world, 0, 0.3, 0.6, 0.02)
+
+    off, _, number = best_fixed(make_world, [drafter], 400)
+    assert number == 0
+    world = make_world()
+    assert 1.02 <= off / world.run(Fixed(drafter(world), 1), 400) <= 1.1, "one draft loses a little"
+    found = []
+    for seed in range(4):
+        world = make_world(seed)
+        world.slowness = slowness
+        proposer = adaptive(world, drafter(world), lookup(world, 0.3))
+        world.slowness = 1.0
+        world.run(proposer, 400)
+        found.append(world.run(proposer, 1200))
+    assert sum(found) / len(found) >= least * off
+
+
+def test_a_drafter_that_became_good_is_soon_found_again():
+    """After a text that it was no good for, the estimates of all adapters' mean and of its own know nothing else."""
+    found = []
+    for seed in range(6):
+        world = World(short, {(b"", 0): 0.08, (b"", 1): 0.1}, [b""], seed=seed)
+        proposer = adaptive(world, Simulated(world, 0, 0.3, 0.6, 0.02), lookup(world, 0.3))
+        world.run(proposer, 700)
+        world.accept[b"", 0] = 0.85
+        world.run(proposer, 350)
+        found.append(sum(map(sum, world.counts[-50:])))
+    assert sum(drafts >= 75 for drafts in found) >= 5, found

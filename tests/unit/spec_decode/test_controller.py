@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.spec_decode import controller as controller_module
-from outrider.spec_decode.controller import OUTLOOK, Controller, DrafterTraits
+from outrider.spec_decode.controller import Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
-from outrider.spec_decode.lanes import MAX_LANES, Before, RowState
+from outrider.spec_decode.lanes import LEAST_OUTLOOK, MAX_LANES, MOST_OUTLOOK, Before, RowState
 from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, SHARE, Backoff, Budget
 from outrider.spec_decode.step_costs import Curve, DraftSize
 
@@ -159,8 +159,8 @@ def test_nothing_is_decided_anew_while_nothing_is_drafted_or_learned(off):
     rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
     off(3000, rows)
     assert not off.controller.drafting
-    decided = off(1000, rows)
-    assert 1000 // OUTLOOK <= len(decided) <= 1000 // OUTLOOK + 8, "two more for each trial"
+    decided = off(2 * MOST_OUTLOOK, rows)
+    assert 1 <= len(decided) <= 2 * MOST_OUTLOOK // LEAST_OUTLOOK + 8, "two more for each trial"
     assert all(row.num_drafts == 0 for row in rows)
 
 
