@@ -102,6 +102,7 @@ class AdaptiveProposer:
         self._held: tuple[int, int] | None = None
         self._ended: tuple[float, float] | None = None  # when the last step's drafting did, by both clocks
         self._undisturbed = True  # the step, up to its drafting
+        self._brought = (0, 0, 0)  # by the last step: rows that sampled, their tokens, and those computed of prompts
         self._settles = 0.0  # when a step without drafts will be like others
 
     @property
@@ -143,7 +144,10 @@ class AdaptiveProposer:
         self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
         if self._drafted:
             self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
-        self._stepped(drafting + target.seconds + ended - began)
+        seconds = drafting + target.seconds + ended - began
+        if self._held is None and self._undisturbed:
+            self._controller.brought(*self._brought, seconds)
+        self._stepped(seconds)
         self._rest = self._next_rest(rows, target.seconds)
         self._ended = (ended, self._cpu_clock())
         return proposals
@@ -159,6 +163,8 @@ class AdaptiveProposer:
         self._rests.add(rows, target.seconds)
         self._drafters[0].rested(rows, target)
         batch = [row.request for row in rows]
+        if self._controller.drafting and self._rest > 0:  # a trial of no drafts: each step counts, not the last alone
+            self._take_in_resting(rows, target.seconds)
         if batch != self._batch:
             self._batch = batch
             self._update_states(batch)
@@ -175,13 +181,18 @@ class AdaptiveProposer:
         gap = self._gap_before(began, 0.0, 0)
         if gap is not None:
             self._take_in_gap(gap)
-        if self._undisturbed and self._has_settled(target.seconds):
-            num_tokens = sum(row.num_tokens for row in rows)
-            mixed = num_tokens > len(rows)
-            self._controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, target.seconds)
+        if self._undisturbed:
+            self._take_in_resting(rows, target.seconds)
         self._take_in_rest()
         self._ended = (self._clock(), self._cpu_clock())
         return 0 if self._are_drafted_for else self._controller.rest_on(self._states)
+
+    def _take_in_resting(self, rows: Sequence[RowPlan], seconds: float) -> None:
+        """Learn what such a step takes, once it is like those that follow."""
+        if self._has_settled(seconds):
+            num_tokens = sum(row.num_tokens for row in rows)
+            mixed = num_tokens > len(rows)
+            self._controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, seconds)
 
     @property
     def _are_drafted_for(self) -> bool:
@@ -296,7 +307,7 @@ class AdaptiveProposer:
         """Learn from the step; returns how many tokens were computed of rows that are not through their prompt. Of rows
         that were computed in vain, as their requests had ended, what they took is all that counts."""
         controller = self._controller
-        num_tokens = num_drafts = prompt_tokens = num_prompts = num_outputs = 0
+        num_tokens = num_drafts = prompt_tokens = num_prompts = num_outputs = num_sampled = 0
         mixed = False
         for row, state in zip(rows, states, strict=True):
             num_drafts += row.num_drafts
@@ -310,12 +321,14 @@ class AdaptiveProposer:
             if state is None or row.request.status is Status.FINISHED:
                 continue
             if row.sampled:
+                num_sampled += 1
                 num_outputs += 1 + row.num_accepted
             if row.num_drafts and self._held is None:
                 controller.verified(state, row.num_drafts, row.num_accepted)
             state.proposed_by = -1
         if self._held is None:
             controller.workload.computed(num_prompts, num_outputs)
+        self._brought = (num_sampled, num_outputs, num_prompts)
         if num_drafts:
             self._settles = self._clock() + SETTLING
         if self._undisturbed and (num_drafts or mixed or self._has_settled(seconds)):

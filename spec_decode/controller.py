@@ -39,6 +39,7 @@ from .probing import (
     Budget,
     settling_steps,
 )
+from .realised import Realised
 from .step_costs import MIXED, row_class
 
 PERIOD = 8
@@ -77,6 +78,9 @@ class Controller:
         self._outlooks: dict[int, Outlook] = {}  # by class of rows; 0: steps with prompts
         self._on_trial = 0.0  # seconds that the step's trials of drafters were charged, where nothing else is drafted
         self._mode = Mode(True, 0)
+        self._realised = Realised()
+        self._predicted = 0.0  # gain that the last decision predicted, uncorrected
+        self._shown = True  # whether the steps since then are as `drafting` says, or a trial of the contrary
         self.num_switches = 0
         self._step = 0
         self._next_decision = 0
@@ -139,6 +143,16 @@ class Controller:
         """So many steps have passed; with all that belongs to them, they took `seconds`."""
         self._step += steps
         self._budget.elapsed += seconds
+        if not self.drafting:
+            self._realised.pass_over(steps)
+
+    def brought(self, num_rows: int, num_outputs: int, prompt_tokens: int, seconds: float) -> None:
+        """A step of `num_rows` rows that sampled brought `num_outputs` tokens, and computed that many of prompts; with
+        all that belongs to it but the host's time between steps it took `seconds`."""
+        if self.drafting and self._shown and num_rows:
+            off = self._pricing.without_drafts(num_rows, num_outputs, prompt_tokens)
+            gap = self.costs.host_seconds + self.costs.drafting_seconds - self.costs.bookkeeping_seconds
+            self._realised.add(off / (1.0 + self._predicted), seconds + gap)
 
     # ------------------------------------------------------------------ decision
 
@@ -177,6 +191,8 @@ class Controller:
         offers = [self._pricing.offer(row) for row in offering]
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
+        self._predicted = plan.gain
+        plan = plan.corrected(self._realised.ratio)
         cost = self._pricing.change(offering, drafting=self.drafting) / prices.idle_seconds
         is_unknown = self.drafting and self._is_unknown(offering, plan)
         if not is_unknown and self._mode.is_outdone(plan.gain, self._step, is_same=is_same, cost=cost):
@@ -185,6 +201,7 @@ class Controller:
         self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, self._outlooks.get(kind))
         self._next_decision = self._step + self._period()
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
+        self._shown = shown == self.drafting
         if shown:
             self._passes = plan.passes
             for row, count in zip(offering, plan.num_drafts, strict=True):
