@@ -77,6 +77,7 @@ class Controller:
         self._more: dict[int, Backoff] = {}  # trials of one draft more, by class of rows
         self._outlooks: dict[int, Outlook] = {}  # by class of rows; 0: steps with prompts
         self._on_trial = 0.0  # seconds that the step's trials of drafters were charged, where nothing else is drafted
+        self._modes: dict[int, Mode] = {}  # by class of rows, too
         self._mode = Mode(True, 0)
         self._realised = Realised()
         self._predicted = 0.0  # gain that the last decision predicted, uncorrected
@@ -177,6 +178,7 @@ class Controller:
         self._on_trial = 0.0
         self._end_trials()
         is_same, self._kind = kind == self._kind, kind
+        self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
         if self._nothing_new(is_same):
             self._draft_nothing(rows)
             return
@@ -224,7 +226,10 @@ class Controller:
         if self.due(len(rows), False):
             kind = row_class(len(rows))
             self._decided = {row.lane for row in rows}
-            is_same, self._kind = kind == self._kind, kind
+            mode = self._modes.get(kind)
+            if mode is None:
+                return 0
+            is_same, self._kind, self._mode = kind == self._kind, kind, mode
             if not self._nothing_new(is_same):
                 return 0
             self._batch, self._has_news = (len(rows), False), False

@@ -81,7 +81,8 @@ class Backoff:
     __slots__ = ("interval", "last", "least")
 
     def __init__(self, step: int, least: int = MIN_INTERVAL) -> None:
-        self.interval = self.least = least
+        """`least`: the interval after something new; the first trial comes sooner."""
+        self.interval, self.least = MIN_INTERVAL, least
         self.last = step
 
     def due(self, step: int, least: int = 0) -> bool:

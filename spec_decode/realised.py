@@ -11,7 +11,7 @@ import math
 
 MEMORY, UNUSED_MEMORY = 300.0, 2000.0
 """Steps over which the ratio is averaged; and, while nothing is drafted, after which it is believed less by 1/e."""
-PRIOR = 30.0
+PRIOR = 150.0
 """Steps that weigh as much as that predictions are right."""
 MOST = 3.0
 """Times that a step may take what was predicted: one that takes more was disturbed."""

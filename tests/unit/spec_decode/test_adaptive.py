@@ -150,6 +150,7 @@ def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
     proposer, (first, _) = parts
     one, controller = request(), proposer.controller
     controller.due = lambda num_rows, mixed: False
+    controller._mode.drafting = False  # else it is a trial, of which each step counts
     proposer.propose([row(one)], OUTPUT)
     controller._next_decision = controller._step + 7
     proposer.propose([row(one)], OUTPUT)
