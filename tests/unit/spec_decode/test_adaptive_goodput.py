@@ -125,7 +125,8 @@ def test_follows_the_batch_size_both_ways():
     off = 48 / (sloped(48, 48) + HOST)
     assert full >= 0.97 * off
     world.requests = single
-    assert world.run(proposer, 100) >= 0.97 * alone
+    assert world.run(proposer, 100) >= 0.94 * alone
+    assert world.run(proposer, 100) >= 0.98 * alone
 
 
 @pytest.mark.parametrize(("curve", "rows", "p"), [("bound", 1, 0.6), ("bound", 2, 0.6), ("sloped", 16, 0.6)])
