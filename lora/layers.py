@@ -10,7 +10,7 @@ b  [R, sum out] belongs to one    on CUDA groups of an adapter's tokens, for its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -94,6 +94,9 @@ class LoraBatch:
     replayable: bool = False
     """Whether a graph captured with a batch of the same batcher, of as many tokens or more, serves this step too. What
     gains need is not in the batcher's buffer, so that steps with any run without a graph."""
+    lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
+    """Of each site that was asked, those of `runs` whose adapters have embeddings: found once, as a batch serves many
+    steps, and asking for it takes microseconds a run."""
 
 
 class LoraSite:
@@ -162,13 +165,18 @@ class EmbeddingSite:
             assert self._grouped is not None
             self._grouped.add_embeddings(y, input_ids, adapters.groups)
             return
-        for owner, start, stop in adapters.runs:
+        runs = adapters.lookups.get(self)
+        if runs is None:
+            runs = adapters.lookups[self] = tuple(run for run in adapters.runs if self._has(run))
+        for owner, start, stop in runs:
             assert owner is not None
-            if not self._live[owner.index].any():
-                continue
             selection = RowSelection([owner], self._device)
             columns, rows = selection.columns(self._a, input_ids[start:stop]), selection.gather(self._b)
             if adapters.invariant:
                 expand_invariant(y[start:stop], columns, rows)
             else:
                 y[start:stop].addmm_(columns, rows)
+
+    def _has(self, run: LoraRun) -> bool:
+        """Whether the adapter has embeddings. Rows do not change as long as they are an allocation's."""
+        return run.owner is not None and bool(self._live[run.owner.index].any())

@@ -47,6 +47,7 @@ struct Step {                    // which tokens use which rows
 
 constexpr int TILE = 16;         // tokens that a thread shrinks at once
 constexpr int SHARE = 8;         // rows of few tokens that a thread shrinks at once
+constexpr int64_t OUTPUTS = 256; // of a part of the rows that many tokens are expanded with one after the other
 constexpr int64_t FEW = 64;      // tokens for whom the rows' way from memory counts, not the arithmetic
 
 template <typename E>
@@ -234,16 +235,21 @@ class Adapters {
         const int64_t stride = piece.padded;
         const E** const b = pointers(stride);
         for (int64_t j = 0; j < stride; j++) b[j] = b_of(piece, j);
-        const E* h = piece.h + (begin - piece.begin) * stride;
         E* y[TOKENS];
-        int32_t i = begin;
-        for (; i + TOKENS <= end; i += TOKENS, h += TOKENS * stride) {
-            for (int t = 0; t < TOKENS; t++) y[t] = out + step_.tokens[i + t] * site_.out_features;
-            accumulate<TOKENS>(y, h, stride, b, int(stride), first, last);
-        }
-        for (; i < end; i++, h += stride) {
-            y[0] = out + step_.tokens[i] * site_.out_features;
-            accumulate<1>(y, h, stride, b, int(stride), first, last);
+        // One group of tokens reads the rows to their end, more read them in parts, which stay in the cache for the next.
+        const int64_t most = end - begin > TOKENS ? OUTPUTS : last - first;
+        for (int64_t from = first; from < last; from += most) {
+            const int64_t to = std::min(from + most, last);
+            const E* h = piece.h + (begin - piece.begin) * stride;
+            int32_t i = begin;
+            for (; i + TOKENS <= end; i += TOKENS, h += TOKENS * stride) {
+                for (int t = 0; t < TOKENS; t++) y[t] = out + step_.tokens[i + t] * site_.out_features;
+                accumulate<TOKENS>(y, h, stride, b, int(stride), from, to);
+            }
+            for (; i < end; i++, h += stride) {
+                y[0] = out + step_.tokens[i] * site_.out_features;
+                accumulate<1>(y, h, stride, b, int(stride), from, to);
+            }
         }
     }
 
