@@ -36,7 +36,7 @@ def test_as_good_as_the_best_fixed_number_and_never_slower_than_none(curve, rows
     def make_world():
         return World(CURVES[curve], {(b"", 0): p}, [b""] * rows)
 
-    off, best, _ = best_fixed(make_world, [lambda world: neural(world, share)], 150)
+    off, best, _ = best_fixed(make_world, [lambda world: neural(world, share)], 80)
     world = make_world()
     proposer = adaptive(world, neural(world, share))
     early = world.run(proposer, 400)
