@@ -220,6 +220,20 @@ def run():
 
 
 @pytest.fixture(scope="session")
+def plain_tokens(plain_engine, run):
+    """plain_tokens(jobs) -> the tokens that `plain_engine` gives each of them; made once for the same jobs."""
+    made = {}
+
+    def plain_tokens(jobs):
+        key = repr(jobs)
+        if key not in made:
+            made[key] = [outcome.token_ids for outcome in run(plain_engine, jobs)]
+        return made[key]
+
+    return plain_tokens
+
+
+@pytest.fixture(scope="session")
 def prompts():
     """Prompts of different lengths; some repeat themselves, so that n-grams match."""
     generator = torch.Generator().manual_seed(7)

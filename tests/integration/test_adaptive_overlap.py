@@ -99,7 +99,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_text_is_that_without_drafts(models, make_engine, plain_engine, run, prompts, method, options, monkeypatch):
+def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run, prompts, method, options, monkeypatch):
     """Drafters take turns, numbers change every step; prompts come in chunks, requests wait, yield and join."""
     Script(monkeypatch)
     if options == "fair, no cache":
@@ -108,7 +108,7 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_engine, run,
     plans = watch(engine, monkeypatch)
     for kinds in (KINDS, MIXED, [MIXED[index] for index in (7, 0, 5, 6, 2, 3)]):
         jobs = jobs_of(models, prompts * 2, kinds)
-        assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
+        assert tokens(run(engine, jobs)) == plain_tokens(jobs)
         engine.check_integrity()
     beside = [plan for plan, overlaps in plans if overlaps]
     late = [row for plan in beside for row in plan.rows if row.is_late]
@@ -156,14 +156,14 @@ def pair(request, models, make_engine, plain_engine, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_spells_without_drafts_overlap_as_without_speculation(
-    models, make_engine, plain_engine, run, prompts, method, monkeypatch
+    models, make_engine, plain_tokens, run, prompts, method, monkeypatch
 ):
     """Prompts among them; then drafts come as if the drafter had seen all."""
     script = Script(monkeypatch, drafters=[None])
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
     jobs = jobs_of(models, prompts, KINDS)
-    want = tokens(run(plain_engine, jobs))
+    want = plain_tokens(jobs)
     assert tokens(run(engine, jobs)) == want
     assert all(plan.drafts_late for plan, _ in plans)
     assert [overlaps for _, overlaps in plans].count(False) == 1, "the first"
@@ -215,11 +215,11 @@ def test_who_draws_on_the_host_is_not_late(models, make_engine):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_decisions_of_the_controller(models, make_engine, plain_engine, run, prompts, method, monkeypatch):
+def test_decisions_of_the_controller(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
     """Its own: whatever the times are."""
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
     for _ in range(4):
         jobs = jobs_of(models, prompts, KINDS, max_tokens=48)
-        assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
+        assert tokens(run(engine, jobs)) == plain_tokens(jobs)
     assert sum(overlaps for _, overlaps in plans) > len(plans) / 2

@@ -48,13 +48,13 @@ def watch(engine, monkeypatch):
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_text_is_that_without_drafts(
-    models, make_engine, plain_engine, run, prompts, method, adapters, monkeypatch
+    models, make_engine, plain_tokens, run, prompts, method, adapters, monkeypatch
 ):
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
     jobs = jobs_of(models, prompts, KINDS, adapters)
     outcomes = run(engine, jobs)
-    assert tokens(outcomes) == tokens(run(plain_engine, jobs))
+    assert tokens(outcomes) == plain_tokens(jobs)
     assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
     late = [row for plan in plans for row in plan.rows if row.is_late]
     assert sum(row.num_drafts > 0 for row in late) > 30
@@ -62,14 +62,14 @@ def test_the_text_is_that_without_drafts(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_steps_with_penalties_overlap(models, make_engine, plain_engine, run, prompts, method, monkeypatch):
+def test_steps_with_penalties_overlap(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
     """The device counts what the step before accepts and samples, for the drafter's logits too."""
     kinds = [
         {"temperature": 0.0, "repetition_penalty": 1.3},
         {"temperature": 0.9, "seed": 9, "frequency_penalty": 0.4, "presence_penalty": -0.3},
         {"temperature": 0.0, "presence_penalty": 0.8},
     ]
-    want = tokens(run(plain_engine, jobs_of(models, prompts, kinds, True)))
+    want = plain_tokens(jobs_of(models, prompts, kinds, True))
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
     outcomes = run(engine, jobs_of(models, prompts, kinds, True))
@@ -99,7 +99,7 @@ MIXED = [
 @pytest.mark.parametrize(("options", "on_device"), [("chunks", True), ("few blocks", False), ("fair, no cache", True)])
 @pytest.mark.parametrize("method", METHODS)
 def test_in_batches_that_come_and_go(
-    models, make_engine, plain_engine, run, prompts, method, options, on_device, monkeypatch
+    models, make_engine, plain_tokens, run, prompts, method, options, on_device, monkeypatch
 ):
     """Prompts in chunks, preemption, penalties, and drafts that the host does not know either."""
     if on_device:
@@ -108,7 +108,7 @@ def test_in_batches_that_come_and_go(
     plans = watch(engine, monkeypatch)
     for kinds in (KINDS, MIXED, [MIXED[index] for index in (8, 0, 6, 7, 2, 3)]):
         jobs = jobs_of(models, prompts * 2, kinds, True)
-        assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
+        assert tokens(run(engine, jobs)) == plain_tokens(jobs)
         engine.check_integrity()
     late = [row for plan in plans for row in plan.rows if row.is_late]
     assert sum(row.num_drafts > 0 for row in late) > 30
@@ -122,14 +122,13 @@ def test_in_batches_that_come_and_go(
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("method", METHODS)
-def test_any_number_of_drafts_and_any_length(models, make_engine, plain_engine, run, prompts, method, k):
+def test_any_number_of_drafts_and_any_length(models, make_engine, plain_tokens, run, prompts, method, k):
     engine = make(make_engine, models, method, k, max_model_len=80)
     jobs = []
     for count in (1, 2, 3, 5, 9, 60):
         jobs += jobs_of(models, prompts[:3], KINDS[:1] + KINDS[2:3], False, max_tokens=count)
-    got, want = run(engine, jobs), run(plain_engine, jobs)
-    lengths = [min(len(o.token_ids), 80 - len(prompt)) for o, (prompt, *_) in zip(want, jobs, strict=True)]
-    assert tokens(got) == [o.token_ids[:length] for o, length in zip(want, lengths, strict=True)]
+    want = [ids[: 80 - len(prompt)] for ids, (prompt, *_) in zip(plain_tokens(jobs), jobs, strict=True)]
+    assert tokens(run(engine, jobs)) == want
     engine.check_integrity()
 
 
@@ -153,10 +152,10 @@ def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_requests_that_are_aborted_disturb_no_one(models, make_engine, plain_engine, run, prompts, method):
+def test_requests_that_are_aborted_disturb_no_one(models, make_engine, plain_tokens, run, prompts, method):
     engine = make(make_engine, models, method, block_size=4, num_gpu_blocks_override=72)
     jobs = jobs_of(models, prompts, KINDS, True)
-    want = tokens(run(plain_engine, jobs))
+    want = plain_tokens(jobs)
     for index, (prompt, params, lora) in enumerate(jobs * 2):
         engine.add_request(EngineRequest(str(index), list(prompt), params, [1], lora=lora))
     texts, gone = {}, set()

@@ -78,26 +78,26 @@ def tokens(outcomes):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_text_is_that_without_drafts(models, make_engine, plain_engine, run, prompts, drafts, method, asynchronous):
+def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run, prompts, drafts, method, asynchronous):
     engine = make(make_engine, models, method, async_scheduling=asynchronous, max_num_batched_tokens=40)
     drafts.watch(engine)
     for adapters in (False, True):
         jobs = jobs_of(models, prompts, KINDS, adapters)
         outcomes = run(engine, jobs)
-        assert tokens(outcomes) == tokens(run(plain_engine, jobs))
+        assert tokens(outcomes) == plain_tokens(jobs)
         assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
     assert drafts.num_sources > 0
     assert drafts.read_while_drafting == 0
     jobs = jobs_of(models, prompts, KINDS + READING, True)
-    assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
+    assert tokens(run(engine, jobs)) == plain_tokens(jobs)
     assert drafts.read_while_drafting > 0, "bad words are looked up by the host"
 
 
-def test_penalties_are_counted_on_the_device(models, make_engine, plain_engine, run, prompts, drafts, monkeypatch):
+def test_penalties_are_counted_on_the_device(models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch):
     """With the kernel of GPUs, one step after the other: of drafts, for the target's logits and the drafter's."""
     pytest.importorskip("triton")
     jobs = jobs_of(models, prompts[3:], PENALISED, False)
-    want = tokens(run(plain_engine, jobs))
+    want = plain_tokens(jobs)
     monkeypatch.setattr(penalties, "use_triton", lambda logits: True)
     engine = make(make_engine, models, "medusa")
     drafts.watch(engine)
@@ -120,10 +120,10 @@ def test_rejection_sampling_gets_the_same_drafts(models, make_engine, run, promp
     assert texts[0] == texts[1]
 
 
-def test_under_the_controller_and_with_a_fallback(models, make_engine, plain_engine, run, prompts, drafts):
+def test_under_the_controller_and_with_a_fallback(models, make_engine, plain_tokens, run, prompts, drafts):
     """Rows whose drafts the host knows, from prompt lookup, stand beside others."""
     config = models.speculative("draft_model", 3) | {"adaptive": True}
     engine = make_engine(speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8)
     jobs = jobs_of(models, prompts, KINDS, True)
     for _ in range(3):
-        assert tokens(run(engine, jobs)) == tokens(run(plain_engine, jobs))
+        assert tokens(run(engine, jobs)) == plain_tokens(jobs)

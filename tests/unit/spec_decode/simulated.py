@@ -22,6 +22,8 @@ MAX_DRAFTS = 8
 LENGTH = 200  # output tokens of a request; another with the same adapter follows it
 HOST = 0.3
 SETTLING = 5.0  # milliseconds after which what drafting left in caches is gone by 1/e
+_NO_DRAFTS = (0, 0)
+_ZEROS = [[0] * (accepted + 1) for accepted in range(MAX_DRAFTS + 1)]  # tokens of a step
 PARAMS = SamplingParams()
 
 
@@ -128,29 +130,34 @@ class World:
         return (self.tokens - before) / (self.exact - began)
 
     def step(self, proposer) -> None:
-        news = [self.prompt - 1 if self.prompt and not request.num_output_tokens else 0 for request in self.requests]
-        size = sum(1 + self.owner.get(request, (0, 0))[1] for request in self.requests) + sum(news)
-        milliseconds = self.curve(len(self.requests), size)
+        requests, drafts = self.requests, [self.owner.get(request, _NO_DRAFTS) for request in self.requests]
+        news = [0] * len(requests)
+        if self.prompt:
+            news = [0 if request.num_output_tokens else self.prompt - 1 for request in requests]
+        size = len(requests) + sum(count for _, count in drafts) + sum(news)
+        milliseconds = self.curve(len(requests), size)
         if not self.owner:
             milliseconds *= 1.0 + self.unsettled * math.exp((self.disturbed - self.now) / SETTLING)
         seconds = self.spend(milliseconds)
-        rows, start = [], 0
-        for request, new in zip(self.requests, news, strict=True):
-            drafter, count = self.owner.get(request, (0, 0))
+        rows, ended, start = [], [], 0
+        for index, (request, (drafter, count), new) in enumerate(zip(requests, drafts, news, strict=True)):
             accepted, p = 0, self.accept[request.text_namespace[1], drafter]
             while accepted < count and self.random.random() < p:
                 accepted += 1
-            length = len(request.tokens)
-            request.tokens.extend([0] * (accepted + 1))
+            tokens = request.tokens
+            length = len(tokens)
+            tokens += _ZEROS[accepted]
             self.tokens += expected_tokens(p, count)
-            left = self.length - request.num_output_tokens
+            left = self.length + request.num_prompt_tokens - len(tokens)
             rows.append(
                 DraftRow(
-                    request, request.tokens, length + accepted, min(self.drafted.get(request, 0), length + accepted),
+                    request, tokens, length + accepted, min(self.drafted.get(request, 0), length + accepted),
                     max(0, min(MAX_DRAFTS, left - 1)), [], True, length - 1 - new, start, count, accepted,
                 )
             )  # fmt: skip
             start += 1 + count + new
+            if left <= 0:
+                ended.append(index)
         self.owner = {}
         output = TargetOutput(seconds=seconds / 1000)
         if self.rest:
@@ -160,11 +167,11 @@ class World:
             self.counts.append([0] * len(rows))
         else:
             self.propose(proposer, rows, output)
-        for index, request in enumerate(self.requests):
-            if request.num_output_tokens >= self.length:
-                self.drafted.pop(request, None)
-                request.status = Status.FINISHED
-                self.requests[index] = self.fresh(request.text_namespace[1])
+        for index in ended:
+            request = requests[index]
+            self.drafted.pop(request, None)
+            request.status = Status.FINISHED
+            requests[index] = self.fresh(request.text_namespace[1])
         self.spend(HOST)
 
     def propose(self, proposer, rows: list[DraftRow], output: TargetOutput) -> None:
@@ -187,10 +194,10 @@ class Simulated(NoProposer):
         self.world, self.number, self.base, self.each, self.row, self.match = world, number, base, each, row, match
 
     def propose(self, rows, target):
-        counts = [row.max_drafts if self.world.random.random() < self.match else 0 for row in rows]
-        if any(row.max_drafts for row in rows):
-            passes = max(row.max_drafts for row in rows)
-            self.world.spend(self.base + self.each * passes + self.row * sum(row.max_drafts for row in rows))
+        asked = [row.max_drafts for row in rows]
+        counts = [count if self.world.random.random() < self.match else 0 for count in asked]
+        if any(asked):
+            self.world.spend(self.base + self.each * max(asked) + self.row * sum(asked))
         return [
             Proposal(Drafts([self.number] * count) if count else NO_DRAFTS, len(row.tokens))
             for row, count in zip(rows, counts, strict=True)

@@ -37,7 +37,7 @@ def test_as_good_as_the_best_fixed_number_and_never_slower_than_none(curve, rows
     def make_world(seed=0):
         return World(CURVES[curve], {(b"", 0): p}, [b""] * rows, seed=seed)
 
-    off, best, _ = best_fixed(make_world, [lambda world: neural(world, share)], 150)
+    off, best, _ = best_fixed(make_world, [lambda world: neural(world, share)], 80)
     seeds = range(4 if rows == 1 else 1)  # a single row tells little in 400 steps: of several the mean
     found = []
     for seed in seeds:

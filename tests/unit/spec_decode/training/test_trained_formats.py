@@ -61,23 +61,27 @@ class PlainHead:
         gate, up = (y @ w[f"{p}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
         return h + (F.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
 
-    def drafts(self, tokens, states, embeddings, lm_head):
-        """K greedy drafts after `tokens`, of which all but the last have been read by the target; up to a near-tie."""
-        w = self.w
-        embeddings = w.get("embed_tokens.weight", embeddings)
-        lm_head = w.get("lm_head.weight", lm_head)
+    def drafts_of(self, tokens, states, target):
+        """K greedy drafts, up to a near-tie, after each prefix of `tokens` but the last two and the empty one: all but
+        the last token of a prefix have been read by the target."""
         keys, values, found = [], [], []
-        for position, (token, state) in enumerate(zip(tokens[1:], states, strict=True)):
-            g = state @ w["fc.weight"].T if self.eagle3 else state
+        embeddings = self.w.get("embed_tokens.weight", target.embeddings)
+        for position, (token, state) in enumerate(zip(tokens[1:-1], states, strict=False)):
+            g = state @ self.w["fc.weight"].T if self.eagle3 else state
             h = self.forward(embeddings[token], g, position, keys, values)
+            found.append(self.go_on(h, position + 1, list(keys), list(values), embeddings, target.lm_head))
+        return found
+
+    def go_on(self, h, position, keys, values, embeddings, lm_head):
+        w, found = self.w, []
         for step in range(K):
             normed = rms(h, w["norm.weight"]) if self.eagle3 else h
-            best = (normed @ lm_head.T).topk(2)
+            best = (normed @ w.get("lm_head.weight", lm_head).T).topk(2)
             if best.values[0] - best.values[1] < 1e-3:  # rounding may decide otherwise
                 break
             draft = int(best.indices[0])
             found.append(draft + int(w["d2t"][draft]) if "d2t" in w else draft)
-            h = self.forward(embeddings[found[-1]], h, len(states) + step, keys, values)
+            h = self.forward(embeddings[found[-1]], h, position + step, keys, values)
         return found
 
 
@@ -93,9 +97,8 @@ def check_guesses(drafter, plain, target, features, lengths):
     compared = [0] * K
     for row, length in enumerate(lengths):
         states = torch.cat(features.aux, -1)[row] if features.aux else features.hidden[row]
-        for root in range(length - 2):
-            ids = features.ids[row].tolist()
-            drafts = plain.drafts(ids[: root + 2], states[: root + 1], target.embeddings, target.lm_head)
+        ids = features.ids[row, :length].tolist()
+        for root, drafts in enumerate(plain.drafts_of(ids, states, target)):
             for step, draft in enumerate(drafts):
                 label = place.get((row, root + 1 + step))
                 if label is not None:
