@@ -19,11 +19,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from ..platform.core.request import NO_DRAFTS, Request, Status
-from ..platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
 from .controller import Controller, DrafterTraits
-from .device_timer import CudaTimer, Timer
+from .device_timer import Timer
 from .lanes import RowState
-from .ngram import NgramProposer
 from .probing import SETTLING, SOON_SETTLED, settling_steps
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .rests import Rests
@@ -37,37 +35,8 @@ USUAL_LAG = 2
 """Tokens that a drafter computes anyway before its first draft: the newest one, and one whose draft was the last."""
 _UNDISTURBED = 0.8
 """Share of its time that a thread must have been running, for that time to count: another process had the rest."""
-_LOOKUP_MIN = 2
-"""Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""
 LONGEST_GAP = 1.0
 """Seconds between two steps after which the engine was idle, not slow."""
-
-
-def make_adaptive(
-    proposer: Drafter,
-    config: SpeculativeConfig,
-    device: str = "cpu",
-    *,
-    asynchronous: bool = False,
-    kind: type[AdaptiveProposer] | None = None,
-) -> AdaptiveProposer:
-    """`proposer` under the controller, with prompt lookup to fall back on where `proposer` is neural.
-
-    `asynchronous`: another thread than the one that drafts computes the target's steps. `kind`: None is
-    AdaptiveProposer.
-    """
-    drafters: list[tuple[DrafterTraits, Drafter]] = [
-        (DrafterTraits(config.method, has_passes=config.method in MODEL_METHODS), proposer)
-    ]
-    if drafters[0][0].has_passes:
-        lookup = NgramProposer(
-            max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max)), config.prompt_lookup_max
-        )
-        drafters.append((DrafterTraits("ngram", has_passes=False), lookup))
-    cpu_clock = time.thread_time if device == "cpu" and not asynchronous else None
-    timer = CudaTimer if device == "cuda" else None
-    made = kind or AdaptiveProposer
-    return made(drafters, config.num_speculative_tokens, cpu_clock=cpu_clock, timer=timer)
 
 
 class AdaptiveProposer:

@@ -100,7 +100,8 @@ def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) ->
     with _naming(config.model):
         proposer = _FACTORIES[config.method](config, context)
     if config.adaptive:
-        from .adaptive import AdaptiveProposer, make_adaptive
+        from .adaptive import AdaptiveProposer
+        from .adaptive_factory import make_adaptive
         from .adaptive_late import LateAdaptive
 
         kind = LateAdaptive if context.asynchronous and isinstance(proposer, LateDrafter) else AdaptiveProposer

@@ -10,7 +10,8 @@ from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
-from outrider.spec_decode.adaptive import AdaptiveProposer, make_adaptive
+from outrider.spec_decode.adaptive import AdaptiveProposer
+from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.ngram import NgramProposer
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput

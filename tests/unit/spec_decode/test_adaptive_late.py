@@ -8,7 +8,7 @@ from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
-from outrider.spec_decode.adaptive import make_adaptive
+from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.adaptive_late import LateAdaptive
 from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.proposer import DraftRow, LateChooser, LateDrafter, NoProposer, Proposal, TargetOutput
