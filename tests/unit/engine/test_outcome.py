@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from outrider import SamplingParams
 from outrider.platform.core.batch import RowPlan, RowResult
 from outrider.platform.core.labels import MAX_MIXES, OTHER, AdapterLabels, LabelValues
 from outrider.platform.core.messages import SpeculationCounts, TokenDelta
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.outcome import accept
+from outrider.platform.engine.model_runner import _draft_row
+from outrider.platform.engine.outcome import accept, until_stop
+from outrider.platform.engine.sampler import Sampled
 from outrider.platform.engine.speculation_totals import SpeculationTotals
 
 
@@ -37,6 +41,30 @@ def test_a_delta_says_which_of_its_tokens_were_drafts():
     assert step(request, [4, 5], [4, 5, 9], 2).num_accepted == 2
     cut = step(request, [4, 7, 5], [4, 7, 5, 9], 3)
     assert (cut.token_ids, cut.num_accepted, cut.finish_reason) == ([4, 7], 2, "stop")
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"stop_token_ids": [7]}, 2),
+        ({"stop_token_ids": [5], "min_tokens": 3}, 3),
+        ({"stop_token_ids": [5], "min_tokens": 2}, 1),
+        ({}, 3),
+        ({"ignore_eos": True}, 4),
+    ],
+)
+def test_drafters_see_no_text_behind_its_end_and_make_no_drafts_after_it(params, kept):
+    """The second output token and those after it; 8 is the model's end of sequence."""
+    request = Request("r", [1, 2, 3], 2, SamplingParams(**params), seed_key=0, eos_token_ids=frozenset([8]))
+    got, ends = [5, 7, 8, 9], kept < 4
+    assert until_stop(request, got) == (got[:kept], ends)
+    request.num_draft_computed = 6
+    row = RowPlan(request, start=2, num_tokens=4, num_drafts=3, samples=True, max_new_drafts=3)
+    seen = _draft_row(row, Sampled(got, 3), 0)
+    assert list(seen.tokens) == [1, 2, 3, *got[:kept]]
+    assert (seen.num_accepted, seen.max_drafts) == (kept - 1, 0 if ends else 3)
+    assert seen.num_valid == len(seen.tokens) - 1, "all but the last token"
+    assert seen.num_draft_valid == min(6, 3 + seen.num_accepted)
 
 
 def test_steps_are_counted_by_their_drafts():
