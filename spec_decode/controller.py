@@ -7,10 +7,11 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    and back.
 2. `goodput.best_plan` shares out drafts over the rows. A drafter with layers also costs its pass over every prompt, so
    much for each token of an answer as prompts are long beside answers lately.
-3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
-   than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost since
-   exceeds `LEAST_REGRET` steps: soon where much is lost, late where little is; twice as late each time that the last
-   change did not last.
+3. What the plan promises is corrected by what drafting has really brought (`realised`). Drafting as a whole goes on
+   while that is less than `LEAVE` below no drafts, and starts when it is more than `ENTER` above: between the two
+   nothing changes. Beyond, it changes when what staying is thought to have cost exceeds what a change costs and
+   `LEAST_REGRET` steps: soon where much is lost, late where little is; twice as late each time that the last change did
+   not last.
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 

@@ -16,7 +16,7 @@ from statistics import median
 
 SHORTEST = 1e-9
 """No time is less: clocks have a resolution, and times are divided by."""
-FIRST = 8
+_FIRST = 8
 """Times of a cell before which it only collects."""
 _GAIN, _DOWNWARDS = 0.01, 3.0
 _MOST_GAIN = 0.5
@@ -70,7 +70,7 @@ class Cell:
         self.seen = now
         self.count += 1
         self.size += max(_GAIN, 1.0 / self.count) * (size - self.size)
-        if self.count <= FIRST:
+        if self.count <= _FIRST:
             self.first.append(seconds)
             self.value = _lower_third(self.first)
             self.deviation = median(abs(x - self.value) for x in self.first)

@@ -148,9 +148,10 @@ class Lanes:
 
 
 class Mode:
-    """Whether drafting is thought to pay. What the other way would have saved since the last change is added up, and
-    what it would have cost is taken off again (a cumulative sum: Page 1954): the change comes when the sum exceeds what
-    a change costs. So a batch that is small for a moment does not begin to draft, and one that stays small does."""
+    """Whether drafting is thought to pay, for one class of rows: with many rows it may not where with few it does.
+
+    What the other way would have saved since the last change is added up, and what it would have cost is taken off
+    again (a cumulative sum: Page 1954): the change comes when the sum exceeds what a change costs."""
 
     __slots__ = ("_limit", "_saved", "_seen", "_since", "drafting")
 
