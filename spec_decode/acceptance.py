@@ -154,6 +154,12 @@ class Rates:
             counts[:] = [count / 2 for count in counts]
         self._stale = True
 
+    def trust(self) -> None:
+        """What was tried last fared no better than expected: the mean over all adapters counts for more again."""
+        if self._prior_weight < _PRIOR_WEIGHT:
+            self._prior_weight = min(2.0 * self._prior_weight, _PRIOR_WEIGHT)
+            self._stale = True
+
     @property
     def recent(self) -> float:
         """Share of the first drafts that were accepted lately."""

@@ -71,7 +71,6 @@ class AdaptiveProposer:
         self._held: tuple[int, int] | None = None
         self._ended: tuple[float, float] | None = None  # when the last step's drafting did, by both clocks
         self._undisturbed = True  # the step, up to its drafting
-        self._brought = (0, 0, 0)  # by the last step: rows that sampled, their tokens, and those computed of prompts
         self._settles = 0.0  # when a step without drafts will be like others
 
     @property
@@ -113,10 +112,7 @@ class AdaptiveProposer:
         self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
         if self._drafted:
             self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
-        seconds = drafting + target.seconds + ended - began
-        if self._held is None and self._undisturbed:
-            self._controller.brought(*self._brought, seconds)
-        self._stepped(seconds)
+        self._stepped(drafting + target.seconds + ended - began)
         self._rest = self._next_rest(rows, target.seconds)
         self._ended = (ended, self._cpu_clock())
         return proposals
@@ -132,8 +128,6 @@ class AdaptiveProposer:
         self._rests.add(rows, target.seconds)
         self._drafters[0].rested(rows, target)
         batch = [row.request for row in rows]
-        if self._controller.drafting and self._rest > 0:  # a trial of no drafts: each step counts, not the last alone
-            self._take_in_resting(rows, target.seconds)
         if batch != self._batch:
             self._batch = batch
             self._update_states(batch)
@@ -141,6 +135,8 @@ class AdaptiveProposer:
                 self._rest = 0
         if self._rest <= 0:
             self._rest = self._rest_on(rows, target)
+        elif self._controller.drafting:  # a trial of no drafts: each step counts, not the last alone
+            self._take_in_resting(rows, target.seconds)
 
     def _rest_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> int:
         """For how many steps nobody need ask, still: as far as a look tells that is much shorter than a decision."""
@@ -249,7 +245,7 @@ class AdaptiveProposer:
         if self._held is not None:
             for state in states:
                 state.drafter, state.num_drafts = self._held
-        elif any(row.max_drafts for row in rows) and self._is_due(num_sampling, prompt_tokens > 0):
+        elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0):
             self._decide(rows, states, prompt_tokens)
         counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
         proposals = self._without_drafts(rows)
@@ -276,7 +272,7 @@ class AdaptiveProposer:
         """Learn from the step; returns how many tokens were computed of rows that are not through their prompt. Of rows
         that were computed in vain, as their requests had ended, what they took is all that counts."""
         controller = self._controller
-        num_tokens = num_drafts = prompt_tokens = num_prompts = num_outputs = num_sampled = 0
+        num_tokens = num_drafts = prompt_tokens = num_prompts = num_outputs = 0
         mixed = False
         for row, state in zip(rows, states, strict=True):
             num_drafts += row.num_drafts
@@ -290,14 +286,12 @@ class AdaptiveProposer:
             if state is None or row.request.status is Status.FINISHED:
                 continue
             if row.sampled:
-                num_sampled += 1
-                num_outputs += 1 + row.num_accepted
+                num_outputs += len(row.tokens) - row.num_valid + row.num_accepted
             if row.num_drafts and self._held is None:
                 controller.verified(state, row.num_drafts, row.num_accepted)
             state.proposed_by = -1
         if self._held is None:
             controller.workload.computed(num_prompts, num_outputs)
-        self._brought = (num_sampled, num_outputs, num_prompts)
         if num_drafts:
             self._settles = self._clock() + SETTLING
         if self._undisturbed and (num_drafts or mixed or self._has_settled(seconds)):

@@ -7,11 +7,10 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    and back.
 2. `goodput.best_plan` shares out drafts over the rows. A drafter with layers also costs its pass over every prompt, so
    much for each token of an answer as prompts are long beside answers lately.
-3. What the plan promises is corrected by what drafting has really brought (`realised`). Drafting as a whole goes on
-   while that is less than `LEAVE` below no drafts, and starts when it is more than `ENTER` above: between the two
-   nothing changes. Beyond, it changes when what staying is thought to have cost exceeds what a change costs and
-   `LEAST_REGRET` steps: soon where much is lost, late where little is; twice as late each time that the last change did
-   not last.
+3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
+   than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost exceeds
+   what a change costs and `LEAST_REGRET` steps: soon where much is lost, late where little is; twice as late each time
+   that the last change did not last.
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 
@@ -40,7 +39,6 @@ from .probing import (
     Budget,
     settling_steps,
 )
-from .realised import Realised
 from .step_costs import MIXED, row_class
 
 PERIOD = 8
@@ -80,9 +78,6 @@ class Controller:
         self._on_trial = 0.0  # seconds that the step's trials of drafters were charged, where nothing else is drafted
         self._modes: dict[int, Mode] = {}  # by class of rows, too
         self._mode = Mode(True, 0)
-        self._realised = Realised()
-        self._predicted = 0.0  # gain that the last decision predicted, uncorrected
-        self._shown = True  # whether the steps since then are as `drafting` says, or a trial of the contrary
         self.num_switches = 0
         self._step = 0
         self._next_decision = 0
@@ -145,16 +140,6 @@ class Controller:
         """So many steps have passed; with all that belongs to them, they took `seconds`."""
         self._step += steps
         self._budget.elapsed += seconds
-        if not self.drafting:
-            self._realised.pass_over(steps)
-
-    def brought(self, num_rows: int, num_outputs: int, prompt_tokens: int, seconds: float) -> None:
-        """A step of `num_rows` rows that sampled brought `num_outputs` tokens, and computed that many of prompts; with
-        all that belongs to it but the host's time between steps it took `seconds`."""
-        if self.drafting and self._shown and num_rows:
-            off = self._pricing.without_drafts(num_rows, num_outputs, prompt_tokens)
-            gap = self.costs.host_seconds + self.costs.drafting_seconds - self.costs.bookkeeping_seconds
-            self._realised.add(off / (1.0 + self._predicted), seconds + gap)
 
     # ------------------------------------------------------------------ decision
 
@@ -194,17 +179,15 @@ class Controller:
         offers = [self._pricing.offer(row) for row in offering]
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
-        self._predicted = plan.gain
-        plan = plan.corrected(self._realised.ratio)
         cost = self._pricing.change(offering, drafting=self.drafting) / prices.idle_seconds
         is_unknown = self.drafting and self._is_unknown(offering, plan)
         if not is_unknown and self._mode.is_outdone(plan.gain, self._step, is_same=is_same, cost=cost):
             self._mode.change(self._step)
             self.num_switches += 1
-        self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, self._outlooks.get(kind))
+        before = None if self.drafting else self._outlooks.get(kind)
+        self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, before)
         self._next_decision = self._step + self._period()
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
-        self._shown = shown == self.drafting
         if shown:
             self._passes = plan.passes
             for row, count in zip(offering, plan.num_drafts, strict=True):
@@ -343,10 +326,14 @@ class Controller:
                     lane.before[drafter] = None
                     lane.surprising = -1
                     rates = lane.rates[drafter]
-                    if rates.num_tried > before.num_tried and rates.recent > before.probability + SURPRISING:
+                    if rates.num_tried == before.num_tried:
+                        continue
+                    if rates.recent > before.probability + SURPRISING:
                         lane.trials[drafter].surprised(self._step)
                         rates.doubt()
                         lane.surprising = drafter
+                    else:
+                        rates.trust()
 
     # ------------------------------------------------------------------ introspection
 

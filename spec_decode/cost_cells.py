@@ -5,7 +5,8 @@
   clipped to three mean deviations: one time ten times too long moves it little. After long without any it follows
   sooner: a few times of a trial then say more than many from another minute.
 - What changes sooner is mostly common to all cells, the machine's speed. It is followed by one factor for all tables,
-  and cells hold times over that factor: one that was last visited long ago stays comparable with one visited now.
+  and cells hold times over that factor, so that one that was last visited a while ago stays comparable with one visited
+  now. In noise the factor wanders, a few per cent in a thousand steps.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _GAIN, _DOWNWARDS = 0.01, 3.0
 _MOST_GAIN = 0.5
 _REMEMBERED = 500.0
 """Times of its table over which what a cell knows fades."""
-_FEW, _LONG_AGO = 4, 32
+_FEW, _LONG_AGO = 8, 32
 """Times that a cell must know of to say something of the machine, and times of its table after the last of them when it
 does not any more."""
 _KNOWN = 3.0
 """What is left of it always, in times."""
-_DRIFT_GAIN = 0.03
+_DRIFT_GAIN, _MOST_DRIFT_GAIN = 0.03, 0.1
 _MAX_DRIFT_STEP = 0.3
 
 
@@ -66,6 +67,8 @@ class Cell:
 
     def add(self, size: float, seconds: float, now: int) -> None:
         """One more time, the table's `now`-th."""
+        if self.count >= _FIRST and self.value <= 0.0:  # gaps may be nothing for a while
+            self.count, self.first = 0, []
         self.weight = self.weight_at(now) + 1.0
         self.seen = now
         self.count += 1
@@ -123,10 +126,10 @@ class Speed:
         self.factor = 1.0
 
     def follow(self, ratio: float, gain: float) -> None:
-        """A step took `ratio` of what it took at first; `gain`: see `Cell`. All cells that are in use move the speed at
-        least as fast as themselves: what is common to them is the machine's."""
+        """A step took `ratio` of what it took at first; `gain`: see `Cell`. Cells that are in use move the speed about
+        as fast as themselves: what is common to them is the machine's."""
         error = math.log(max(ratio, SHORTEST)) - self._log
         error = max(-_MAX_DRIFT_STEP, min(_MAX_DRIFT_STEP, error))
-        gain = max(gain, _DRIFT_GAIN)
+        gain = max(_DRIFT_GAIN, min(gain, _MOST_DRIFT_GAIN))
         self._log += (gain if error > 0.0 else min(_MOST_GAIN, _DOWNWARDS * gain)) * error
         self.factor = math.exp(self._log)

@@ -83,10 +83,6 @@ class Plan(NamedTuple):
         """What drafting promises over not drafting, as a share."""
         return self.goodput / self.off_goodput - 1.0
 
-    def corrected(self, ratio: float) -> Plan:
-        """The same where goodput is `ratio` of what was predicted."""
-        return self._replace(goodput=self.goodput * ratio, seconds=self.seconds / ratio)
-
 
 def best_plan(offers: Sequence[Offer], prices: Prices, passes: int = 0) -> Plan:
     """The best choice among those with at least one draft; `passes` is the present K, left only for `STAY` more."""

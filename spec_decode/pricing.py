@@ -68,15 +68,6 @@ class Pricing:
         """Seconds that it takes until the neural drafter can draft for those that are given to it."""
         return self.costs.catch_up(0, sum(row.lag for row in rows if self._has_passes[row.drafter]))
 
-    def without_drafts(self, num_rows: int, num_outputs: int, prompt_tokens: int) -> float:
-        """Seconds that a step of `num_rows` rows takes without drafts, beside that many prompt tokens, and further ones
-        until it has brought `num_outputs` tokens."""
-        costs = self.costs
-        step = costs.target_curve(num_rows)(num_rows)
-        first = costs.target_curve(MIXED)(num_rows + prompt_tokens) if prompt_tokens else step
-        more = num_outputs / num_rows - 1.0
-        return costs.host_seconds + first + more * (costs.host_seconds + step)
-
     def change(self, rows: Iterable[RowState], *, drafting: bool) -> float:
         """Seconds that it costs to begin drafting for `rows`, or to stop: what the drafter lags, or steps that are
         longer until the caches have settled."""

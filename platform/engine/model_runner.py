@@ -318,7 +318,7 @@ def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
     """What drafters see of it: neither drafts that were right behind the end of the text, nor a wish for more."""
     request = row.request
     token_ids, is_stopped = until_stop(request, got.token_ids)
-    num_accepted = min(got.num_accepted, max(len(token_ids) - 1, 0))
+    num_accepted = min(got.num_accepted, len(token_ids))
     return DraftRow(
         request=request,
         tokens=Continued(request.tokens, token_ids) if token_ids else request.tokens,

@@ -62,8 +62,8 @@ def test_drafters_see_no_text_behind_its_end_and_make_no_drafts_after_it(params,
     row = RowPlan(request, start=2, num_tokens=4, num_drafts=3, samples=True, max_new_drafts=3)
     seen = _draft_row(row, Sampled(got, 3), 0)
     assert list(seen.tokens) == [1, 2, 3, *got[:kept]]
-    assert (seen.num_accepted, seen.max_drafts) == (kept - 1, 0 if ends else 3)
-    assert seen.num_valid == len(seen.tokens) - 1, "all but the last token"
+    assert (seen.num_accepted, seen.max_drafts) == (min(kept, 3), 0 if ends else 3)
+    assert seen.num_valid == 3 + seen.num_accepted, "as the sequence has it: an end that was drafted is computed"
     assert seen.num_draft_valid == min(6, 3 + seen.num_accepted)
 
 

@@ -228,8 +228,10 @@ def test_prompts_and_answers_are_counted_where_they_are_computed(parts):
     whole, part = request(), request()
     first = DraftRow(whole, [1] * 21, 20, 0, 4, [], True, 0)
     proposer.propose([first, DraftRow(part, [1] * 40, 30, 0, 0, [], False, 5, 20)], OUTPUT)
-    proposer.propose([row(whole, num_drafts=3, num_accepted=2)._replace(start=1, num_valid=4)], OUTPUT)
-    assert seen == [(20 + 25, 1), (0, 3)]
+    verified = row(whole, num_drafts=3, num_accepted=2)._replace(tokens=[1] * 5, start=1, num_valid=4)
+    proposer.propose([verified], OUTPUT)
+    proposer.propose([verified._replace(tokens=[1] * 4)], OUTPUT)  # the last of the accepted drafts ended it
+    assert seen == [(20 + 25, 1), (0, 3), (0, 2)]
 
 
 def test_nothing_is_kept_of_finished_requests(parts):

@@ -68,7 +68,7 @@ def test_good_and_bad_adapters_in_one_batch(rows):
     if rows == 8:
         assert good > 1.5
         assert bad < 0.25
-    assert proposer.snapshot()[b"good"]["acceptance"][0] > 0.8 > 0.3 > proposer.snapshot()[b"bad"]["acceptance"][0]
+    assert proposer.snapshot()[b"good"]["acceptance"][0] > 0.8 > 0.4 > proposer.snapshot()[b"bad"]["acceptance"][0]
 
 
 def test_falls_back_to_prompt_lookup_for_one_adapter_and_to_nothing_for_another():

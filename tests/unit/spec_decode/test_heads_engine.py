@@ -11,6 +11,9 @@ from outrider import SamplingParams
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
+from outrider.platform.engine.prefix_cache import PrefixCache
+from outrider.spec_decode.hidden_store import HiddenStore
+from outrider.spec_decode.proposer import DraftRow
 
 METHODS = ["eagle", "eagle3", "medusa"]
 PARAMS = {
@@ -223,3 +226,36 @@ def test_bfloat16(make_engine, target, folders, prompts, method):
         lost = logits.max(-1).values - logits[torch.arange(20), torch.tensor(ids)]
         # Tokens by chance would lose two or three deviations.
         assert lost.max() < 0.25 * logits.std()
+
+
+def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, prompts, texts, monkeypatch):
+    """Of sequences that end anywhere: at a token that was drafted, and at a block's edge."""
+    kept, lacking = set(), []
+
+    def noting(of):
+        def note(store, rows, states):
+            for row in rows:
+                table, end = (
+                    (row.block_table, row.num_valid) if isinstance(row, DraftRow) else (row.request.blocks, row.end)
+                )
+                kept.update((table[at // 4], at % 4) for at in range(row.start, end))
+            return of(store, rows, states)
+
+        return note
+
+    def publish(cache, request, of=PrefixCache.publish):
+        of(cache, request)
+        places = [(block, at) for block in request.blocks[: request.num_published] for at in range(4)]
+        lacking.extend(place for place in places if request.namespace is not None and place not in kept)
+
+    for name in ("append", "append_passing", "append_planned"):
+        monkeypatch.setattr(HiddenStore, name, noting(getattr(HiddenStore, name)))
+    monkeypatch.setattr(PrefixCache, "publish", publish)
+    for prompt, text in zip(prompts[:4], texts, strict=False):
+        answer = text[len(prompt) :]
+        for at, token in enumerate(answer[:-2]):
+            if token not in answer[:at]:
+                kept.clear()
+                engine = make_engine(speculative_config=speculative(folders, "eagle"), block_size=4, max_num_seqs=3)
+                run(engine, [(prompt, PARAMS["greedy"].clone(stop_token_ids=[token]))])
+    assert not lacking
