@@ -8,7 +8,7 @@ import pytest
 from outrider import SamplingParams
 from outrider.platform.engine import setup
 from outrider.platform.engine.warm_up import warm_up
-from outrider.spec_decode import adaptive as adaptive_module
+from outrider.spec_decode import adaptive_factory
 from outrider.spec_decode.controller import Controller
 
 NAMES = [None, "a", "b", None, "a", "c"]
@@ -105,7 +105,7 @@ def random_decisions(monkeypatch):
             row.num_drafts = min(generator.choice((0, 0, 1, 3, 5)), row.limit)
 
     monkeypatch.setattr(Controller, "decide", decide)
-    monkeypatch.setattr(adaptive_module, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
+    monkeypatch.setattr(adaptive_factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
 
 
 @pytest.mark.parametrize("options", ["plain", "chunked", "preempted"])

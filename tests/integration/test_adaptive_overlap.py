@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.platform.engine import setup
 from outrider.platform.engine.warm_up import warm_up
-from outrider.spec_decode import adaptive as adaptive_module
-from outrider.spec_decode import drawing
+from outrider.spec_decode import adaptive_factory, drawing
 from outrider.spec_decode.adaptive_late import LateAdaptive
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.workload import Workload
@@ -48,7 +47,7 @@ class Script:
         monkeypatch.setattr(Controller, "decide", lambda controller, rows, prompt_tokens: self.decide(rows))
         monkeypatch.setattr(Controller, "due", lambda *args: True)
         monkeypatch.setattr(Controller, "is_time", property(lambda controller: True))
-        monkeypatch.setattr(adaptive_module, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
+        monkeypatch.setattr(adaptive_factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
         monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
 
     def decide(self, rows):
