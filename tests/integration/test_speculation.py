@@ -108,8 +108,11 @@ def test_text_is_byte_equal_with_adapters(models, make_engine, same_text, method
 @pytest.mark.parametrize("method", METHODS)
 def test_scheduling_and_speculation_together(models, make_engine, same_text, method, options):
     drafted = make_engine(speculative_config=models.speculative(method, 4), **LORA, **options)
-    for _ in range(2):  # the second time from the prefix cache
+    for again in (False, True):
+        hits = drafted.stats().prefix_cache_hits
         same_text(drafted, ["greedy", "penalised"], True)
+        assert drafted.stats().prefix_cache_hits > hits or not again, "the second time from the prefix cache"
+    assert (drafted.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in options)
 
 
 @pytest.mark.parametrize("method", METHODS)
