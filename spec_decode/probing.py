@@ -20,13 +20,15 @@ MOST_SAVED = 16.0
 """Steps' worth of trials that may be saved up: after a long time without any, they do not come all at once."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 1024
 """Steps between two trials of the same thing."""
-UNSETTLED = 0.15
-"""Share that they take longer, in the mean of that time."""
 TRIAL, TRIAL_WITHOUT = 2, 4
 """Steps of a trial of drafting, and of one of no drafts once settled."""
 SETTLING, SOON_SETTLED = 0.012, 0.01
 """Seconds after drafting for which steps without it take longer, at first by a quarter or more, since the processor's
 caches hold what drafting left there; and those of a step for which that is little."""
+UNSETTLED = 0.15
+"""Share that such steps take longer, in the mean."""
+MOST_SETTLING = 20
+"""Steps that are waited for, at most."""
 CLEARLY = 0.25
 """Gain or loss that is hardly an error: the contrary is tried most rarely."""
 PROBE_DRAFTS, PROBE_ROWS = 2, 2
@@ -40,7 +42,7 @@ SLOW_INTERVAL = 128
 
 def settling_steps(seconds: float) -> int:
     """Steps of so many seconds until they take as long as they will for ever."""
-    return 0 if seconds >= SETTLING else min(20, math.ceil(SETTLING / max(seconds, 1e-6)))
+    return 0 if seconds >= SETTLING else min(MOST_SETTLING, math.ceil(SETTLING / max(seconds, 1e-6)))
 
 
 class Budget:

@@ -254,9 +254,9 @@ class StepCosts:
         self.target = TimeTable(self._speed)
         self._drafters = [TimeTable(self._speed, by_row=False) for _ in has_passes]
         self._shares = [GUESSED_DRAFT_SHARE if passes else GUESSED_LOOKUP_SHARE for passes in has_passes]
+        # What follows, in seconds, is kept over the machine's speed, as cells are.
         self._catch_up: list[deque[float]] = [deque(maxlen=8) for _ in has_passes]  # seconds a token that it lags
         self._caught_up = [False for _ in has_passes]  # whether it ever did: as with sizes, the first time is left out
-        # What follows is kept over the machine's speed, as cells are.
         self._gaps = Cell(0.0)
         self._drafting_gaps = Cell(0.0)  # after steps that drafted
         self._num_gaps = 0  # of both

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...spec_decode.adaptive import AdaptiveProposer
+from ...spec_decode.probing import MOST_SETTLING
 from ..core.request import Request, Status
 from ..core.sampling_params import SamplingParams
 from .model_runner import ModelRunner
@@ -23,8 +24,6 @@ _ROWS = (1, 4, 16, 32, 2, 8, 64, 24, 12, 48, 3, 6)
 _PASSES, _STEPS = 3, 3
 """How often a batch comes, with each number of drafts for how many steps: what disturbs the machine for a while
 disturbs others than the next time. The first step verifies what was drafted before."""
-_SETTLING_STEPS = 20
-"""Steps without drafts, at most, before those that are measured."""
 PROMPT = 16
 """Tokens of a dummy's prompt."""
 _SHAPED = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
@@ -89,7 +88,7 @@ def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) 
 
 def _tokens(num_drafts: int) -> int:
     """That measuring a choice takes of a dummy."""
-    return _STEPS * (1 + num_drafts) + (0 if num_drafts else _SETTLING_STEPS)
+    return _STEPS * (1 + num_drafts) + (0 if num_drafts else MOST_SETTLING)
 
 
 def _measure(
@@ -111,7 +110,7 @@ def _measure(
             step(scheduler, runner)
         for number, count in choices:
             drafter.hold(number, count)
-            settling = 0 if count else _SETTLING_STEPS
+            settling = 0 if count else MOST_SETTLING
             while settling and drafter.is_settling and in_time():
                 step(scheduler, runner)
                 settling -= 1

@@ -94,7 +94,7 @@ def test_steps_without_drafts_are_measured_once_they_have_settled(scheduler):
     orders = [order for order in steps if drafter.held[order - 1] == (0, 1)]
     without = [order for order in steps if drafter.held[order - 1 : order + 1] == [(0, 0), (0, 1)]]
     assert all(orders.count(order) == warming._STEPS for order in orders)
-    assert all(without.count(order) == warming._STEPS + warming._SETTLING_STEPS for order in without)
+    assert all(without.count(order) == warming._STEPS + warming.MOST_SETTLING for order in without)
     assert without
 
 
