@@ -1,13 +1,14 @@
 """Speculation that pays: decides for every row who drafts for it and how much, from what was measured so far.
 
     propose(rows, target)
-      take in      what this step took, which drafts were accepted
-      decide       every few steps: drafter and k of each row            (controller, goodput, step_costs, acceptance)
+      note         what this step took, which drafts were accepted                                          (evidence)
+      decide       every few steps: drafter and k of each row, once all notes are taken in
+                                                                         (controller, goodput, step_costs, acceptance)
       draft        a drafter that serves a row sees every row; those that it does not serve have max_drafts 0. One that
                    serves none only watches
       merge        a row's drafts are its drafter's; num_draft_computed is the neural drafter's, whose KV it counts
       rest         while nothing is to be drafted nobody asks, whoever comes and goes, until there is something to
-                   decide: what such steps took is taken in now and then, all at once
+                   decide: such steps are looked at now and then, some at once                                 (rests)
 
 Text does not depend on any of this: whatever is drafted is verified.
 """
@@ -18,25 +19,24 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from ..platform.core.request import NO_DRAFTS, Request, Status
+from ..platform.core.request import Request, Status
 from .controller import Controller, DrafterTraits
 from .device_timer import Timer
+from .drafters import USUAL_LAG, Drafters
+from .evidence import Evidence
 from .lanes import RowState
-from .probing import SETTLING, SOON_SETTLED, settling_steps
-from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
-from .rests import Rests
-from .step_costs import MIXED, DraftSize
+from .probing import settling_steps
+from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput
+from .rests import WORTH_WAITING, Rests, Waiting
+from .step_costs import MIXED
+from .stopwatch import LONGEST_GAP, Stopwatch
 
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
     from ..platform.core.batch import RowPlan
 
-USUAL_LAG = 2
-"""Tokens that a drafter computes anyway before its first draft: the newest one, and one whose draft was the last."""
-_UNDISTURBED = 0.8
-"""Share of its time that a thread must have been running, for that time to count: another process had the rest."""
-LONGEST_GAP = 1.0
-"""Seconds between two steps after which the engine was idle, not slow."""
+_MEASURED_ONE_IN = 4
+"""Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
 
 
 class AdaptiveProposer:
@@ -52,35 +52,35 @@ class AdaptiveProposer:
     ) -> None:
         """`max_drafts`: for any row; `clock`: seconds; `cpu_clock`: those that the thread was running, where it is the
         thread that computes; `timer`: where drafts are only launched, and the device takes its time."""
-        self._drafters = [proposer for _, proposer in drafters]
-        self._has_layers = bool(self._drafters[0].needs.kv_layers)
         self._max_drafts = max_drafts
-        self._clock = clock
-        self._cpu_clock = cpu_clock or clock
-        self._timer = timer
-        self._launched: list[tuple[int, DraftSize, float, Timer]] = []
-        """Drafting that was launched: the drafter, what for, the host's seconds, the device's."""
-        self._controller = Controller([traits for traits, _ in drafters], max_drafts, has_layers=self._has_layers)
+        self._watch = Stopwatch(clock, cpu_clock)
+        self._evidence = Evidence()
+        has_layers = bool(drafters[0][1].needs.kv_layers)
+        self._controller = Controller([traits for traits, _ in drafters], max_drafts, has_layers=has_layers)
+        self._drafters = Drafters(
+            [drafter for _, drafter in drafters], self._controller, self._evidence, self._watch, timer
+        )
         self._known: dict[Request, RowState] = {}  # of live requests only
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
         self._rest = 0
         self._rests = Rests()
+        self._waiting = Waiting()
         self._drafted = False  # the last step that somebody asked after
-        self._in_drafters = 0.0  # seconds of this step
+        self._deciding = 0.0  # seconds of this step
         self._held: tuple[int, int] | None = None
-        self._ended: tuple[float, float] | None = None  # when the last step's drafting did, by both clocks
-        self._undisturbed = True  # the step, up to its drafting
-        self._settles = 0.0  # when a step without drafts will be like others
+        self._unmeasured = 0  # of the next steps, those after which it is enough to draft as after the last one
+        self._usual = 0.0  # seconds that drafting, and all that belongs to it, took when it was measured last
 
     @property
     def needs(self) -> ProposerNeeds:
         """Those of the first drafter; the fallback needs nothing."""
-        return self._drafters[0].needs
+        return self._drafters.first.needs
 
     @property
     def controller(self) -> Controller:
-        """What decides; to be read only."""
+        """What decides, knowing all that there is to know; to be read only."""
+        self._evidence.take_in()
         return self._controller
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
@@ -90,6 +90,8 @@ class AdaptiveProposer:
 
     def forget_adapter(self, digest: bytes) -> None:
         """For all drafters, and the estimates of its acceptance."""
+        self._watch_rests()
+        self._evidence.take_in()
         for drafter in self._drafters:
             drafter.forget_adapter(digest)
         self._controller.forget(digest)
@@ -97,24 +99,58 @@ class AdaptiveProposer:
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
         batch = [row.request for row in rows]
+        is_same = batch == self._batch
+        if self._unmeasured > 0:
+            self._unmeasured -= 1
+            if is_same:
+                return self._go_on(rows, target)
+        self._watch_rests()
         drafting = self._take_in_drafting()
-        began = self._clock()
+        began = self._watch.clock()
         gap = self._gap_before(began, target.seconds + drafting)
         self._take_in_rest()
-        if batch != self._batch:
+        if not is_same:
             self._batch = batch
             self._update_states(batch)
-        self._in_drafters = 0.0
+        self._drafters.seconds = self._deciding = 0.0
         proposals = self._propose(rows, target)
-        ended = self._clock()
+        ended = self._watch.clock()
         if gap is not None:
             self._take_in_gap(gap)
         self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
         if self._drafted:
-            self._controller.costs.add_bookkeeping(ended - began - self._in_drafters)
+            spent = ended - began - self._drafters.seconds - self._deciding
+            self._evidence.note(self._controller.costs.add_bookkeeping, spent)
+        self._usual = ended - began - self._deciding
         self._stepped(drafting + target.seconds + ended - began)
         self._rest = self._next_rest(rows, target.seconds)
-        self._ended = (ended, self._cpu_clock())
+        self._unmeasured = self._next_unmeasured(rows, target.seconds)
+        if self._unmeasured:
+            self._watch.lose()
+        else:
+            self._watch.end()
+        return proposals
+
+    def _next_unmeasured(self, rows: Sequence[DraftRow], seconds: float) -> int:
+        """How many of the next steps need not be measured, after one of so many seconds that was."""
+        if seconds >= WORTH_WAITING or not self._drafted or self._held is not None or not self._controller.is_steady:
+            return 0
+        if not all(row.sampled for row in rows):
+            return 0
+        return min(_MEASURED_ONE_IN - 1, self._controller.steps_left - 1)
+
+    def _go_on(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """After a step of the same rows, draft as after the one before it. Only what was accepted counts."""
+        states = self._states
+        outcomes = [(state, row.num_drafts, row.num_accepted) for row, state in zip(rows, states, strict=True)]
+        num_outputs = len(rows) + sum(row.num_accepted for row in rows)
+        self._evidence.note(self._learn, outcomes, 0, num_outputs, True)
+        proposals = self._draft(rows, target, measures=False)
+        self._controller.stepped(target.seconds + self._usual)
+        if self._unmeasured == 0:  # the next one is to be measured
+            self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
+            self._watch.unsettle()
+            self._watch.end()
         return proposals
 
     @property
@@ -125,39 +161,54 @@ class AdaptiveProposer:
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """See `Resting`."""
         self._rest -= 1
-        self._rests.add(rows, target.seconds)
-        self._drafters[0].rested(rows, target)
-        batch = [row.request for row in rows]
-        if batch != self._batch:
-            self._batch = batch
-            self._update_states(batch)
-            if self._are_drafted_for or self._controller.due(len(batch), False):
-                self._rest = 0
+        if not self._waiting.go_on(rows, target):
+            self._watch_rests()
+            if not self._waiting.begin(rows, target):
+                self._look_at(RestedSteps(rows, [row.request.blocks for row in rows], [target]))
+            batch = [row.request for row in rows]
+            if batch != self._batch:
+                self._batch = batch
+                self._update_states(batch)
+                if self._are_drafted_for or self._controller.due(len(batch), False):
+                    self._rest = 0
         if self._rest <= 0:
             self._rest = self._rest_on(rows, target)
         elif self._controller.drafting:  # a trial of no drafts: each step counts, not the last alone
             self._take_in_resting(rows, target.seconds)
 
+    def _watch_rests(self) -> None:
+        """Look at the steps that were put off."""
+        steps = self._waiting.take()
+        if steps is not None:
+            self._look_at(steps)
+
+    def _look_at(self, steps: RestedSteps) -> None:
+        self._rests.add(steps)
+        self._drafters.first.watch_rests(steps)
+
     def _rest_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> int:
         """For how many steps nobody need ask, still: as far as a look tells that is much shorter than a decision."""
         if not all(row.samples for row in rows):
             return 0
-        began = self._clock()
-        gap = self._gap_before(began, 0.0, 0)
+        self._watch_rests()
+        gap = self._gap_before(self._watch.clock(), 0.0, 0)
         if gap is not None:
             self._take_in_gap(gap)
-        if self._undisturbed:
+        if self._watch.is_undisturbed:
             self._take_in_resting(rows, target.seconds)
         self._take_in_rest()
-        self._ended = (self._clock(), self._cpu_clock())
-        return 0 if self._are_drafted_for else self._controller.rest_on(self._states)
+        self._watch.end()
+        if self._are_drafted_for:
+            return 0
+        self._evidence.take_in()
+        return self._controller.rest_on(self._states)
 
     def _take_in_resting(self, rows: Sequence[RowPlan], seconds: float) -> None:
         """Learn what such a step takes, once it is like those that follow."""
-        if self._has_settled(seconds):
+        if self._watch.has_settled(seconds):
             num_tokens = sum(row.num_tokens for row in rows)
             mixed = num_tokens > len(rows)
-            self._controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, seconds)
+            self._evidence.note(self._controller.costs.add_step, MIXED if mixed else len(rows), num_tokens, seconds)
 
     @property
     def _are_drafted_for(self) -> bool:
@@ -169,13 +220,13 @@ class AdaptiveProposer:
         if self._drafted or self._held is not None or self._are_drafted_for or not all(row.sampled for row in rows):
             return 0
         left = self._controller.steps_left
-        return left if self._has_settled(seconds) else min(left, settling_steps(seconds))
+        return left if self._watch.has_settled(seconds) else min(left, settling_steps(seconds))
 
     def _take_in_rest(self) -> None:
         """The steps after which nobody asked have passed all the same."""
         rests = self._rests
         if rests.num_steps:
-            self._controller.workload.computed(rests.num_prompts, rests.num_outputs)
+            self._evidence.note(self._learn, (), rests.num_prompts, rests.num_outputs, True)
             self._stepped(rests.seconds, rests.num_steps)
             self._rests = Rests()
 
@@ -184,24 +235,14 @@ class AdaptiveProposer:
             self._controller.stepped(seconds, steps)
 
     def _gap_before(self, began: float, computing: float, num_steps: int = 1) -> float | None:
-        """Seconds between two steps, since the last time that was taken in: but for rests, the `num_steps` last ones
-        computed for `computing` until `began`; also finds whether another process had the processor meanwhile."""
-        if self._ended is None:
-            return None
-        spent = began - self._ended[0]
-        self._undisturbed = self._cpu_clock() - self._ended[1] >= _UNDISTURBED * spent
-        between = spent - computing - self._rests.seconds
-        return between / (num_steps + self._rests.num_steps) if between < LONGEST_GAP else between
-
-    def _has_settled(self, seconds: float) -> bool:
-        """Whether a step without drafts that has ended now, and took `seconds`, is like those that follow."""
-        return seconds >= SOON_SETTLED or self._clock() - seconds >= self._settles
+        """Seconds between two steps: see `Stopwatch`. `num_steps` of them that took `computing` come after rests."""
+        return self._watch.gap_before(began, computing + self._rests.seconds, num_steps + self._rests.num_steps)
 
     def _take_in_gap(self, seconds: float) -> None:
         """Time since the last step that is neither the target's nor a drafter's."""
-        assert self._ended is not None
-        if seconds < LONGEST_GAP and (self._drafted or self._ended[0] >= self._settles):
-            self._controller.costs.add_gap(seconds, drafting=self._drafted)
+        if seconds < LONGEST_GAP and (self._drafted or self._watch.was_settled):
+            costs = self._controller.costs
+            self._evidence.note(costs.add_drafting_gap if self._drafted else costs.add_gap, seconds)
 
     @property
     def choices(self) -> list[tuple[int, int]]:
@@ -218,7 +259,7 @@ class AdaptiveProposer:
     @property
     def is_settling(self) -> bool:
         """Whether steps without drafts take longer now than they will: the last one with drafts is not long ago."""
-        return self._clock() < self._settles
+        return self._watch.is_settling
 
     def release(self) -> None:
         """Decide again."""
@@ -226,7 +267,7 @@ class AdaptiveProposer:
 
     def snapshot(self) -> dict[Hashable, dict[str, object]]:
         """What the controller thinks of each adapter, by its content's digest (b"" is the base model)."""
-        return self._controller.snapshot()
+        return self.controller.snapshot()
 
     # ------------------------------------------------------------------ evidence
 
@@ -247,56 +288,60 @@ class AdaptiveProposer:
                 state.drafter, state.num_drafts = self._held
         elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0):
             self._decide(rows, states, prompt_tokens)
-        counts = [min(s.num_drafts, row.max_drafts) for row, s in zip(rows, states, strict=True)]
-        proposals = self._without_drafts(rows)
-        if any(counts):
-            return self._draft(rows, states, counts, target, proposals)
-        for drafter in self._drafters:
-            drafter.watch(rows, target)
+        proposals = self._draft(rows, target, measures=True)
+        self._controller.drafted(self._drafters.seconds)
         return proposals
+
+    def _draft(self, rows: Sequence[DraftRow], target: TargetOutput, *, measures: bool) -> list[Proposal]:
+        """As was decided, so far as rows may have drafts."""
+        asked_for = [(s, min(s.num_drafts, row.max_drafts)) for row, s in zip(rows, self._states, strict=True)]
+        if not any(count for _, count in asked_for):
+            return self._drafters.watch(rows, target)
+        return self._drafters.propose(rows, asked_for, target, measures=measures, counts=self._held is None)
 
     def _is_due(self, num_rows: int, mixed: bool) -> bool:
         return self._controller.due(num_rows, mixed)
 
     def _take_in_drafting(self) -> float:
-        """Learn what the last drafts took, which the device has made by now; returns its seconds after the host's."""
-        launched, self._launched = self._launched, []
-        behind = 0.0
-        for drafter, size, on_host, timer in launched:
-            seconds = timer.seconds()
-            self._controller.costs.add_draft(drafter, size, max(seconds, on_host))
-            behind += max(0.0, seconds - on_host)
-        return behind
+        return self._drafters.take_in_launched()
 
     def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState | None], seconds: float) -> int:
-        """Learn from the step; returns how many tokens were computed of rows that are not through their prompt. Of rows
-        that were computed in vain, as their requests had ended, what they took is all that counts."""
-        controller = self._controller
+        """Note what the step tells; returns how many tokens were computed of rows that are not through their prompt. Of
+        rows that were computed in vain, as their requests had ended, what they took is all that counts."""
         num_tokens = num_drafts = prompt_tokens = num_prompts = num_outputs = 0
         mixed = False
+        outcomes = []
         for row, state in zip(rows, states, strict=True):
-            num_drafts += row.num_drafts
-            computed = row.num_valid + row.num_drafts - row.num_accepted - row.start
+            drafts = row.num_drafts
+            num_drafts += drafts
+            computed = row.num_valid + drafts - row.num_accepted - row.start
             num_tokens += computed
             if not row.sampled:
                 prompt_tokens += computed
-            if computed != 1 + row.num_drafts:
+            if computed != 1 + drafts:
                 mixed = True
                 num_prompts += computed
             if state is None or row.request.status is Status.FINISHED:
                 continue
             if row.sampled:
                 num_outputs += len(row.tokens) - row.num_valid + row.num_accepted
-            if row.num_drafts and self._held is None:
-                controller.verified(state, row.num_drafts, row.num_accepted)
-            state.proposed_by = -1
-        if self._held is None:
-            controller.workload.computed(num_prompts, num_outputs)
+            outcomes.append((state, drafts, row.num_accepted))
+        self._evidence.note(self._learn, outcomes, num_prompts, num_outputs, self._held is None)
         if num_drafts:
-            self._settles = self._clock() + SETTLING
-        if self._undisturbed and (num_drafts or mixed or self._has_settled(seconds)):
-            controller.costs.add_step(MIXED if mixed else len(rows), num_tokens, seconds)
+            self._watch.unsettle()
+        if self._watch.is_undisturbed and (num_drafts or mixed or self._watch.has_settled(seconds)):
+            self._evidence.note(self._controller.costs.add_step, MIXED if mixed else len(rows), num_tokens, seconds)
         return prompt_tokens
+
+    def _learn(self, outcomes: Sequence[tuple[RowState, int, int]], prompts: int, outputs: int, counts: bool) -> None:
+        """From a step's (row, number of drafts, number of right ones), and its numbers of tokens, if it `counts`."""
+        controller = self._controller
+        if counts:
+            controller.workload.computed(prompts, outputs)
+        for state, num_drafts, num_accepted in outcomes:
+            if num_drafts and counts:
+                controller.verified(state, num_drafts, num_accepted)
+            state.proposed_by = -1
 
     # ------------------------------------------------------------------ drafting
 
@@ -305,73 +350,15 @@ class AdaptiveProposer:
         for row, state in zip(rows, states, strict=True):
             if row.sampled:
                 state.limit = row.max_drafts
-                if self._has_layers:
+                if self._drafters.has_layers:
                     state.lag = max(0, len(row.tokens) - row.num_draft_valid - USUAL_LAG)
                 sampling.append(state)
+        self._have_decided(sampling, prompt_tokens)
+
+    def _have_decided(self, sampling: Sequence[RowState], prompt_tokens: int) -> None:
+        """By the controller, which is told everything first, and what that takes."""
+        began = self._watch.clock()
+        self._evidence.take_in()
         self._controller.decide(sampling, prompt_tokens)
-
-    def _without_drafts(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        """What the first drafter answers when it is not asked for anything."""
-        if self._has_layers:
-            return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
-        return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
-
-    def _draft(
-        self,
-        rows: Sequence[DraftRow],
-        states: Sequence[RowState],
-        counts: Sequence[int],
-        target: TargetOutput,
-        results: list[Proposal],
-    ) -> list[Proposal]:
-        """Fill in `results`, one for each row. The first drafter sees all rows, the others those that they serve."""
-        for index, drafter in enumerate(self._drafters):
-            asked = {
-                at: count
-                for at, (count, state) in enumerate(zip(counts, states, strict=True))
-                if count and state.drafter == index
-            }
-            if not asked:
-                drafter.watch(rows, target)
-                continue
-            seen = range(len(rows)) if index == 0 else asked
-            own_rows = [_asking(rows[at], asked.get(at, 0)) for at in seen]
-            timer = self._timer() if self._timer is not None else None
-            began, running = self._clock(), self._cpu_clock()
-            found = drafter.propose(own_rows, target)
-            seconds = self._clock() - began
-            self._in_drafters += seconds
-            if timer is not None:
-                timer.stop()
-                self._launched.append((index, self._size(index, own_rows), seconds, timer))
-            elif self._cpu_clock() - running >= _UNDISTURBED * seconds:
-                self._controller.costs.add_draft(index, self._size(index, own_rows), seconds)
-            for at, proposal in zip(seen, found, strict=True):
-                # What is computed is the first drafter's to say.
-                results[at] = proposal if index == 0 else Proposal(proposal.drafts, results[at].num_draft_computed)
-            if self._held is None:
-                self._controller.proposed(
-                    index, [(states[at], count, len(results[at].drafts.token_ids)) for at, count in asked.items()]
-                )
-        self._controller.drafted(self._in_drafters)
-        return results
-
-    def _size(self, drafter: int, rows: Sequence[DraftRow]) -> DraftSize:
-        """What drafting for `rows` is made of."""
-        served = passes = lag = 0
-        mixed = False
-        for row in rows:
-            if row.max_drafts:
-                served += 1
-                passes = max(passes, row.max_drafts)
-                if self._has_layers:
-                    lag += max(0, len(row.tokens) - row.num_draft_valid - USUAL_LAG - row.num_accepted)
-            mixed = mixed or not row.sampled
-        if drafter > 0 or lag <= 4 * served:
-            lag = 0
-        return DraftSize(served, passes, lag, mixed and drafter == 0)
-
-
-def _asking(row: DraftRow, count: int) -> DraftRow:
-    """`row`, asking for `count` drafts."""
-    return row if row.max_drafts == count else row._replace(max_drafts=count)
+        self._deciding = self._watch.clock() - began
+        self._controller.decided(self._deciding)

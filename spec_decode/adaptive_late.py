@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING
 
 from ..platform.core.batch import RowPlan
 from ..platform.core.request import Request, Status
-from .adaptive import LONGEST_GAP, USUAL_LAG, AdaptiveProposer
+from .adaptive import AdaptiveProposer
 from .controller import DrafterTraits
 from .device_timer import HostTimer, Timer
+from .drafters import USUAL_LAG, Launched
 from .lanes import Lane
 from .proposer import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
 from .step_costs import DraftSize
+from .stopwatch import LONGEST_GAP
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +55,7 @@ class LateAdaptive(AdaptiveProposer):
         self._chosen = False  # the last choice is that of the step: `propose`, if it is asked, decides nothing
         self._unbooked = 0.0  # seconds of steps since the last choice
         self._timed: list[tuple[list[Proposal], DraftSize, Timer]] = []  # drafts of steps that have not landed
-        self._looked_up: list[tuple[int, DraftSize, float]] = []  # drafts of the last step by others than the first one
+        self._looked_up: list[Launched] = []  # drafts of the last step by others than the first one
 
     def choose(self, rows: Sequence[RowPlan]) -> bool:
         """See `LateChooser`."""
@@ -98,9 +100,9 @@ class LateAdaptive(AdaptiveProposer):
     def landed(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: Sequence[Proposal]) -> None:
         """See `LateChooser`."""
         drafting = self._take_in_drafting()
-        began = self._clock()
-        if self._ended is not None:
-            self._take_in_gap(began - self._ended[0] - target.seconds - drafting)
+        gap = self._gap_before(self._watch.clock(), target.seconds + drafting)
+        if gap is not None:
+            self._take_in_gap(gap)
         states = [self._known.get(row.request) for row in rows]
         self._take_in(rows, states, target.seconds)
         answers = []
@@ -109,22 +111,26 @@ class LateAdaptive(AdaptiveProposer):
             if count and state is not None and row.request.status is not Status.FINISHED:
                 answers.append((state, count, count))
         if self._held is None:
-            self._controller.proposed(0, answers)
+            self._evidence.note(self._controller.proposed, 0, answers)
         self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
         if self._drafted:
-            self._controller.costs.add_bookkeeping(0.0)  # the device does not wait for it
+            self._evidence.note(self._controller.costs.add_bookkeeping, 0.0)  # the device does not wait for it
         for at, (made, size, timer) in enumerate(self._timed):
             if made is proposals:
-                self._launched.append((0, size, 0.0, timer))
+                self._drafters.launched.append(Launched(0, size, 0.0, timer))
                 del self._timed[: at + 1]  # those before it were of steps that failed
                 break
         if self._held is None:
             self._unbooked += drafting + target.seconds
-        self._ended = (self._clock(), self._cpu_clock())
+        self._watch.end()
 
     @property
     def rest(self) -> int:
         """None: every step is planned with its drafts, or without."""
+        return 0
+
+    def _next_unmeasured(self, rows: Sequence[DraftRow], seconds: float) -> int:
+        """None: others follow than those after which `propose` was asked."""
         return 0
 
     @property
@@ -144,7 +150,8 @@ class LateAdaptive(AdaptiveProposer):
         if sampling and self._controller.due(len(sampling), prompt_tokens > 0):
             for row, state in sampling:
                 state.limit = row.max_new_drafts
-                state.lag = self._lag(row.request) if self._has_layers else 0
+                state.lag = self._lag(row.request) if self._drafters.has_layers else 0
+            self._evidence.take_in()
             self._controller.decide([state for _, state in sampling], prompt_tokens)
         self._controller.stepped(self._unbooked)
         self._unbooked = 0.0
@@ -157,8 +164,9 @@ class LateAdaptive(AdaptiveProposer):
         return max(0, len(request.tokens) + request.num_coming - request.num_draft_computed - USUAL_LAG)
 
     def _take_in_drafting(self) -> float:
-        self._looked_up = [(drafter, size, seconds) for drafter, size, seconds, _ in self._launched if drafter != 0]
-        self._launched = [entry for entry in self._launched if entry[0] == 0]
+        launched = self._drafters.launched
+        self._looked_up = [entry for entry in launched if entry.drafter != 0]
+        self._drafters.launched = [entry for entry in launched if entry.drafter == 0]
         return super()._take_in_drafting()
 
     def _take_in_gap(self, seconds: float) -> None:
@@ -166,8 +174,8 @@ class LateAdaptive(AdaptiveProposer):
         if not self._looked_up:
             super()._take_in_gap(seconds)
         waited = max(0.0, seconds) if seconds < LONGEST_GAP else 0.0
-        for drafter, size, on_host in self._looked_up:
-            self._controller.costs.add_draft(drafter, size, on_host + waited)
+        for drafter, size, on_host, _ in self._looked_up:
+            self._evidence.note(self._controller.costs.add_draft, drafter, size, on_host + waited)
 
     def _is_due(self, num_rows: int, mixed: bool) -> bool:
         return not self._chosen and super()._is_due(num_rows, mixed)

@@ -43,7 +43,9 @@ from .step_costs import MIXED, row_class
 
 PERIOD = 8
 """Steps between decisions, at most; twice that when drafting has paid for long, or while nothing is drafted, and so
-nothing is learned."""
+nothing is learned; four times when nothing was drafted for long."""
+DECIDING_SHARE = 0.02
+"""Of busy time, for decisions because the number of rows has changed."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
 UNKNOWN = 64
@@ -85,6 +87,10 @@ class Controller:
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
         self._kind = -1  # its class of rows
+        self._decided_at = 0.0  # busy time
+        self._idle_seconds = (
+            0.0  # of a step without drafts, as the last full decision thought; 0: it was not a full one
+        )
         self._decided: set[Lane] = set()  # those of the last decision's rows...
         self._has_news = False  # ...and whether a request came since that they say too little of
 
@@ -92,6 +98,11 @@ class Controller:
     def drafting(self) -> bool:
         """Whether drafting is thought to pay at present."""
         return self._mode.drafting
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next steps draft as this one does, until it is time to decide."""
+        return self.drafting and self._step >= self._trial_ends
 
     @property
     def is_time(self) -> bool:
@@ -151,7 +162,25 @@ class Controller:
         rows, was_mixed = self._batch
         if self._step < self._trial_ends:
             return False
-        return row_class(num_rows) != row_class(rows) or (self._has_news and num_rows <= FEW) or mixed != was_mixed
+        if self._has_news and num_rows <= FEW:
+            return True
+        changed = row_class(num_rows) != row_class(rows) or mixed != was_mixed
+        return changed and self._is_worth_deciding(num_rows, mixed)
+
+    def _is_worth_deciding(self, num_rows: int, mixed: bool) -> bool:
+        """Whether another number of rows is a reason to decide now: for a small model a decision is no trifle."""
+        mode = self._modes.get(MIXED if mixed else row_class(num_rows))
+        if mode is None or mode.drafting != self.drafting:
+            return True
+        return self._budget.elapsed - self._decided_at >= self.costs.decision_seconds / DECIDING_SHARE
+
+    def decided(self, seconds: float) -> None:
+        """The last decision took that long, with all that was taken in before it. While nothing is drafted, it was made
+        to find out whether something should be: such decisions share the budget of trials."""
+        if self._idle_seconds:
+            self.costs.add_decision(seconds)
+            if not self.drafting:
+                self._budget.charge(seconds, self._idle_seconds)
 
     def decide(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """Set `drafter` and `num_drafts` of all rows that sample; `prompt_tokens` are likely to be computed beside
@@ -161,7 +190,8 @@ class Controller:
         self._decided, self._has_news = {row.lane for row in rows}, False
         kind = MIXED if prompt_tokens else row_class(len(rows))
         self._next_decision = self._step + self._period()
-        self._on_trial = 0.0
+        self._decided_at = self._budget.elapsed
+        self._on_trial = self._idle_seconds = 0.0
         self._end_trials()
         is_same, self._kind = kind == self._kind, kind
         self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
@@ -179,6 +209,7 @@ class Controller:
         offers = [self._pricing.offer(row) for row in offering]
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
+        self._idle_seconds = prices.idle_seconds
         cost = self._pricing.change(offering, drafting=self.drafting) / prices.idle_seconds
         is_unknown = self.drafting and self._is_unknown(offering, plan)
         if not is_unknown and self._mode.is_outdone(plan.gain, self._step, is_same=is_same, cost=cost):
@@ -254,7 +285,9 @@ class Controller:
 
     def _period(self) -> int:
         early = min(PERIOD, 2 + self._step // 8)
-        return 2 * early if not self.drafting or self._mode.has_lasted(self._step) else early
+        if not self._mode.has_lasted(self._step):
+            return early if self.drafting else 2 * early
+        return 2 * early if self.drafting else 4 * early
 
     # ------------------------------------------------------------------ trials
 
@@ -271,6 +304,7 @@ class Controller:
         if self.drafting:
             num_steps = TRIAL_WITHOUT + settling_steps(prices.idle_seconds)
             cost = num_steps * max(1.0 - 1.0 / (1.0 + plan.gain), 0.0) * prices.idle_seconds
+            cost += self._pricing.pause(offering, num_steps)
         else:
             num_steps = TRIAL
             cost = num_steps * max(-plan.gain, 0.0) * plan.seconds + self._pricing.catch_up(offering)

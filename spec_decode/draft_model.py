@@ -27,12 +27,11 @@ from .autoregressive import (
 )
 from .drawing import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .factory import ProposerContext
-from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
     from ..models.graphs import GraphedPass, PassGraphs, PassInputs
-    from ..platform.core.batch import RowPlan
 
 
 def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> DraftModelProposer:
@@ -145,7 +144,7 @@ class DraftModelProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: tokens can be computed at any time."""
 
-    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+    def watch_rests(self, steps: RestedSteps) -> None:
         """Nothing is missed."""
 
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

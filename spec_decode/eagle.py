@@ -37,11 +37,10 @@ from .eagle_config import EagleConfig, canonical_name, eagle_kv_bytes_per_token,
 from .eagle_model import EagleHead, LastRows
 from .factory import ProposerContext
 from .hidden_store import HiddenStore
-from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
 
 if TYPE_CHECKING:
     from ..models.graphs import GraphedPass, PassGraphs, PassInputs
-    from ..platform.core.batch import RowPlan
 
 __all__ = ["EagleProposer", "eagle_kv_bytes_per_token", "load_eagle"]
 
@@ -182,9 +181,10 @@ class EagleProposer:
         """Keep the step's hidden states."""
         self._store.append(rows, self._states(target))
 
-    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
-        """Keep the step's hidden states."""
-        self._store.append_planned(rows, self._states(target))
+    @torch.inference_mode()
+    def watch_rests(self, steps: RestedSteps) -> None:
+        """Keep the steps' hidden states."""
+        self._store.append_rested(steps.rows, steps.tables, [self._states(target) for target in steps.targets])
 
     @torch.inference_mode()
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

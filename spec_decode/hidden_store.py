@@ -13,6 +13,7 @@ while entries wait: the last one to a slot wins.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,13 +89,18 @@ class HiddenStore:
             self._flush_for_adapters(rows)
             self._limit()
 
-    def append_planned(self, rows: Sequence[RowPlan], states: tuple[Tensor, ...]) -> None:
-        """`append` of a step that verified no drafts."""
+    def append_rested(
+        self, rows: Sequence[RowPlan], tables: list[list[int]], states: Sequence[tuple[Tensor, ...]]
+    ) -> None:
+        """`append` of steps that verified no drafts: of each the hidden states. See `RestedSteps`."""
         if not rows:
             return
-        if not self._pending.go_on(rows, states):
-            self._pending.add(rows, [row.request.blocks for row in rows], states)
+        if not self._pending.go_on(rows, tables, states):
+            self._pending.add(rows, tables, states[0])
             self._flush_for_adapters(rows)
+            if len(states) > 1:
+                later = [dataclasses.replace(row, start=row.end, num_tokens=1) for row in rows]
+                self.append_rested(later, tables, states[1:])
         self._limit()
 
     def append_passing(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:

@@ -20,12 +20,11 @@ from .checkpoint import fill, fill_randomly, read_tensors, refuse
 from .drawing import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
 from .factory import ProposerContext
 from .medusa_model import MedusaHeads, canonical_names, read_medusa_config, with_tensors
-from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput, no_adapters
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
 from .verification import choose_rule
 
 if TYPE_CHECKING:
     from ..models.graphs import PassGraphs
-    from ..platform.core.batch import RowPlan
 
 MAX_LOGITS_BYTES = 256 << 20
 """Of what captured heads keep. For more rows the device has so much to do that the host keeps ahead of it."""
@@ -134,7 +133,7 @@ class MedusaProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: only the last hidden states are read."""
 
-    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+    def watch_rests(self, steps: RestedSteps) -> None:
         """Nothing is missed."""
 
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
-from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput
 
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
-    from ..platform.core.batch import RowPlan
 
 _FEW_PLACES = 24
 """Earlier places of the last tokens that are looked at one by one."""
@@ -128,7 +127,7 @@ class NgramProposer:
         """Nothing is missed: histories catch up with the tokens."""
         self._forget_finished()
 
-    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+    def watch_rests(self, steps: RestedSteps) -> None:
         """Nothing is missed."""
 
     def _draft(self, row: DraftRow) -> Drafts:

@@ -108,13 +108,13 @@ class Spell:
         """Whether nobody will read any of it."""
         return all(map(_has_gone, self.requests, self.tables))
 
-    def goes_on(self, rows: Sequence[RowPlan]) -> bool:
+    def goes_on(self, rows: Sequence[RowPlan], tables: list[list[int]]) -> bool:
         """Whether a step in which each of `rows` computed a token is the next one of these."""
         if len(rows) != len(self.requests):
             return False
         steps = self.num_steps
-        for row, request, table, start in zip(rows, self.requests, self.tables, self.starts, strict=True):
-            if row.request is not request or request.blocks is not table or row.start != start + steps:
+        for row, now, request, table, start in zip(rows, tables, self.requests, self.tables, self.starts, strict=True):
+            if row.request is not request or now is not table or row.start != start + steps:
                 return False
         return True
 
@@ -150,9 +150,13 @@ class Ring:
         self._end = end + num_tokens
         return end
 
-    def put(self, place: int, num_tokens: int, states: tuple[Tensor, ...]) -> None:
-        """Copy [T, H] each to a place that was taken for T tokens."""
-        for (address, size), state in zip(self._rows, states, strict=True):
+    def put(self, place: int, num_tokens: int, steps: Sequence[tuple[Tensor, ...]]) -> None:
+        """Copy the states of some steps, T tokens in all, to a place that was taken for them."""
+        if len(steps) > 1:
+            for part, states in zip(self._parts, zip(*steps, strict=True), strict=True):
+                torch.cat(states, out=part[place : place + num_tokens])
+            return
+        for (address, size), state in zip(self._rows, steps[0], strict=True):
             dense = state.contiguous()  # lives until it is copied
             memmove(address + place * size, dense.data_ptr(), num_tokens * size)
 
@@ -182,18 +186,20 @@ class PendingStates:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def go_on(self, rows: Sequence[RowPlan], states: tuple[Tensor, ...]) -> bool:
-        """`add`, for a step that is the next one of a spell; False where it is not, and nothing was added."""
+    def go_on(self, rows: Sequence[RowPlan], tables: list[list[int]], steps: Sequence[tuple[Tensor, ...]]) -> bool:
+        """`add`, for the states of steps that are the next ones of a spell; of `rows`, those of the first of them.
+        False where they are not, and nothing was added."""
         last = self._queue[-1] if self._queue else None
-        num_tokens = len(rows)
-        if not isinstance(last, Spell) or len(states[0]) != num_tokens or not last.goes_on(rows):
+        width = len(rows)
+        if not isinstance(last, Spell) or len(steps[0][0]) != width or not last.goes_on(rows, tables):
             return False
         assert self._ring is not None, "spells are in the ring"
+        num_tokens = len(steps) * width
         place = self._ring.take(num_tokens, after=last.place + last.num_tokens)
         if place < 0:
             return False
-        self._ring.put(place, num_tokens, states)
-        last.num_steps += 1
+        self._ring.put(place, num_tokens, steps)
+        last.num_steps += len(steps)
         self.num_tokens += num_tokens
         return True
 
@@ -218,7 +224,7 @@ class PendingStates:
         if place < 0 or self._ring is None:
             self._queue.append(Step(rows, tables, states, -1))
             return
-        self._ring.put(place, num_tokens, states)
+        self._ring.put(place, num_tokens, [states])
         plans = [row for row in rows if isinstance(row, RowPlan)]
         if len(plans) == num_tokens:
             self._queue.append(Spell(plans, tables, self._ring.views(place, self.most_tokens), place))

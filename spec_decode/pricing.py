@@ -73,6 +73,11 @@ class Pricing:
         longer until the caches have settled."""
         return UNSETTLED * SETTLING if drafting else self.catch_up(rows)
 
+    def pause(self, rows: Iterable[RowState], num_steps: int) -> float:
+        """Seconds that it costs to begin to draft for `rows` again after so many steps without."""
+        lag = sum(num_steps for row in rows if row.drafter == 0 and self._has_layers)
+        return self.costs.catch_up(0, lag)
+
     def choose_drafters(self, offering: Sequence[RowState], batch: tuple[int, int]) -> None:
         """Every lane's drafter, as if the whole `batch`, see `prices`, were like it."""
         num_rows, prompt_tokens = batch
@@ -106,7 +111,7 @@ class Pricing:
         costs = self.costs
         drafts = costs.draft_curve(drafter, len(rows))
         count = max(self.probe_drafts(drafter, row) for row in rows)
-        cost = 2 * costs.bookkeeping_seconds + drafts(count) - drafts(0)  # it is decided before it and after it
+        cost = costs.bookkeeping_seconds + drafts(count) - drafts(0)
         cost += prices.target(prices.base_tokens + count * len(rows)) - prices.target(prices.base_tokens)
         if self._has_passes[drafter]:
             cost += costs.catch_up(drafter, sum(row.lag for row in rows))

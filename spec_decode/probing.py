@@ -64,6 +64,14 @@ class Budget:
         """All that is due will be asked for again."""
         self._enough = None
 
+    def charge(self, cost: float, step_seconds: float) -> None:
+        """Take off `cost` seconds that were spent in any case; what is wanted next has to wait for them."""
+        self.spent = max(self.spent, SHARE * self.elapsed - MOST_SAVED * step_seconds) + cost
+        if self._enough is not None:
+            self._enough += cost / SHARE
+        else:
+            self._enough = (self.spent - HEAD_START * step_seconds) / SHARE
+
     def spend(self, cost: float, step_seconds: float, *, borrow: bool = False) -> bool:
         """Charge `cost` seconds and return True, or return False and charge nothing: there is not enough. `borrow`:
         some may be missing, later trials have to wait."""

@@ -119,6 +119,17 @@ class Proposer(Protocol):
         ...
 
 
+class RestedSteps(NamedTuple):
+    """Steps one after another for which nobody was asked for drafts."""
+
+    rows: Sequence[RowPlan]
+    """Of the first one. In each that follows, the same sequences computed one token each."""
+    tables: list[list[int]]
+    """Block tables of the rows, as they were then; they may have grown."""
+    targets: list[TargetOutput]
+    """Of each step."""
+
+
 class Drafter(Proposer, Protocol):
     """A proposer that the adaptive one may compose: it need not be asked in steps where nothing is to be drafted."""
 
@@ -126,8 +137,9 @@ class Drafter(Proposer, Protocol):
         """Stands in for `propose` in a step that asks for no drafts: take in what would be lost otherwise."""
         ...
 
-    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
-        """See `Resting`."""
+    def watch_rests(self, steps: RestedSteps) -> None:
+        """`watch` of steps after which nobody was asked for anything (`Resting`), maybe a few later. Requests may have
+        finished meanwhile, though none with an adapter."""
         ...
 
 
@@ -217,6 +229,9 @@ class NoProposer:
         """Nothing to learn."""
 
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Nothing to learn."""
+
+    def watch_rests(self, steps: RestedSteps) -> None:
         """Nothing to learn."""
 
     def forget_adapter(self, digest: bytes) -> None:

@@ -37,6 +37,8 @@ GUESSED_LOOKUP_SHARE = 0.002
 """The same for a drafter without passes."""
 MIXED = 0
 """Class of rows of the steps that also computed prompt tokens."""
+_STEPS_A_DECISION = 12
+"""Where drafting pays, about."""
 _EXACT = 64
 _TRUSTED_AFTER = 12
 """Times of a cell after which it weighs as much as the plane."""
@@ -180,16 +182,16 @@ class TimeTable:
     def _blended(self, wanted: int, own: Series | None, shares: Collection[float]) -> tuple[list[float], list[float]]:
         """The plane, moved towards what was measured for this class as much as that can be trusted."""
         assert self._plane is not None
-        at, errors, points = [0.0], [0.0], {}
+        error_at, points = Curve([0.0], [0.0], 0.0), {}
         cells = sorted(own.cells.values(), key=lambda cell: cell.size) if own else []
         if cells:
-            at = [cell.size for cell in cells]
             planes = [self._plane(wanted, cell.size) for cell in cells]
             trusts = [cell.count / (cell.count + _TRUSTED_AFTER) for cell in cells]
             errors = [
                 trust * math.log(cell.value / max(plane, SHORTEST))
                 for cell, plane, trust in zip(cells, planes, trusts, strict=True)
             ]
+            error_at = Curve([cell.size for cell in cells], errors, 0.0)
             points = {
                 cell.size: (plane * math.exp(error), min(cell.count, 50))
                 for cell, plane, error in zip(cells, planes, errors, strict=True)
@@ -197,7 +199,7 @@ class TimeTable:
         for share in shares:
             size = share * wanted if self._by_row else share
             if all(abs(size - known) > 0.04 * size for known in points):
-                points[size] = (self._plane(wanted, size) * math.exp(float(np.interp(size, at, errors))), 1)
+                points[size] = (self._plane(wanted, size) * math.exp(error_at(size)), 1)
         sizes = sorted(points)
         return sizes, monotone([points[size][0] for size in sizes], [points[size][1] for size in sizes])
 
@@ -252,7 +254,8 @@ class StepCosts:
         """`has_passes`: for each drafter, whether it is a neural one."""
         self._speed = Speed()
         self.target = TimeTable(self._speed)
-        self._drafters = [TimeTable(self._speed, by_row=False) for _ in has_passes]
+        # Prompt lookup takes microseconds, which depend on what the caches hold: they say nothing of the machine.
+        self._drafters = [TimeTable(self._speed if passes else None, by_row=False) for passes in has_passes]
         self._shares = [GUESSED_DRAFT_SHARE if passes else GUESSED_LOOKUP_SHARE for passes in has_passes]
         # What follows, in seconds, is kept over the machine's speed, as cells are.
         self._catch_up: list[deque[float]] = [deque(maxlen=8) for _ in has_passes]  # seconds a token that it lags
@@ -261,6 +264,7 @@ class StepCosts:
         self._drafting_gaps = Cell(0.0)  # after steps that drafted
         self._num_gaps = 0  # of both
         self._bookkeeping: deque[float] = deque(maxlen=16)
+        self._decisions: deque[float] = deque(maxlen=16)
         self._step = 0.0  # seconds of a step of the target, smoothed, whatever it computed
 
     @property
@@ -279,18 +283,31 @@ class StepCosts:
 
     @property
     def bookkeeping_seconds(self) -> float:
-        """Deciding and counting, of that."""
-        return _low(self._bookkeeping) * self._speed.factor
+        """Counting, of that, and deciding now and then."""
+        return _low(self._bookkeeping) * self._speed.factor + self.decision_seconds / _STEPS_A_DECISION
 
-    def add_gap(self, seconds: float, *, drafting: bool = False) -> None:
-        """Time between two steps; `drafting`: the first of them drafted."""
+    @property
+    def decision_seconds(self) -> float:
+        """A decision, with all that is taken in before it."""
+        return _low(self._decisions) * self._speed.factor
+
+    def add_gap(self, seconds: float) -> None:
+        """Time between two steps, of which the first did not draft."""
         self._num_gaps += 1
-        gaps = self._drafting_gaps if drafting else self._gaps
-        gaps.add(0.0, max(seconds, 0.0) / self._speed.factor, self._num_gaps)
+        self._gaps.add(0.0, max(seconds, 0.0) / self._speed.factor, self._num_gaps)
+
+    def add_drafting_gap(self, seconds: float) -> None:
+        """Time between two steps, of which the first drafted."""
+        self._num_gaps += 1
+        self._drafting_gaps.add(0.0, max(seconds, 0.0) / self._speed.factor, self._num_gaps)
 
     def add_bookkeeping(self, seconds: float) -> None:
-        """Time of deciding and counting in a step that drafted."""
+        """Time of counting in a step that drafted."""
         self._bookkeeping.append(max(seconds, 0.0) / self._speed.factor)
+
+    def add_decision(self, seconds: float) -> None:
+        """Time of a decision, with all that is taken in before it."""
+        self._decisions.append(max(seconds, 0.0) / self._speed.factor)
 
     def add_step(self, rows: int, tokens: int, seconds: float) -> None:
         """A step computed `tokens` tokens of `rows` decoding rows, or of a `MIXED` batch."""

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from ..platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
 from ..platform.core.speculative_config import SpeculativeConfig
-from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, TargetOutput
+from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput
 from .suffix_tree import NOTHING, Continuation, Place, SuffixTree, Text
 
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
-    from ..platform.core.batch import RowPlan
 
 Namespace = tuple[bytes, bytes]
 """See `Request.text_namespace`."""
@@ -232,9 +231,9 @@ class SuffixProposer:
                 self._live_of(row.request)
         self._stores.work(STEP_TOKENS)
 
-    def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+    def watch_rests(self, steps: RestedSteps) -> None:
         """See who runs: what they are answered is for others' drafts."""
-        for row in rows:
+        for row in steps.rows:
             if row.request.params.max_drafts != 0:
                 self._live_of(row.request)
 

@@ -115,7 +115,7 @@ def test_drafters_that_take_turns(models, make_engine, plain_text, run, jobs, me
     """The text is the same, both drafters are asked, and one that lagged drafts as one does that never did."""
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **OPTIONS[options])
     drafters = engine._runner._proposer._drafters
-    neural, lookup = drafters[:] = [Recording(drafter) for drafter in drafters]
+    neural, lookup = drafters._drafters = [Recording(drafter) for drafter in drafters]
     for name in ("seeded", "greedy", "greedy"):  # the last one from the prefix cache
         mark = len(neural.log)
         assert text(run(engine, jobs(name))) == plain_text(name), name

@@ -16,6 +16,7 @@ from outrider.platform.engine.warm_up import warm_up
 from outrider.spec_decode import adaptive_factory, drawing
 from outrider.spec_decode.adaptive_late import LateAdaptive
 from outrider.spec_decode.controller import Controller
+from outrider.spec_decode.stopwatch import Stopwatch
 from outrider.spec_decode.workload import Workload
 
 from .test_async_speculation import note_drafts
@@ -192,12 +193,13 @@ def test_evidence_is_taken_in_once(models, make_engine, run, prompts, method, mo
         verified(self, row, num_drafts, num_accepted)
 
     monkeypatch.setattr(Controller, "verified", noted)
-    monkeypatch.setattr(LateAdaptive, "_has_settled", lambda self, seconds: True)
+    monkeypatch.setattr(Stopwatch, "has_settled", lambda self, seconds: True)
     monkeypatch.setattr(Workload, "computed", lambda self, prompts, answers: outputs.append(answers))
     add_step = controller.costs.add_step
     controller.costs.add_step = lambda rows, tokens, seconds: (steps.append(tokens), add_step(rows, tokens, seconds))
     plans = watch(engine, monkeypatch)
     outcomes = run(engine, jobs_of(models, prompts, KINDS, max_tokens=40))
+    engine._runner._proposer.snapshot()  # takes in what there is
     assert seen[-1] == 0
     assert min(seen[0], seen[1]) > 10
     said = sum(outcome.speculation.num_draft_tokens for outcome in outcomes)

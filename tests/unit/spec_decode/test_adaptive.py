@@ -49,8 +49,8 @@ class Recording(NoProposer):
     def watch(self, rows, target):
         self.watched += 1
 
-    def rested(self, rows, target):
-        self.rested_steps += 1
+    def watch_rests(self, steps):
+        self.rested_steps += len(steps.targets)
 
     def propose(self, rows, target):
         self.calls.append([(row.request, row.max_drafts) for row in rows])
@@ -88,8 +88,9 @@ OUTPUT = TargetOutput(seconds=0.01)
 
 def test_a_neural_drafter_gets_a_fallback_and_a_lookup_does_not():
     neural = make_adaptive(Recording(0), parse_speculative({"method": "eagle3", "model": "m"}))
-    assert isinstance(neural._drafters[1], NgramProposer)
-    assert neural._drafters[1]._min_n == 2, "one token that repeats says little where a network was not right"
+    _, fallback = neural._drafters
+    assert isinstance(fallback, NgramProposer)
+    assert fallback._min_n == 2, "one token that repeats says little where a network was not right"
     assert neural.needs.aux_layers == (0,)
     alone = make_adaptive(NgramProposer(1, 5), parse_speculative({"method": "ngram"}))
     assert len(alone._drafters) == 1
@@ -140,10 +141,13 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
     state.drafter, state.num_drafts = 1, 4
     proposer.propose([row(one)], OUTPUT)
     proposer.propose([row(one, num_drafts=2, num_accepted=1)], OUTPUT)  # truncated by the budget
+    proposer.snapshot()  # who looks at the controller finds all evidence taken in
     assert [rates.evidence for rates in state.lane.rates] == [0.0, 1.0]
     proposer.propose([row(one, sampled=False, max_drafts=0)], OUTPUT)  # preempted: its drafts are gone
+    proposer.snapshot()
     assert state.proposed_by == -1
     proposer.propose([row(one)], OUTPUT)
+    proposer.snapshot()
     assert [rates.evidence for rates in state.lane.rates] == [0.0, 1.0]
 
 
@@ -157,6 +161,7 @@ def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
     proposer.propose([row(one)], OUTPUT)
     assert proposer.rest == 6, "the seventh finds that it is time"
     measured, outputs, watched, steps = [], [], first.watched, controller._step
+    proposer.snapshot()
     controller.costs.add_step = lambda rows, tokens, seconds: measured.append((rows, tokens, seconds))
     controller.workload = Noting(lambda prompts, answers: outputs.append(answers))
     for left in (5, 4, 3, 2, 1, 0):
@@ -166,6 +171,7 @@ def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
     assert controller._step == steps + 6
     assert controller.is_time
     proposer.propose([row(one)], OUTPUT)
+    proposer.snapshot()
     assert (first.watched, measured, sum(outputs)) == (watched + 1, [(1, 1, OUTPUT.seconds)] * 2, 7)
 
 
@@ -179,6 +185,7 @@ def test_a_rest_goes_on_while_nothing_is_new_whoever_comes_and_goes(parts):
     controller._next_decision = controller._step + 3
     proposer.propose([row(one)], OUTPUT)
     controller.due = lambda num_rows, mixed: controller.is_time
+    proposer.snapshot()
     controller.rest_on = lambda rows: looks.append(len(rows)) or 5
     controller.workload = Noting(lambda prompts, answers: outputs.append((prompts, answers)))
     asked = first.watched
@@ -231,6 +238,7 @@ def test_prompts_and_answers_are_counted_where_they_are_computed(parts):
     verified = row(whole, num_drafts=3, num_accepted=2)._replace(tokens=[1] * 5, start=1, num_valid=4)
     proposer.propose([verified], OUTPUT)
     proposer.propose([verified._replace(tokens=[1] * 4)], OUTPUT)  # the last of the accepted drafts ended it
+    proposer.snapshot()
     assert seen == [(20 + 25, 1), (0, 3), (0, 2)]
 
 

@@ -89,7 +89,7 @@ class Engine:
     def collect(self, step, accepted):
         number, rows, proposals, looked_up = step
         accepted = 0 if looked_up and not self.lookup_is_right else accepted
-        self.proposer._clock.now += 0.01
+        self.proposer._watch.clock.now += 0.01
         ended = [self.drafted(row, min(accepted, row.num_drafts)) for row in rows]
         if proposals is None:
             self.in_turn.append(number)
@@ -103,7 +103,7 @@ class Engine:
     def run(self, num_steps, accepted=2):
         for _ in range(num_steps):
             if self.under_way is None:
-                self.proposer._clock.now += self.host
+                self.proposer._watch.clock.now += self.host
             step = self.under_way or self.plan()
             self.under_way = self.plan() if step[2] is not None else None
             self.collect(step, accepted)
@@ -220,12 +220,14 @@ def test_of_requests_that_have_ended_nothing_is_learned(made):
     ends, stays = request("ends"), request("stays")
     engine = Engine(proposer, [ends, stays])
     engine.run(12)
+    proposer.snapshot()  # takes in what there is
     assert seen
     state = proposer._known[ends]
     ends.status = Status.FINISHED  # by what was committed last; its row in the step under way is computed in vain
     mark = len(seen)
     assert ends in [row.request for row in engine.under_way[1]]
     engine.run(3)
+    proposer.snapshot()
     assert state not in seen[mark:]
     assert len(seen) > mark
     assert set(proposer._known) == {stays}
@@ -241,6 +243,7 @@ def test_times_of_late_drafts_are_the_devices_and_failed_steps_leave_none(made):
     engine.run(4)
     engine.under_way = None  # an error: it never lands
     engine.run(3)
+    proposer.snapshot()
     assert all(entry == (0, 3, pytest.approx(0.002)) for entry in taken)
     assert len(taken) == 4 + 3 - 1, "the last are known a step later"
     assert len(proposer._timed) <= 1

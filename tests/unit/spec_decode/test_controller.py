@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.spec_decode import controller as controller_module
-from outrider.spec_decode.controller import Controller, DrafterTraits
+from outrider.spec_decode.controller import DECIDING_SHARE, Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
 from outrider.spec_decode.lanes import LEAST_OUTLOOK, MAX_LANES, MOST_OUTLOOK, Before, RowState
-from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, SHARE, Backoff, Budget
+from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, MOST_SAVED, SHARE, Backoff, Budget
 from outrider.spec_decode.step_costs import Curve, DraftSize
 
 NEURAL = DrafterTraits("draft_model", True)
@@ -120,6 +120,67 @@ def test_what_was_refused_is_asked_for_again_when_it_can_be_paid():
     assert budget.spend(HEAD_START + 2.0, 1.0)
 
 
+def test_what_was_spent_in_any_case_is_waited_for():
+    budget = Budget()
+    budget.elapsed = 10_000.0
+    assert budget.spend(1.0, 1.0)
+    budget.charge(5.0, 1.0)
+    assert budget.may_suffice, "there is enough"
+    budget.charge(MOST_SAVED + HEAD_START, 1.0)
+    assert not budget.may_suffice
+    steps = 0
+    while not budget.may_suffice:
+        budget.elapsed += 1.0
+        steps += 1
+    budget.elapsed += 1.0
+    assert budget.spend(0.5 * SHARE, 1.0)
+    assert steps > 1.0 / SHARE
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004])
+def test_another_number_of_rows_is_decided_for_when_that_is_worth_its_time(seconds):
+    """Steps of a millisecond: a decision of four is made after 200 of them, one that costs nothing at once."""
+    controller = Controller([NEURAL], 4)
+    rows = [RowState(controller.lane(b"a")) for _ in range(8)]
+
+    def decide(number, steps):
+        controller._next_decision = controller._step + 10**6
+        for step in range(steps):
+            if controller.due(number, False):
+                for row in rows[:number]:
+                    row.limit = 4
+                controller.decide(rows[:number], 0)
+                controller._next_decision = controller._trial_ends = 10**6
+                controller.decided(seconds)
+                return step
+            controller.costs.add_step(number, number, 0.001)
+            controller.stepped(0.001)
+        return -1
+
+    controller.decide(rows, 0)
+    controller._trial_ends = 0
+    assert decide(2, 400) == 0, "nothing is known of so many rows"
+    controller._trial_ends = 0
+    assert controller.drafting
+    assert decide(8, 400) == pytest.approx(seconds / 0.001 / DECIDING_SHARE)
+
+
+def test_decisions_that_draft_nothing_share_the_budget_of_trials(off):
+    rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
+    off(3000, rows)
+    controller = off.controller
+    spent = controller._budget.spent
+    controller._outlooks.clear()  # so that all is decided anew
+    controller.decide(rows, 0)
+    controller.decided(0.5)
+    assert not controller.drafting
+    assert controller._budget.spent >= spent + 0.5
+    spent = controller._budget.spent
+    controller.decide(rows, 0)  # finds that nothing is new
+    controller.decided(0.5)
+    assert controller._budget.spent == spent
+
+
 @pytest.fixture
 def off(monkeypatch):
     """off(steps, rows) -> the steps in which all was decided anew, of a controller whose drafts never pay."""
@@ -178,7 +239,7 @@ def test_another_adapter_or_evidence_is_a_reason_to_decide(off):
         for _ in range(30):
             rows[1].proposed_by = 0
             off.controller.verified(rows[1], 1, accepted)
-        decided = off(20, rows)
+        decided = off(40, rows)
         if trials == [row.lane.trials[0].last for row in rows]:
             assert any(decided) == is_reason, "what makes drafting look better, not what makes it look worse"
 

@@ -50,7 +50,8 @@ class Timer:
 def test_the_devices_seconds_count_for_drafts_and_not_as_a_gap(monkeypatch):
     drafts, gaps, steps = [], [], []
     monkeypatch.setattr(StepCosts, "add_draft", lambda self, drafter, size, seconds: drafts.append(seconds))
-    monkeypatch.setattr(StepCosts, "add_gap", lambda self, seconds, *, drafting: gaps.append(seconds))
+    for name in ("add_gap", "add_drafting_gap"):
+        monkeypatch.setattr(StepCosts, name, lambda self, seconds: gaps.append(seconds))
     clock = Clock()
     proposer = AdaptiveProposer([(DrafterTraits("draft_model", True), Launching(clock))], 2, clock, timer=Timer)
     controller = proposer.controller
@@ -62,12 +63,15 @@ def test_the_devices_seconds_count_for_drafts_and_not_as_a_gap(monkeypatch):
     Timer.made.clear()
     for state in proposer._states:
         state.drafter, state.num_drafts = 0, 2
+    proposer.snapshot()  # takes in what there is
     drafts[:], gaps[:], steps[:] = [], [], []
     proposer.propose([row], TargetOutput(seconds=3.0))
     assert len(Timer.made) == 1
+    proposer.snapshot()
     assert drafts == [], "the device is still at it"
     clock.now += 4.0 + 3.0 + 0.25  # the rest of drafting, the target, and what the host took beside
     proposer.propose([row], TargetOutput(seconds=3.0))
+    proposer.snapshot()
     assert drafts == [5.0]
     assert gaps[-1] == 0.25
     assert steps[-1] - steps[-2] == 4.0, "a step's seconds have those of the drafting before it"

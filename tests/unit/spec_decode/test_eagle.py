@@ -15,7 +15,8 @@ from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode import pending_states
-from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.proposer import DraftRow, Proposal, RestedSteps, TargetOutput, no_adapters
+from outrider.spec_decode.rests import Waiting
 
 BLOCK, NUM_BLOCKS = 4, 96
 GREEDY = SamplingParams(temperature=0.0)
@@ -75,6 +76,7 @@ class Engine:
         self.free = list(range(NUM_BLOCKS))
         self.rng.shuffle(self.free)
         self.references: dict[int, int] = {}
+        self.waiting = Waiting()
         self.count = 0
 
     def tokens(self, count: int) -> list[int]:
@@ -147,7 +149,10 @@ class Engine:
             total += len(computed) - row.start
         joined = [torch.cat(parts) for parts in zip(*states, strict=True)]
         output = TargetOutput(joined[-1], tuple(joined[i] for i in self.proposer.needs.aux_layers))
+        for sequence, *_ in work:
+            sequence.request.blocks = sequence.table
         if any(row.max_drafts or row.num_drafts for row in rows) or self.rng.random() < 0.5:
+            self.look_at_rests()
             proposals = self.proposer.propose(rows, output)
         else:
             proposals = self.rest(rows, output)
@@ -159,12 +164,19 @@ class Engine:
         return [proposal.drafts for proposal in proposals]
 
     def rest(self, rows: list[DraftRow], output: TargetOutput) -> list[Proposal]:
-        plans = []
-        for row in rows:
-            row.request.blocks = row.block_table
-            plans.append(RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0))
-        self.proposer.rested(plans, output)
+        """Some are looked at later, as the adaptive proposer does it."""
+        plans = [RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0) for row in rows]
+        if not self.waiting.go_on(plans, output):
+            self.look_at_rests()
+            if not self.waiting.begin(plans, output):
+                tables = [row.request.blocks for row in rows]
+                self.proposer.watch_rests(RestedSteps(plans, tables, [output]))
         return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
+
+    def look_at_rests(self) -> None:
+        steps = self.waiting.take()
+        if steps is not None:
+            self.proposer.watch_rests(steps)
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS, ids=NAMES)

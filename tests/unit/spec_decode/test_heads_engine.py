@@ -12,6 +12,7 @@ from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.prefix_cache import PrefixCache
+from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.hidden_store import HiddenStore
 from outrider.spec_decode.proposer import DraftRow
 
@@ -233,13 +234,13 @@ def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, pr
     kept, lacking = set(), []
 
     def noting(of):
-        def note(store, rows, states):
+        def note(self, rows, states):
             for row in rows:
                 table, end = (
                     (row.block_table, row.num_valid) if isinstance(row, DraftRow) else (row.request.blocks, row.end)
                 )
                 kept.update((table[at // 4], at % 4) for at in range(row.start, end))
-            return of(store, rows, states)
+            return of(self, rows, states)
 
         return note
 
@@ -248,8 +249,9 @@ def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, pr
         places = [(block, at) for block in request.blocks[: request.num_published] for at in range(4)]
         lacking.extend(place for place in places if request.namespace is not None and place not in kept)
 
-    for name in ("append", "append_passing", "append_planned"):
+    for name in ("append", "append_passing"):
         monkeypatch.setattr(HiddenStore, name, noting(getattr(HiddenStore, name)))
+    monkeypatch.setattr(AdaptiveProposer, "rested", noting(AdaptiveProposer.rested))
     monkeypatch.setattr(PrefixCache, "publish", publish)
     for prompt, text in zip(prompts[:4], texts, strict=False):
         answer = text[len(prompt) :]

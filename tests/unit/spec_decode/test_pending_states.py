@@ -24,8 +24,9 @@ def step(pending, requests, start, seed, num_tokens=1):
     rows = [RowPlan(one, start, num_tokens, 0, True, 0) for one in requests]
     states = (torch.randn(len(rows) * num_tokens, 6, generator=torch.Generator().manual_seed(seed)),)
     kept = states[0].clone()
-    if not pending.go_on(rows, states):
-        pending.add(rows, [one.blocks for one in requests], states)
+    tables = [one.blocks for one in requests]
+    if not pending.go_on(rows, tables, [states]):
+        pending.add(rows, tables, states)
     states[0].zero_()  # a step's memory is used again
     return kept
 
@@ -54,6 +55,23 @@ def test_steps_in_which_the_same_sequences_decode_are_one_spell():
         for one, state in zip(requests, both, strict=True):
             position = 3 + at
             assert torch.equal(found[one.blocks[position // BLOCK] * BLOCK + position % BLOCK], state)
+
+
+def test_steps_that_come_together_are_as_if_they_came_one_by_one():
+    requests = [request([0, 1, 2, 3, 4, 5]), request([9, 8, 7, 6, 11, 12])]
+    single, together = PendingStates(), PendingStates()
+    states = []
+    for pending in (single, together):
+        states = [step(pending, requests, 0, 0)]
+    states += [step(single, requests, 1 + at, 1 + at) for at in range(9)]
+    plans = [RowPlan(one, 1, 1, 0, True, 0) for one in requests]
+    tables = [one.blocks for one in requests]
+    assert together.go_on(plans, tables, [(each,) for each in states[1:]])
+    assert together.num_tokens == single.num_tokens == 20
+    assert len(together) == 1
+    one_by_one, at_once = written(single), written(together)
+    assert one_by_one.keys() == at_once.keys()
+    assert all(torch.equal(one_by_one[slot], at_once[slot]) for slot in at_once)
 
 
 def test_a_spell_ends_with_who_runs_and_where():
@@ -98,7 +116,8 @@ def test_a_ring_never_gives_a_place_twice(seed, size):
             assert taken or count > size, "what is empty has room"
             continue
         state = torch.full((count, 3), float(number))
-        ring.put(place, count, (state,))
+        cut = rng.randint(0, count - 1)
+        ring.put(place, count, [(part,) for part in (state[:cut], state[cut:]) if len(part)])
         taken.append((place, count, state))
         for first, length, expected in taken:
             assert torch.equal(ring.views(first, length)[0], expected)

@@ -114,7 +114,7 @@ def test_what_drafting_takes_beside_the_drafter_is_priced():
     costs = StepCosts([True])
     for index in range(40):
         costs.add_gap(0.002)
-        costs.add_gap(0.5 if index % 3 == 0 else 0.003, drafting=True)
+        costs.add_drafting_gap(0.5 if index % 3 == 0 else 0.003)
         costs.add_bookkeeping(0.5 if index % 3 == 0 else 0.0005)
     assert costs.host_seconds == pytest.approx(0.002, rel=0.02)
     assert costs.drafting_seconds == pytest.approx(0.0015, rel=0.05)
@@ -138,3 +138,18 @@ def test_before_anything_is_measured_drafting_looks_cheap():
     assert costs.target_curve(1)(9) < 1.2 * costs.target_curve(1)(1)
     assert costs.draft_curve(0, 1)(4) < 0.2 * 0.02
     assert costs.draft_curve(1, 1)(4) < costs.draft_curve(0, 1)(4)
+
+
+def test_prompt_lookup_says_nothing_of_the_machine():
+    costs = StepCosts([True, False])
+    for _ in range(40):
+        costs.add_step(1, 1, 0.01)
+        costs.add_draft(0, DraftSize(1, 4), 0.004)
+        costs.add_draft(1, DraftSize(1, 4), 1e-4)
+    before = costs.target_curve(1)(1)
+    for _ in range(100):
+        costs.add_draft(1, DraftSize(1, 4), 1e-5)  # its code is in the caches now
+    assert costs.target_curve(1)(1) == before
+    for _ in range(100):
+        costs.add_draft(0, DraftSize(1, 4), 0.008)
+    assert costs.target_curve(1)(1) > 1.3 * before, "a network's passes do"

@@ -1,0 +1,125 @@
+"""What the adaptive proposer measures of short steps: some of them, rightly, and everything that was accepted."""
+
+import pytest
+
+from outrider.platform.core.request import Drafts, Request
+from outrider.platform.core.sampling_params import SamplingParams
+from outrider.spec_decode.adaptive import AdaptiveProposer
+from outrider.spec_decode.controller import DrafterTraits
+from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, TargetOutput
+from outrider.spec_decode.rests import WORTH_WAITING
+
+GAP, DRAFTING = 2e-4, 3e-4
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Network(NoProposer):
+    """Takes its time for as many drafts as it is asked for."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def propose(self, rows, target):
+        self.clock.now += DRAFTING
+        return [Proposal(Drafts([7] * row.max_drafts), len(row.tokens)) for row in rows]
+
+
+class Engine:
+    """Steps of as many seconds; all drafts are right."""
+
+    def __init__(self, seconds):
+        self.clock = Clock()
+        self.proposer = AdaptiveProposer([(DrafterTraits("draft_model", True), Network(self.clock))], 2, self.clock)
+        self.seconds, self.told, self.drafts = seconds, {}, {}
+        controller = self.proposer.controller
+        controller.due = lambda num_rows, mixed: False
+        for of, name in (
+            (controller.costs, "add_step"),
+            (controller.costs, "add_draft"),
+            (controller.costs, "add_drafting_gap"),
+            (controller, "verified"),
+        ):
+            setattr(of, name, self.noting(name))
+
+    def noting(self, name):
+        self.told[name] = []
+        return lambda *args: self.told[name].append(args)
+
+    def request(self):
+        return Request("r", [1, 2, 3], 3, SamplingParams(), seed_key=1)
+
+    def run(self, requests, steps):
+        """Returns the drafts of each step."""
+        controller, found = self.proposer._controller, []
+        for _ in range(steps):
+            controller._next_decision = controller._step + 100
+            self.clock.now += GAP + self.seconds
+            rows = []
+            for one in requests:
+                count = self.drafts.get(one, 0)
+                one.tokens = one.tokens + [7] * (count + 1)
+                length = len(one.tokens)
+                rows.append(
+                    DraftRow(one, one.tokens, length - 1, length - 1, 2, [], True, length - 2 - count, 0, count, count)
+                )
+            proposals = self.proposer.propose(rows, TargetOutput(seconds=self.seconds))
+            for state in self.proposer._states:
+                state.drafter, state.num_drafts = 0, 2
+            self.drafts = {
+                one: len(proposal.drafts.token_ids) for one, proposal in zip(requests, proposals, strict=True)
+            }
+            found.append([proposal.drafts.token_ids for proposal in proposals])
+        self.proposer.snapshot()  # takes in what there is
+        return found
+
+
+@pytest.fixture
+def engine():
+    return Engine(WORTH_WAITING / 4)
+
+
+def test_of_short_steps_a_quarter_is_measured_and_all_that_was_accepted_counts(engine):
+    one = engine.request()
+    engine.run([one], 4)
+    for told in engine.told.values():
+        told.clear()
+    found = engine.run([one], 80)
+    assert found == [[[7, 7]]] * 80
+    assert len(engine.told["verified"]) == 80
+    assert 19 <= len(engine.told["add_step"]) <= 21
+    assert 19 <= len(engine.told["add_draft"]) <= 21
+    assert engine.proposer._controller._step == 84
+
+
+def test_what_is_measured_is_right_whoever_comes_and_goes(engine):
+    requests = [engine.request() for _ in range(3)]
+    for number in range(1, 40):
+        engine.run(requests[: 1 + number % 3], 1 + number % 5)
+    gaps = [seconds for (seconds,) in engine.told["add_drafting_gap"]]
+    assert len(gaps) > 10
+    assert gaps == pytest.approx([GAP] * len(gaps)), "no step is taken for a gap"
+    drafting = [seconds for _, _, seconds in engine.told["add_draft"]]
+    assert drafting == pytest.approx([DRAFTING] * len(drafting))
+
+
+def test_long_steps_are_all_measured():
+    engine = Engine(WORTH_WAITING)
+    one = engine.request()
+    engine.run([one], 4)
+    engine.told["add_step"].clear()
+    engine.run([one], 20)
+    assert len(engine.told["add_step"]) == 20
+
+
+def test_busy_time_goes_on_while_nothing_is_measured(engine):
+    one, budget = engine.request(), engine.proposer._controller._budget
+    engine.run([one], 8)
+    before = budget.elapsed
+    engine.run([one], 40)
+    assert budget.elapsed - before == pytest.approx(40 * (engine.seconds + DRAFTING), rel=0.01)
