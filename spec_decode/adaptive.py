@@ -162,8 +162,10 @@ class AdaptiveProposer:
         """See `Resting`."""
         self._rest -= 1
         if not self._waiting.go_on(rows, target):
-            self._watch_rests()
+            if self._waiting.is_full:
+                self._watch_rests()
             if not self._waiting.begin(rows, target):
+                self._watch_rests()
                 self._look_at(RestedSteps(rows, [row.request.blocks for row in rows], [target]))
             batch = [row.request for row in rows]
             if batch != self._batch:
@@ -178,8 +180,7 @@ class AdaptiveProposer:
 
     def _watch_rests(self) -> None:
         """Look at the steps that were put off."""
-        steps = self._waiting.take()
-        if steps is not None:
+        for steps in self._waiting.take():
             self._look_at(steps)
 
     def _look_at(self, steps: RestedSteps) -> None:

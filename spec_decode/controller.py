@@ -45,7 +45,7 @@ PERIOD = 8
 """Steps between decisions, at most; twice that when drafting has paid for long, or while nothing is drafted, and so
 nothing is learned; four times when nothing was drafted for long."""
 DECIDING_SHARE = 0.02
-"""Of busy time, for decisions because the number of rows has changed."""
+"""Of busy time, for decisions because other rows are computed."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
 UNKNOWN = 64
@@ -162,13 +162,12 @@ class Controller:
         rows, was_mixed = self._batch
         if self._step < self._trial_ends:
             return False
-        if self._has_news and num_rows <= FEW:
-            return True
+        has_news = self._has_news and num_rows <= FEW
         changed = row_class(num_rows) != row_class(rows) or mixed != was_mixed
-        return changed and self._is_worth_deciding(num_rows, mixed)
+        return (has_news or changed) and self._is_worth_deciding(num_rows, mixed)
 
     def _is_worth_deciding(self, num_rows: int, mixed: bool) -> bool:
-        """Whether another number of rows is a reason to decide now: for a small model a decision is no trifle."""
+        """Whether other rows are a reason to decide now: for a small model a decision is no trifle."""
         mode = self._modes.get(MIXED if mixed else row_class(num_rows))
         if mode is None or mode.drafting != self.drafting:
             return True
@@ -248,6 +247,7 @@ class Controller:
             if not self._nothing_new(is_same):
                 return 0
             self._batch, self._has_news = (len(rows), False), False
+            self._decided_at = self._budget.elapsed
             self._next_decision = self._step + self._period()
             self._draft_nothing(rows)
         return self.steps_left

@@ -40,35 +40,41 @@ class Rests:
 
 
 class Waiting:
-    """Decodes of the same sequences, step after step, that nobody has looked at yet: the code that would is not in the
-    processor's caches after a step of the target, and runs several times as fast for the second of two."""
+    """Steps that nobody has looked at yet: the code that would is not in the processor's caches after a step of the
+    target, and runs several times as fast for the second of two."""
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_num_steps", "_spells")
 
     def __init__(self) -> None:
-        self._steps: RestedSteps | None = None
+        self._spells: list[RestedSteps] = []
+        self._num_steps = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are enough of them."""
+        return self._num_steps >= MOST_WAITING
 
     def go_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
-        """Keep a step of the same sequences as those that wait; False: it is not, or there are enough."""
-        steps = self._steps
-        if steps is None or len(rows) != len(steps.rows) or len(steps.targets) >= MOST_WAITING:
+        """Keep a step of the same sequences as the last that waits; False: it is not, or there are enough."""
+        if not 0 < self._num_steps < MOST_WAITING:
             return False
-        # A sequence that still has the list of blocks with which it decoded has not given way since: it decodes.
-        if not all(map(is_, [row.request.blocks for row in rows], steps.tables)):
+        steps = self._spells[-1]
+        # A sequence that still has the list of blocks with which it sampled has not given way since: it decodes.
+        if len(rows) != len(steps.rows) or not all(map(is_, [row.request.blocks for row in rows], steps.tables)):
             return False
         steps.targets.append(target)
+        self._num_steps += 1
         return True
 
     def begin(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
-        """Keep the first of such steps, while none wait; False: it is to be looked at now."""
-        if target.seconds >= WORTH_WAITING or not all(
-            row.num_tokens == 1 and row.samples and row.request.adapter is None for row in rows
-        ):
+        """Keep a step of other sequences; False: it is to be looked at now, after those that wait."""
+        if target.seconds >= WORTH_WAITING or not all(row.samples and row.request.adapter is None for row in rows):
             return False  # an adapter may be gone later
-        self._steps = RestedSteps(rows, [row.request.blocks for row in rows], [target])
+        self._spells.append(RestedSteps(rows, [row.request.blocks for row in rows], [target]))
+        self._num_steps += 1
         return True
 
-    def take(self) -> RestedSteps | None:
-        """What was kept, if anything."""
-        steps, self._steps = self._steps, None
-        return steps
+    def take(self) -> list[RestedSteps]:
+        """What was kept, oldest first."""
+        spells, self._spells, self._num_steps = self._spells, [], 0
+        return spells

@@ -167,15 +167,16 @@ class Engine:
         """Some are looked at later, as the adaptive proposer does it."""
         plans = [RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0) for row in rows]
         if not self.waiting.go_on(plans, output):
-            self.look_at_rests()
+            if self.waiting.is_full:
+                self.look_at_rests()
             if not self.waiting.begin(plans, output):
+                self.look_at_rests()
                 tables = [row.request.blocks for row in rows]
                 self.proposer.watch_rests(RestedSteps(plans, tables, [output]))
         return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
 
     def look_at_rests(self) -> None:
-        steps = self.waiting.take()
-        if steps is not None:
+        for steps in self.waiting.take():
             self.proposer.watch_rests(steps)
 
 

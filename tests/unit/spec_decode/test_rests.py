@@ -34,17 +34,31 @@ def test_steps_of_the_same_decodes_wait_together_up_to_a_bound():
     kept = 1
     while waiting.go_on([plan(one, 2 + kept)], SHORT):
         kept += 1
-    steps = waiting.take()
+    (steps,) = waiting.take()
     assert kept == len(steps.targets) == MOST_WAITING
     assert steps.tables[0] is one.blocks
-    assert waiting.take() is None
+    assert waiting.take() == []
+    assert not waiting.go_on([plan(one, 9)], SHORT)
 
 
-@pytest.mark.parametrize("row", [{"num_tokens": 2}, {"samples": False}], ids=["prompt", "part of a prompt"])
-def test_what_is_no_decode_does_not_wait(row):
-    waiting, one = Waiting(), request()
-    assert not waiting.begin([plan(one, **row)], SHORT)
-    assert waiting.take() is None
+def test_a_part_of_a_prompt_does_not_wait():
+    """Whoever follows does not compute one token."""
+    waiting, one, other = Waiting(), request(), request()
+    assert not waiting.begin([plan(one), plan(other, samples=False)], SHORT)
+    assert waiting.take() == []
+
+
+def test_other_sequences_wait_up_to_the_same_bound():
+    waiting = Waiting()
+    for _ in range(MOST_WAITING):
+        assert not waiting.is_full
+        one = request()
+        assert not waiting.go_on([plan(one, 0, 5)], SHORT)
+        assert waiting.begin([plan(one, 0, 5)], SHORT)
+    assert waiting.is_full
+    assert not waiting.go_on([plan(one, 5)], SHORT)
+    assert len(waiting.take()) == MOST_WAITING
+    assert not waiting.is_full
 
 
 def test_adapters_and_long_steps_do_not_wait():
@@ -63,13 +77,16 @@ def test_every_step_is_looked_at_once_in_order(seed):
 
     def look(steps):
         for at, target in enumerate(steps.targets):
-            looked_at.append(
-                (target.hidden.item(), [(row.request, row.start + at * (row.num_tokens == 1)) for row in steps.rows])
-            )
+            starts = [(row.request, row.end + at - 1 if at else row.start) for row in steps.rows]
+            looked_at.append((target.hidden.item(), starts))
+
+    def look_at_all():
+        for steps in waiting.take():
+            look(steps)
 
     for number in range(60):
         if rng.random() < 0.2:
-            live.append(request())
+            live.append(request(adapter=object() if rng.random() < 0.2 else None))
         if rng.random() < 0.1:
             again = rng.choice(live)  # it gives way, and begins again in the same step
             again.blocks = list(again.blocks)
@@ -84,12 +101,12 @@ def test_every_step_is_looked_at_once_in_order(seed):
         target = TargetOutput(torch.tensor([float(number)]), (), 1e-3)
         computed.append((float(number), [(row.request, row.start) for row in plans]))
         if not waiting.go_on(plans, target):
-            if (steps := waiting.take()) is not None:
-                look(steps)
+            if waiting.is_full:
+                look_at_all()
             if not waiting.begin(plans, target):
+                look_at_all()
                 look(RestedSteps(plans, [one.blocks for one in live], [target]))
-    if (steps := waiting.take()) is not None:
-        look(steps)
+    look_at_all()
     assert looked_at == computed
 
 
