@@ -166,7 +166,7 @@ class AdaptiveProposer:
                 self._watch_rests()
             if not self._waiting.begin(rows, target):
                 self._watch_rests()
-                self._look_at(RestedSteps(rows, [row.request.blocks for row in rows], [target]))
+                self._look_at([RestedSteps(rows, [row.request.blocks for row in rows], [target])])
             batch = [row.request for row in rows]
             if batch != self._batch:
                 self._batch = batch
@@ -180,12 +180,14 @@ class AdaptiveProposer:
 
     def _watch_rests(self) -> None:
         """Look at the steps that were put off."""
-        for steps in self._waiting.take():
-            self._look_at(steps)
+        spells = self._waiting.take()
+        if spells:
+            self._look_at(spells)
 
-    def _look_at(self, steps: RestedSteps) -> None:
-        self._rests.add(steps)
-        self._drafters.first.watch_rests(steps)
+    def _look_at(self, spells: Sequence[RestedSteps]) -> None:
+        for steps in spells:
+            self._rests.add(steps)
+        self._drafters.first.watch_rests(spells)
 
     def _rest_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> int:
         """For how many steps nobody need ask, still: as far as a look tells that is much shorter than a decision."""

@@ -144,7 +144,7 @@ class DraftModelProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: tokens can be computed at any time."""
 
-    def watch_rests(self, steps: RestedSteps) -> None:
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
         """Nothing is missed."""
 
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

@@ -182,9 +182,9 @@ class EagleProposer:
         self._store.append(rows, self._states(target))
 
     @torch.inference_mode()
-    def watch_rests(self, steps: RestedSteps) -> None:
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
         """Keep the steps' hidden states."""
-        self._store.append_rested(steps.rows, steps.tables, [self._states(target) for target in steps.targets])
+        self._store.append_rested(spells, [self._states(target) for steps in spells for target in steps.targets])
 
     @torch.inference_mode()
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

@@ -13,7 +13,6 @@ while entries wait: the last one to a slot wins.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,8 @@ from ..kernels.late import late_slots
 from ..kernels.staging import to_device
 from ..models.batch import KVLayerSpec, LayerKV
 from ..platform.core.batch import RowPlan
-from .pending_states import PendingStates, Spell, Step, slots_of
-from .proposer import AdapterPreparer, DraftRow, no_adapters
+from .pending_states import Bundle, PendingStates, Step, slots_of
+from .proposer import AdapterPreparer, DraftRow, RestedSteps, no_adapters
 
 _KEPT = 0.9
 """Share of what may wait that goes on waiting when there is too much: the oldest are written, those of requests that
@@ -85,28 +84,21 @@ class HiddenStore:
         """Take the hidden states [T, H_target] of a step; of `rows` all positions that count. The rows are not changed
         afterwards."""
         if rows:
-            self._pending.add(rows, [row.block_table for row in rows], states)
+            self._pending.add(rows, states)
             self._flush_for_adapters(rows)
             self._limit()
 
-    def append_rested(
-        self, rows: Sequence[RowPlan], tables: list[list[int]], states: Sequence[tuple[Tensor, ...]]
-    ) -> None:
-        """`append` of steps that verified no drafts: of each the hidden states. See `RestedSteps`."""
-        if not rows:
-            return
-        if not self._pending.go_on(rows, tables, states):
-            self._pending.add(rows, tables, states[0])
-            self._flush_for_adapters(rows)
-            if len(states) > 1:
-                later = [dataclasses.replace(row, start=row.end, num_tokens=1) for row in rows]
-                self.append_rested(later, tables, states[1:])
+    def append_rested(self, spells: Sequence[RestedSteps], states: Sequence[tuple[Tensor, ...]]) -> None:
+        """`append` of steps that verified no drafts: the hidden states of each step of all `spells`."""
+        self._pending.add_rested(spells, states)
+        for steps in spells:
+            self._flush_for_adapters(steps.rows)
         self._limit()
 
     def append_passing(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
         """`append` of states that are about to be read: the tensors are kept, and not changed afterwards."""
         if rows:
-            self._pending.add(rows, [row.block_table for row in rows], states, passing=True)
+            self._pending.add(rows, states, passing=True)
             self._flush_for_adapters(rows)
             self._limit()
 
@@ -168,13 +160,13 @@ class HiddenStore:
             self._write(entries, adapters)
         self._pending.popped()
 
-    def _entry(self, steps: Step | Spell) -> _Entry | None:
+    def _entry(self, steps: Step | Bundle) -> _Entry | None:
         """What is to be written of them."""
         pieces = list(steps.pieces(self._block_size))
         if not pieces:
             return None
         return _Entry(
-            tuple(state[: steps.num_tokens] for state in steps.states),
+            steps.states,
             np.concatenate([piece.places for piece in pieces]),
             np.concatenate([piece.slots for piece in pieces]),
             [(piece.adapter, len(piece.places)) for piece in pieces],

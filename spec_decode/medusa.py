@@ -133,7 +133,7 @@ class MedusaProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: only the last hidden states are read."""
 
-    def watch_rests(self, steps: RestedSteps) -> None:
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
         """Nothing is missed."""
 
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

@@ -127,7 +127,7 @@ class NgramProposer:
         """Nothing is missed: histories catch up with the tokens."""
         self._forget_finished()
 
-    def watch_rests(self, steps: RestedSteps) -> None:
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
         """Nothing is missed."""
 
     def _draft(self, row: DraftRow) -> Drafts:

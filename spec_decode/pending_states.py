@@ -2,7 +2,7 @@
 
 While nothing is drafted this is all that a step does for a drafter that reads hidden states, so it has to be cheap:
 
-- Steps in which the same sequences decode become one `Spell`, which grows by as many tokens a step.
+- Steps after which nobody was asked for drafts come some at once (`rests`), and stay one `Bundle`.
 - On a CPU, states are copied into a `Ring`. Were their tensors kept, the memory that the next steps take would be other
   memory each time, whose pages are fresh. On a GPU a copy would cost a launch, and its allocator has no such trouble:
   there the tensors are kept.
@@ -19,16 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..platform.core.batch import RowPlan
 from ..platform.core.request import Request, Status
-from .proposer import DraftRow
+from .proposer import DraftRow, RestedSteps
 
 MAX_PENDING = 8192
 """Tokens whose hidden states may wait..."""
 MAX_PENDING_BYTES = 32 << 20
 """...and the memory that they may hold, beyond those of one step."""
 _MAX_COPIED_BYTES = 1 << 20
-"""Of one step: beyond that a copy is no trifle, and so much memory is not found in caches anyway."""
+"""At once: beyond that a copy is no trifle, and so much memory is not found in caches anyway."""
 _FEW = 16
 
 
@@ -47,15 +46,11 @@ class Step:
 
     __slots__ = ("place", "rows", "states", "tables")
 
-    def __init__(
-        self, rows: Sequence[DraftRow | RowPlan], tables: list[list[int]], states: tuple[Tensor, ...], place: int
-    ) -> None:
+    def __init__(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], place: int) -> None:
         """`states`: [T, H_target] each; `place`: in the ring, or -1 where the tensors themselves are kept."""
         self.rows = rows
-        """Plans of steps all of whose positions count."""
-        self.tables = tables
-        """Of each row. Block tables in use only grow, and one that was given back is a list that nobody changes: they
-        still say where these positions lie."""
+        """Their block tables only grow while they are in use, and one that was given back is a list that nobody
+        changes: they still say where these positions lie."""
         self.states = states
         self.place = place
 
@@ -67,64 +62,58 @@ class Step:
     @property
     def has_gone(self) -> bool:
         """Whether nobody will read any of it."""
-        return all(_has_gone(row.request, table) for row, table in zip(self.rows, self.tables, strict=True))
+        return all(_has_gone(row.request, row.block_table) for row in self.rows)
 
     def pieces(self, block_size: int) -> Iterator[Piece]:
         """What is to be written."""
-        first = 0
-        for row, table in zip(self.rows, self.tables, strict=True):
-            at, start = first, row.start
-            if isinstance(row, DraftRow):
-                at, end = row.first_index, row.num_valid
-            else:
-                end = row.end
-                first += row.num_tokens
-            if end > start and not _has_gone(row.request, table):
-                index = np.arange(at, at + end - start)
-                yield Piece(row.request.adapter, index, slots_of(table, start, end, block_size))
+        for row in self.rows:
+            count = row.num_valid - row.start
+            if count > 0 and not _has_gone(row.request, row.block_table):
+                index = np.arange(row.first_index, row.first_index + count)
+                yield Piece(row.request.adapter, index, slots_of(row.block_table, row.start, row.num_valid, block_size))
 
 
-class Spell:
-    """Steps in which the same sequences computed a token each: those of a step lie beside each other."""
+class Bundle:
+    """Steps after which nobody was asked for drafts, looked at together."""
 
-    __slots__ = ("num_steps", "place", "requests", "starts", "states", "tables")
+    __slots__ = ("_spells", "place", "states")
 
-    def __init__(self, rows: Sequence[RowPlan], tables: list[list[int]], states: tuple[Tensor, ...], place: int):
-        """See `Step`; the tensors are views of the ring's memory, from here to its end."""
-        self.requests = [row.request for row in rows]
-        self.tables = tables
-        self.starts = [row.start for row in rows]
+    def __init__(self, spells: Sequence[RestedSteps], states: tuple[Tensor, ...], place: int) -> None:
+        """`states`: [T, H_target] each, of all these steps; `place`: see `Step`."""
+        self._spells = [(steps.rows, steps.tables, len(steps.targets)) for steps in spells]
         self.states = states
         self.place = place
-        self.num_steps = 1
 
     @property
     def num_tokens(self) -> int:
         """That these steps computed."""
-        return self.num_steps * len(self.requests)
+        return len(self.states[0])
 
     @property
     def has_gone(self) -> bool:
         """Whether nobody will read any of it."""
-        return all(map(_has_gone, self.requests, self.tables))
-
-    def goes_on(self, rows: Sequence[RowPlan], tables: list[list[int]]) -> bool:
-        """Whether a step in which each of `rows` computed a token is the next one of these."""
-        if len(rows) != len(self.requests):
-            return False
-        steps = self.num_steps
-        for row, now, request, table, start in zip(rows, tables, self.requests, self.tables, self.starts, strict=True):
-            if row.request is not request or now is not table or row.start != start + steps:
-                return False
-        return True
+        return all(
+            _has_gone(row.request, table)
+            for rows, tables, _ in self._spells
+            for row, table in zip(rows, tables, strict=True)
+        )
 
     def pieces(self, block_size: int) -> Iterator[Piece]:
         """What is to be written."""
-        steps, width = self.num_steps, len(self.requests)
-        for at, (request, table, start) in enumerate(zip(self.requests, self.tables, self.starts, strict=True)):
-            if not _has_gone(request, table):
-                index = np.arange(at, at + steps * width, width)
-                yield Piece(request.adapter, index, slots_of(table, start, start + steps, block_size))
+        first = 0
+        for rows, tables, num_steps in self._spells:
+            width, later = len(rows), first + sum(row.num_tokens for row in rows)  # where the second step begins
+            end = later + (num_steps - 1) * width
+            for column, (row, table) in enumerate(zip(rows, tables, strict=True)):
+                if not _has_gone(row.request, table):
+                    index = np.arange(first, first + row.num_tokens)
+                    if num_steps > 1:
+                        index = np.concatenate([index, np.arange(later + column, end, width)])
+                    yield Piece(
+                        row.request.adapter, index, slots_of(table, row.start, row.end + num_steps - 1, block_size)
+                    )
+                first += row.num_tokens
+            first = end
 
 
 class Ring:
@@ -137,16 +126,14 @@ class Ring:
         self._size = num_tokens
         self._first = self._end = 0  # what is taken lies between, maybe around the end; none where they are equal
 
-    def take(self, num_tokens: int, after: int = -1) -> int:
-        """A place for so many tokens, or -1: there is none. `after`: only one that begins there."""
+    def take(self, num_tokens: int) -> int:
+        """A place for so many tokens, or -1: there is none."""
         first, end = self._first, self._end
         limit = self._size if end >= first else first - 1
         if end + num_tokens > limit:
             if end < first or num_tokens >= first:
                 return -1
             end = 0  # what is left before the end of the memory stays unused
-        if after >= 0 and end != after:
-            return -1
         self._end = end + num_tokens
         return end
 
@@ -179,59 +166,39 @@ class PendingStates:
         self.num_tokens = 0
         self.most_tokens = 0
         """That may wait; known with the first states."""
-        self._queue: deque[Step | Spell] = deque()
+        self._queue: deque[Step | Bundle] = deque()
         self._ring: Ring | None = None
         self._most_copied = 0  # tokens of one step
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def go_on(self, rows: Sequence[RowPlan], tables: list[list[int]], steps: Sequence[tuple[Tensor, ...]]) -> bool:
-        """`add`, for the states of steps that are the next ones of a spell; of `rows`, those of the first of them.
-        False where they are not, and nothing was added."""
-        last = self._queue[-1] if self._queue else None
-        width = len(rows)
-        if not isinstance(last, Spell) or len(steps[0][0]) != width or not last.goes_on(rows, tables):
-            return False
-        assert self._ring is not None, "spells are in the ring"
-        num_tokens = len(steps) * width
-        place = self._ring.take(num_tokens, after=last.place + last.num_tokens)
-        if place < 0:
-            return False
-        self._ring.put(place, num_tokens, steps)
-        last.num_steps += len(steps)
-        self.num_tokens += num_tokens
-        return True
-
-    def add(
-        self,
-        rows: Sequence[DraftRow | RowPlan],
-        tables: list[list[int]],
-        states: tuple[Tensor, ...],
-        *,
-        passing: bool = False,
-    ) -> None:
+    def add(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], *, passing: bool = False) -> None:
         """The states [T, H_target] of a step. They may change afterwards, unless they are `passing`: about to be taken,
         and not worth a copy."""
+        kept, place = self._kept([states], copies=not passing)
+        self._queue.append(Step(rows, kept, place))
+
+    def add_rested(self, spells: Sequence[RestedSteps], states: Sequence[tuple[Tensor, ...]]) -> None:
+        """The states [T, H_target] of all `spells`' steps, one after another."""
+        kept, place = self._kept(states)
+        self._queue.append(Bundle(spells, kept, place))
+
+    def _kept(self, steps: Sequence[tuple[Tensor, ...]], *, copies: bool = True) -> tuple[tuple[Tensor, ...], int]:
+        """The states of some steps, one after another, and where in the ring they are if they are there."""
         self._drop_gone()
         if self.most_tokens == 0:
-            self._begin(states)
-        num_tokens = len(states[0])
+            self._begin(steps[0])
+        num_tokens = sum(len(states[0]) for states in steps)
         self.num_tokens += num_tokens
-        place = -1
-        if self._ring is not None and not passing and num_tokens <= self._most_copied:
+        if self._ring is not None and copies and num_tokens <= self._most_copied:
             place = self._ring.take(num_tokens)
-        if place < 0 or self._ring is None:
-            self._queue.append(Step(rows, tables, states, -1))
-            return
-        self._ring.put(place, num_tokens, [states])
-        plans = [row for row in rows if isinstance(row, RowPlan)]
-        if len(plans) == num_tokens:
-            self._queue.append(Spell(plans, tables, self._ring.views(place, self.most_tokens), place))
-        else:
-            self._queue.append(Step(rows, tables, self._ring.views(place, num_tokens), place))
+            if place >= 0:
+                self._ring.put(place, num_tokens, steps)
+                return self._ring.views(place, num_tokens), place
+        return steps[0] if len(steps) == 1 else tuple(map(torch.cat, zip(*steps, strict=True))), -1
 
-    def pop(self) -> Step | Spell:
+    def pop(self) -> Step | Bundle:
         """The oldest; its states stay as they are until `popped`."""
         oldest = self._queue.popleft()
         self.num_tokens -= oldest.num_tokens

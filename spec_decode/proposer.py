@@ -137,9 +137,9 @@ class Drafter(Proposer, Protocol):
         """Stands in for `propose` in a step that asks for no drafts: take in what would be lost otherwise."""
         ...
 
-    def watch_rests(self, steps: RestedSteps) -> None:
-        """`watch` of steps after which nobody was asked for anything (`Resting`), maybe a few later. Requests may have
-        finished meanwhile, though none with an adapter."""
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
+        """`watch` of steps after which nobody was asked for anything (`Resting`), oldest first, maybe a few later.
+        Requests may have finished meanwhile, though none with an adapter."""
         ...
 
 
@@ -231,7 +231,7 @@ class NoProposer:
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """Nothing to learn."""
 
-    def watch_rests(self, steps: RestedSteps) -> None:
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
         """Nothing to learn."""
 
     def forget_adapter(self, digest: bytes) -> None:

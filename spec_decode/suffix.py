@@ -231,11 +231,12 @@ class SuffixProposer:
                 self._live_of(row.request)
         self._stores.work(STEP_TOKENS)
 
-    def watch_rests(self, steps: RestedSteps) -> None:
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
         """See who runs: what they are answered is for others' drafts."""
-        for row in steps.rows:
-            if row.request.params.max_drafts != 0:
-                self._live_of(row.request)
+        for steps in spells:
+            for row in steps.rows:
+                if row.request.params.max_drafts != 0:
+                    self._live_of(row.request)
 
     def _live_of(self, request: Request) -> _Live:
         live = self._live.get(request.request_id)

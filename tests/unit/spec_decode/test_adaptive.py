@@ -49,8 +49,8 @@ class Recording(NoProposer):
     def watch(self, rows, target):
         self.watched += 1
 
-    def watch_rests(self, steps):
-        self.rested_steps += len(steps.targets)
+    def watch_rests(self, spells):
+        self.rested_steps += sum(len(steps.targets) for steps in spells)
 
     def propose(self, rows, target):
         self.calls.append([(row.request, row.max_drafts) for row in rows])

@@ -172,12 +172,12 @@ class Engine:
             if not self.waiting.begin(plans, output):
                 self.look_at_rests()
                 tables = [row.request.blocks for row in rows]
-                self.proposer.watch_rests(RestedSteps(plans, tables, [output]))
+                self.proposer.watch_rests([RestedSteps(plans, tables, [output])])
         return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
 
     def look_at_rests(self) -> None:
-        for steps in self.waiting.take():
-            self.proposer.watch_rests(steps)
+        if spells := self.waiting.take():
+            self.proposer.watch_rests(spells)
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS, ids=NAMES)

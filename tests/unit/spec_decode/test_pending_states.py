@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.pending_states import PendingStates, Ring, Spell
+from outrider.spec_decode.pending_states import PendingStates, Ring
+from outrider.spec_decode.proposer import DraftRow, RestedSteps, TargetOutput
 
 BLOCK = 4
 
@@ -21,13 +22,23 @@ def request(blocks=()):
 
 def step(pending, requests, start, seed, num_tokens=1):
     """Each computes `num_tokens` tokens from `start` on; returns the states."""
-    rows = [RowPlan(one, start, num_tokens, 0, True, 0) for one in requests]
-    states = (torch.randn(len(rows) * num_tokens, 6, generator=torch.Generator().manual_seed(seed)),)
-    kept = states[0].clone()
-    tables = [one.blocks for one in requests]
-    if not pending.go_on(rows, tables, [states]):
-        pending.add(rows, tables, states)
-    states[0].zero_()  # a step's memory is used again
+    return bundle(pending, (requests, start, num_tokens, 1), seed=seed)[0]
+
+
+def bundle(pending, *spells, seed=0):
+    """Of each spell its requests, where they start, their tokens of the first step, and the number of steps; returns
+    the states of each step."""
+    generator, rested, states = torch.Generator().manual_seed(seed), [], []
+    for requests, start, num_tokens, num_steps in spells:
+        rows = [RowPlan(one, start, num_tokens, 0, True, 0) for one in requests]
+        for at in range(num_steps):
+            count = len(rows) * (1 if at else num_tokens)
+            states.append((torch.randn(count, 6, generator=generator),))
+        rested.append(RestedSteps(rows, [one.blocks for one in requests], [TargetOutput()] * num_steps))
+    kept = [each[0].clone() for each in states]
+    pending.add_rested(rested, states)
+    for each in states:
+        each[0].zero_()  # a step's memory is used again
     return kept
 
 
@@ -43,45 +54,30 @@ def written(pending):
     return found
 
 
-def test_steps_in_which_the_same_sequences_decode_are_one_spell():
-    pending, requests = PendingStates(), [request([0, 1, 2, 3, 4, 5]), request([9, 8, 7, 6, 11, 12])]
-    step(pending, requests, 0, 0, num_tokens=3)
-    states = [step(pending, requests, 3 + at, at) for at in range(20)]
-    assert len(pending) == 2
-    assert pending.num_tokens == 6 + 40
+def test_a_bundle_has_every_step_of_every_spell_in_its_place():
+    pending, one, other, new = PendingStates(), request(range(6)), request(range(10, 16)), request(range(20, 26))
+    states = bundle(pending, ([one, other], 0, 3, 8), ([other, new], 10, 1, 5), ([new], 15, 1, 1))
+    assert len(pending) == 1
+    assert pending.num_tokens == 6 + 14 + 10 + 1
     found = written(pending)
-    assert len(found) == 46
-    for at, both in enumerate(states):
-        for one, state in zip(requests, both, strict=True):
-            position = 3 + at
-            assert torch.equal(found[one.blocks[position // BLOCK] * BLOCK + position % BLOCK], state)
+    assert len(found) == 31
+    expected = {}
+    starts = [(at, [one, other]) for at in (0, *range(3, 10))] + [(10 + at, [other, new]) for at in range(5)]
+    for (start, requests), each in zip([*starts, (15, [new])], states, strict=True):
+        for number, state in enumerate(each):
+            count = len(each) // len(requests)
+            position = start + number % count
+            blocks = requests[number // count].blocks
+            expected[blocks[position // BLOCK] * BLOCK + position % BLOCK] = state
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[slot], expected[slot]) for slot in found)
 
 
-def test_steps_that_come_together_are_as_if_they_came_one_by_one():
-    requests = [request([0, 1, 2, 3, 4, 5]), request([9, 8, 7, 6, 11, 12])]
-    single, together = PendingStates(), PendingStates()
-    states = []
-    for pending in (single, together):
-        states = [step(pending, requests, 0, 0)]
-    states += [step(single, requests, 1 + at, 1 + at) for at in range(9)]
-    plans = [RowPlan(one, 1, 1, 0, True, 0) for one in requests]
-    tables = [one.blocks for one in requests]
-    assert together.go_on(plans, tables, [(each,) for each in states[1:]])
-    assert together.num_tokens == single.num_tokens == 20
-    assert len(together) == 1
-    one_by_one, at_once = written(single), written(together)
-    assert one_by_one.keys() == at_once.keys()
-    assert all(torch.equal(one_by_one[slot], at_once[slot]) for slot in at_once)
-
-
-def test_a_spell_ends_with_who_runs_and_where():
-    pending, one, other = PendingStates(), request([0, 1]), request([2, 3])
-    for number, (requests, start) in enumerate([([one], 0), ([one, other], 1), ([other, one], 2), ([other, one], 5)]):
-        step(pending, requests, start, number)
-        assert len(pending) == number + 1
-    one.blocks = list(one.blocks)  # preempted: its blocks may be others, even when they look the same
-    step(pending, [other, one], 6, 9)
-    assert len(pending) == 5
+def test_of_a_bundle_those_are_left_out_that_have_gone():
+    pending, gone, live = PendingStates(), request([0, 1]), request([4, 5])
+    bundle(pending, ([gone, live], 0, 1, 4), ([gone], 4, 1, 2))
+    gone.num_preemptions, gone.blocks = 1, [7, 8]  # it began again elsewhere
+    assert set(written(pending)) == {4 * BLOCK + at for at in range(4)}
 
 
 def test_what_has_gone_is_dropped_and_its_memory_used_again():
@@ -109,9 +105,7 @@ def test_a_ring_never_gives_a_place_twice(seed, size):
             taken.popleft()
             ring.give_back(taken[0][0] if taken else -1)
         count = rng.randint(1, 6)
-        after = sum(taken[-1][:2]) if taken and rng.random() < 0.5 else -1
-        place = ring.take(count, after)
-        assert after < 0 or place in (-1, after)
+        place = ring.take(count)
         if place < 0:
             assert taken or count > size, "what is empty has room"
             continue
@@ -126,10 +120,15 @@ def test_a_ring_never_gives_a_place_twice(seed, size):
 def test_what_does_not_fit_waits_in_its_own_tensors(monkeypatch):
     monkeypatch.setattr("outrider.spec_decode.pending_states.MAX_PENDING", 8)
     pending, one = PendingStates(), request(range(40))
-    rows = [RowPlan(one, 0, 11, 0, True, 0)]
+    row = DraftRow(one, [1] * 12, 11, 0, 0, one.blocks, True)
     states = (torch.randn(11, 6),)
-    pending.add(rows, [one.blocks], states)
-    step(pending, [one], 11, 1)
-    first, second = pending._queue
-    assert first.states is states
-    assert isinstance(second, Spell)
+    pending.add([row], states)
+    inside = step(pending, [one], 11, 1)
+    (outside,) = bundle(pending, ([one], 12, 9, 1))
+    assert [entry.place for entry in pending._queue] == [-1, 0, -1]
+    assert pending._queue[0].states is states
+    assert pending._queue[2].states[0].shape == (9, 6)
+    found = written(pending)
+    assert torch.equal(found[11], inside[0])
+    assert len(found) == 21
+    assert outside.shape == (9, 6)
