@@ -137,7 +137,7 @@ class AdaptiveProposer:
             return 0
         if not all(row.sampled for row in rows):
             return 0
-        return min(_MEASURED_ONE_IN - 1, self._controller.steps_left - 1)
+        return max(0, min(_MEASURED_ONE_IN - 1, self._controller.steps_left - 1))
 
     def _go_on(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """After a step of the same rows, draft as after the one before it. Only what was accepted counts."""

@@ -53,8 +53,11 @@ class Waiting:
         steps = self._steps
         if steps is None or len(rows) != len(steps.rows) or len(steps.targets) >= MOST_WAITING:
             return False
-        # A sequence that still has the list of blocks with which it decoded has not given way since: it decodes.
+        # A sequence that still has the list of blocks with which it decoded has not given way since: it decodes. Unless
+        # an error kept the last step from being committed, as a whole or from some row on: then it is computed again.
         if not all(map(is_, [row.request.blocks for row in rows], steps.tables)):
+            return False
+        if rows[-1].start != steps.rows[-1].start + len(steps.targets):
             return False
         steps.targets.append(target)
         return True

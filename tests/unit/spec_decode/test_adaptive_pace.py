@@ -123,3 +123,15 @@ def test_busy_time_goes_on_while_nothing_is_measured(engine):
     before = budget.elapsed
     engine.run([one], 40)
     assert budget.elapsed - before == pytest.approx(40 * (engine.seconds + DRAFTING), rel=0.01)
+
+
+def test_the_last_step_before_a_decision_ends_as_others(engine):
+    """One that has no step after it to go unmeasured: how long the next one takes is known."""
+    one, controller = engine.request(), engine.proposer._controller
+    engine.run([one], 4)
+    for left in (1, 2, 3):
+        controller._next_decision = controller._step + left
+        found = engine.proposer._next_unmeasured([], engine.seconds)
+        assert found == left - 1
+    controller._next_decision = controller._step
+    assert engine.proposer._next_unmeasured([], engine.seconds) == 0
