@@ -264,6 +264,7 @@ class AdaptiveProposer:
     def release(self) -> None:
         """Decide again."""
         self._held = None
+        self._evidence.take_in()  # so much is no part of what the next decision takes
 
     def snapshot(self) -> dict[Hashable, dict[str, object]]:
         """What the controller thinks of each adapter, by its content's digest (b"" is the base model)."""

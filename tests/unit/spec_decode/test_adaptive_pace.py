@@ -135,3 +135,13 @@ def test_the_last_step_before_a_decision_ends_as_others(engine):
         assert found == left - 1
     controller._next_decision = controller._step
     assert engine.proposer._next_unmeasured([], engine.seconds) == 0
+
+
+def test_what_was_noted_while_held_is_no_part_of_the_first_decision(engine):
+    one, proposer = engine.request(), engine.proposer
+    proposer.hold(0, 2)
+    engine.run([one], 4)
+    engine.told["add_step"].clear()
+    proposer._evidence.note(proposer._controller.costs.add_step, 1, 1, engine.seconds)
+    proposer.release()
+    assert engine.told["add_step"], "release takes it in"
