@@ -79,7 +79,7 @@ class AdaptiveProposer:
 
     @property
     def controller(self) -> Controller:
-        """What decides, knowing all that there is to know; to be read only."""
+        """What decides, knowing all that was noted so far; not to be told anything."""
         self._evidence.take_in()
         return self._controller
 
@@ -137,7 +137,7 @@ class AdaptiveProposer:
             return 0
         if not all(row.sampled for row in rows):
             return 0
-        return min(_MEASURED_ONE_IN - 1, self._controller.steps_left - 1)
+        return max(0, min(_MEASURED_ONE_IN - 1, self._controller.steps_left - 1))
 
     def _go_on(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """After a step of the same rows, draft as after the one before it. Only what was accepted counts."""
@@ -166,12 +166,12 @@ class AdaptiveProposer:
                 self._watch_rests()
             if not self._waiting.begin(rows, target):
                 self._watch_rests()
-                self._look_at([RestedSteps(rows, [row.request.blocks for row in rows], [target])])
+                self._look_at([RestedSteps.begun(rows, target)])
             batch = [row.request for row in rows]
             if batch != self._batch:
                 self._batch = batch
                 self._update_states(batch)
-                if self._are_drafted_for or self._controller.due(len(batch), False):
+                if self._are_drafted_for or self._controller.due(len(batch), False, self._rests.seconds):
                     self._rest = 0
         if self._rest <= 0:
             self._rest = self._rest_on(rows, target)
@@ -258,6 +258,7 @@ class AdaptiveProposer:
         """Until `release`, every row gets `num_drafts` by that drafter, so far as it may: to measure what that takes.
         Nothing is learned of acceptance."""
         self._held = (drafter, num_drafts)
+        self._unmeasured = 0
 
     @property
     def is_settling(self) -> bool:
@@ -267,6 +268,7 @@ class AdaptiveProposer:
     def release(self) -> None:
         """Decide again."""
         self._held = None
+        self._evidence.take_in()  # so much is no part of what the next decision takes
 
     def snapshot(self) -> dict[Hashable, dict[str, object]]:
         """What the controller thinks of each adapter, by its content's digest (b"" is the base model)."""

@@ -88,9 +88,8 @@ class Controller:
         self._batch: tuple[int, bool] = (0, False)
         self._kind = -1  # its class of rows
         self._decided_at = 0.0  # busy time
-        self._idle_seconds = (
-            0.0  # of a step without drafts, as the last full decision thought; 0: it was not a full one
-        )
+        self._idle_seconds = 0.0
+        """Of a step without drafts, as the last decision thought; 0: it found that nothing was new."""
         self._decided: set[Lane] = set()  # those of the last decision's rows...
         self._has_news = False  # ...and whether a request came since that they say too little of
 
@@ -154,9 +153,14 @@ class Controller:
 
     # ------------------------------------------------------------------ decision
 
-    def due(self, num_rows: int, mixed: bool) -> bool:
-        """Whether to decide now: it is time, or the batch is not what it was. `num_rows`: that sample; of them only few
-        are worth a decision for new ones alone."""
+    def due(self, num_rows: int, mixed: bool, untold: float = 0.0) -> bool:
+        """Whether to decide now: it is time, or the batch is not what it was.
+
+        Args:
+            num_rows: That sample; of them only few are worth a decision for new ones alone.
+            mixed: Whether prompts are computed beside them.
+            untold: Busy seconds of steps of which `stepped` was not told yet.
+        """
         if self.is_time:
             return True
         rows, was_mixed = self._batch
@@ -164,14 +168,14 @@ class Controller:
             return False
         has_news = self._has_news and num_rows <= FEW
         changed = row_class(num_rows) != row_class(rows) or mixed != was_mixed
-        return (has_news or changed) and self._is_worth_deciding(num_rows, mixed)
+        return (has_news or changed) and self._is_worth_deciding(num_rows, mixed, untold)
 
-    def _is_worth_deciding(self, num_rows: int, mixed: bool) -> bool:
+    def _is_worth_deciding(self, num_rows: int, mixed: bool, untold: float) -> bool:
         """Whether other rows are a reason to decide now: for a small model a decision is no trifle."""
         mode = self._modes.get(MIXED if mixed else row_class(num_rows))
         if mode is None or mode.drafting != self.drafting:
             return True
-        return self._budget.elapsed - self._decided_at >= self.costs.decision_seconds / DECIDING_SHARE
+        return self._budget.elapsed + untold - self._decided_at >= self.costs.decision_seconds / DECIDING_SHARE
 
     def decided(self, seconds: float) -> None:
         """The last decision took that long, with all that was taken in before it. While nothing is drafted, it was made
@@ -339,6 +343,8 @@ class Controller:
                     continue
                 rows = sorted(rows, key=lambda row: row.lag)[:PROBE_ROWS]
                 cost = self._pricing.probe_cost(drafter, rows, plan, prices)
+                if self.drafting:  # else decisions are charged themselves
+                    cost += self.costs.decision_seconds
                 if self._budget.spend(cost, prices.idle_seconds, borrow=lane.surprising == drafter):
                     self._start_probe(drafter, lane, rows)
                     self._on_trial += 0.0 if self.drafting else cost

@@ -18,6 +18,9 @@ MOST_BORROWED = 8.0
 """Steps' worth of trials that may be borrowed, to repeat one that showed something new."""
 MOST_SAVED = 16.0
 """Steps' worth of trials that may be saved up: after a long time without any, they do not come all at once."""
+CHARGED, MOST_CHARGED = 0.5, 8.0
+"""Share of the budget that may go to what is spent in any case, and steps' worth of it that may come at once. The rest
+stays for trials: else decisions that have other reasons, as adapters that come and go, would put these off for ever."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 1024
 """Steps between two trials of the same thing."""
 TRIAL, TRIAL_WITHOUT = 2, 4
@@ -48,11 +51,12 @@ def settling_steps(seconds: float) -> int:
 class Budget:
     """Seconds that trials may cost."""
 
-    __slots__ = ("_enough", "elapsed", "spent")
+    __slots__ = ("_chargeable", "_charged_at", "_enough", "elapsed", "spent")
 
     def __init__(self) -> None:
         self.elapsed = 0.0
         self.spent = 0.0
+        self._charged_at = self._chargeable = 0.0  # busy time, and seconds that might be charged then
         self._enough: float | None = None  # busy time after which the cheapest of what was refused can be paid
 
     @property
@@ -65,7 +69,12 @@ class Budget:
         self._enough = None
 
     def charge(self, cost: float, step_seconds: float) -> None:
-        """Take off `cost` seconds that were spent in any case; what is wanted next has to wait for them."""
+        """Take off `cost` seconds that were spent in any case, as far as they are to be charged; what is wanted next
+        has to wait for them."""
+        earned = CHARGED * SHARE * (self.elapsed - self._charged_at)
+        chargeable = min(self._chargeable + earned, MOST_CHARGED * step_seconds)
+        cost = min(cost, chargeable)
+        self._charged_at, self._chargeable = self.elapsed, chargeable - cost
         self.spent = max(self.spent, SHARE * self.elapsed - MOST_SAVED * step_seconds) + cost
         if self._enough is not None:
             self._enough += cost / SHARE

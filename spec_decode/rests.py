@@ -59,8 +59,11 @@ class Waiting:
         if not 0 < self._num_steps < MOST_WAITING:
             return False
         steps = self._spells[-1]
-        # A sequence that still has the list of blocks with which it sampled has not given way since: it decodes.
+        # A sequence that still has the list of blocks with which it sampled has not given way since: it decodes. Unless
+        # an error kept the last step from being committed, as a whole or from some row on: then it is computed again.
         if len(rows) != len(steps.rows) or not all(map(is_, [row.request.blocks for row in rows], steps.tables)):
+            return False
+        if rows[-1].start != steps.rows[-1].end + len(steps.targets) - 1:
             return False
         steps.targets.append(target)
         self._num_steps += 1
@@ -70,7 +73,7 @@ class Waiting:
         """Keep a step of other sequences; False: it is to be looked at now, after those that wait."""
         if target.seconds >= WORTH_WAITING or not all(row.samples and row.request.adapter is None for row in rows):
             return False  # an adapter may be gone later
-        self._spells.append(RestedSteps(rows, [row.request.blocks for row in rows], [target]))
+        self._spells.append(RestedSteps.begun(rows, target))
         self._num_steps += 1
         return True
 

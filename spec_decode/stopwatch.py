@@ -65,7 +65,7 @@ class Stopwatch:
 
     @property
     def was_settled(self) -> bool:
-        """The same of the end that was noted last, the other way round."""
+        """Whether steps without drafts took as long as they will when the last end was noted."""
         return self._ended is not None and self._ended[0] >= self._settles
 
     def has_settled(self, seconds: float) -> bool:

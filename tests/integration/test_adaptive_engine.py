@@ -103,6 +103,8 @@ def random_decisions(monkeypatch):
         for row in rows:
             row.drafter = generator.randrange(len(row.rates))
             row.num_drafts = min(generator.choice((0, 0, 1, 3, 5)), row.limit)
+        if generator.random() < 0.5:  # else in the next step again
+            self._next_decision = self._step + generator.randint(2, 6)
 
     monkeypatch.setattr(Controller, "decide", decide)
     monkeypatch.setattr(adaptive_factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often

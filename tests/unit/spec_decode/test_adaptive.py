@@ -122,7 +122,7 @@ def test_the_fallbacks_drafts_come_with_the_neural_drafters_kv(parts):
     rows = [row(one), row(other)]
     proposer.propose(rows, OUTPUT)
     controller = proposer.controller
-    controller.due = lambda num_rows, mixed: False
+    controller.due = lambda *args: False
     for state, drafter, count in zip(proposer._states, (0, 1), (3, 2), strict=True):
         state.drafter, state.num_drafts = drafter, count
     got = proposer.propose(rows, OUTPUT)
@@ -136,7 +136,7 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
     proposer, _ = parts
     one = request()
     proposer.propose([row(one)], OUTPUT)
-    proposer.controller.due = lambda num_rows, mixed: False
+    proposer.controller.due = lambda *args: False
     (state,) = proposer._states
     state.drafter, state.num_drafts = 1, 4
     proposer.propose([row(one)], OUTPUT)
@@ -154,7 +154,7 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
 def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
     proposer, (first, _) = parts
     one, controller = request(), proposer.controller
-    controller.due = lambda num_rows, mixed: False
+    controller.due = lambda *args: False
     controller._mode.drafting = False  # else it is a trial, of which each step counts
     proposer.propose([row(one)], OUTPUT)
     controller._next_decision = controller._step + 7
@@ -179,12 +179,12 @@ def test_a_rest_goes_on_while_nothing_is_new_whoever_comes_and_goes(parts):
     """New requests of a known adapter begin in it, and are counted; a look at the controller stands for a decision."""
     proposer, (first, _) = parts
     controller, looks, outputs = proposer.controller, [], []
-    controller.due = lambda num_rows, mixed: False
+    controller.due = lambda *args: False
     one, other = request(), request()
     proposer.propose([row(one)], OUTPUT)
     controller._next_decision = controller._step + 3
     proposer.propose([row(one)], OUTPUT)
-    controller.due = lambda num_rows, mixed: controller.is_time
+    controller.due = lambda *args: controller.is_time
     proposer.snapshot()
     controller.rest_on = lambda rows: looks.append(len(rows)) or 5
     controller.workload = Noting(lambda prompts, answers: outputs.append((prompts, answers)))
@@ -213,7 +213,7 @@ def test_a_rest_ends_while_parts_of_prompts_are_computed(parts):
 def test_no_rest_while_drafting_or_while_prompts_are_computed(parts):
     proposer, _ = parts
     one = request()
-    proposer.controller.due = lambda num_rows, mixed: False
+    proposer.controller.due = lambda *args: False
     proposer.controller._next_decision = 100
     proposer.propose([row(one)], OUTPUT)
     assert proposer.rest > 0

@@ -38,7 +38,7 @@ class Engine:
         self.proposer = AdaptiveProposer([(DrafterTraits("draft_model", True), Network(self.clock))], 2, self.clock)
         self.seconds, self.told, self.drafts = seconds, {}, {}
         controller = self.proposer.controller
-        controller.due = lambda num_rows, mixed: False
+        controller.due = lambda *args: False
         for of, name in (
             (controller.costs, "add_step"),
             (controller.costs, "add_draft"),
@@ -108,6 +108,27 @@ def test_what_is_measured_is_right_whoever_comes_and_goes(engine):
     assert drafting == pytest.approx([DRAFTING] * len(drafting))
 
 
+def test_a_step_that_is_measured_knows_that_the_one_before_it_drafted():
+    engine = Engine(0.9 * WORTH_WAITING)
+    one = engine.request()
+    engine.run([one], 3)
+    for _ in range(30):
+        engine.run([one], 1)
+        assert engine.proposer.is_settling or engine.proposer._unmeasured, "the next one is measured"
+
+
+def test_while_held_every_step_is_measured_and_none_counts(engine):
+    one = engine.request()
+    engine.run([one], 4)
+    assert engine.proposer._unmeasured
+    engine.proposer.hold(0, 2)
+    for told in engine.told.values():
+        told.clear()
+    engine.run([one], 8)
+    assert len(engine.told["add_step"]) == 8
+    assert engine.told["verified"] == []
+
+
 def test_long_steps_are_all_measured():
     engine = Engine(WORTH_WAITING)
     one = engine.request()
@@ -123,3 +144,25 @@ def test_busy_time_goes_on_while_nothing_is_measured(engine):
     before = budget.elapsed
     engine.run([one], 40)
     assert budget.elapsed - before == pytest.approx(40 * (engine.seconds + DRAFTING), rel=0.01)
+
+
+def test_the_last_step_before_a_decision_ends_as_others(engine):
+    """One that has no step after it to go unmeasured: how long the next one takes is known."""
+    one, controller = engine.request(), engine.proposer._controller
+    engine.run([one], 4)
+    for left in (1, 2, 3):
+        controller._next_decision = controller._step + left
+        found = engine.proposer._next_unmeasured([], engine.seconds)
+        assert found == left - 1
+    controller._next_decision = controller._step
+    assert engine.proposer._next_unmeasured([], engine.seconds) == 0
+
+
+def test_what_was_noted_while_held_is_no_part_of_the_first_decision(engine):
+    one, proposer = engine.request(), engine.proposer
+    proposer.hold(0, 2)
+    engine.run([one], 4)
+    engine.told["add_step"].clear()
+    proposer._evidence.note(proposer._controller.costs.add_step, 1, 1, engine.seconds)
+    proposer.release()
+    assert engine.told["add_step"], "release takes it in"

@@ -10,7 +10,7 @@ from outrider.spec_decode import controller as controller_module
 from outrider.spec_decode.controller import DECIDING_SHARE, Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
 from outrider.spec_decode.lanes import LEAST_OUTLOOK, MAX_LANES, MOST_OUTLOOK, Before, RowState
-from outrider.spec_decode.probing import HEAD_START, MAX_INTERVAL, MOST_SAVED, SHARE, Backoff, Budget
+from outrider.spec_decode.probing import CHARGED, HEAD_START, MAX_INTERVAL, MOST_CHARGED, SHARE, Backoff, Budget
 from outrider.spec_decode.step_costs import Curve, DraftSize
 
 NEURAL = DrafterTraits("draft_model", True)
@@ -123,10 +123,13 @@ def test_what_was_refused_is_asked_for_again_when_it_can_be_paid():
 def test_what_was_spent_in_any_case_is_waited_for():
     budget = Budget()
     budget.elapsed = 10_000.0
-    assert budget.spend(1.0, 1.0)
     budget.charge(5.0, 1.0)
     assert budget.may_suffice, "there is enough"
-    budget.charge(MOST_SAVED + HEAD_START, 1.0)
+    while budget.spend(1.0, 1.0):
+        pass
+    budget.forget_refusals()
+    budget.elapsed += 1.0 / SHARE
+    budget.charge(MOST_CHARGED, 1.0)
     assert not budget.may_suffice
     steps = 0
     while not budget.may_suffice:
@@ -135,6 +138,20 @@ def test_what_was_spent_in_any_case_is_waited_for():
     budget.elapsed += 1.0
     assert budget.spend(0.5 * SHARE, 1.0)
     assert steps > 1.0 / SHARE
+
+
+def test_however_much_is_spent_in_any_case_trials_keep_their_part():
+    budget, tried = Budget(), 0
+    for _ in range(20_000):
+        budget.elapsed += 1.0
+        budget.charge(0.1, 1.0)
+        budget.forget_refusals()
+        tried += budget.spend(1.0, 1.0)
+    assert tried == pytest.approx((1.0 - CHARGED) * SHARE * 20_000, rel=0.1)
+    budget.charge(1e6, 1.0)
+    assert not budget.may_suffice
+    budget.elapsed += (MOST_CHARGED + 2.0) / SHARE
+    assert budget.may_suffice, "one that took for ever is not waited for so long"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.004])
@@ -172,12 +189,12 @@ def test_decisions_that_draft_nothing_share_the_budget_of_trials(off):
     spent = controller._budget.spent
     controller._outlooks.clear()  # so that all is decided anew
     controller.decide(rows, 0)
-    controller.decided(0.5)
+    controller.decided(0.002)
     assert not controller.drafting
-    assert controller._budget.spent >= spent + 0.5
+    assert controller._budget.spent >= spent + 0.002
     spent = controller._budget.spent
     controller.decide(rows, 0)  # finds that nothing is new
-    controller.decided(0.5)
+    controller.decided(0.002)
     assert controller._budget.spent == spent
 
 

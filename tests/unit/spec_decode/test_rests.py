@@ -67,6 +67,16 @@ def test_adapters_and_long_steps_do_not_wait():
     assert not waiting.begin([plan(one)], TargetOutput(seconds=WORTH_WAITING))
 
 
+def test_a_step_that_is_computed_again_does_not_wait_with_its_failed_self():
+    """An error after the step was looked at, and before it was committed: as a whole, or its last row."""
+    waiting, one, other = Waiting(), request(), request()
+    assert waiting.begin([plan(one), plan(other)], SHORT)
+    assert waiting.go_on([plan(one, 3), plan(other, 3)], SHORT)
+    assert not waiting.go_on([plan(one, 3), plan(other, 3)], SHORT)
+    assert not waiting.go_on([plan(one, 4), plan(other, 3)], SHORT)
+    assert waiting.go_on([plan(one, 4), plan(other, 4)], SHORT)
+
+
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 10**6))
 def test_every_step_is_looked_at_once_in_order(seed):
