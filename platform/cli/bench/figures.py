@@ -13,6 +13,7 @@ import numpy as np
 from .driver import RequestTimes, Round
 from .limit import measure_limit
 from .modes import Mode
+from .steps import steps_by_kind
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     }
     row |= _acceptance(requests)
     row["drafts_chosen"] = _chosen(cell.rounds)
+    row["steps"] = steps_by_kind(cell.rounds)
     if cell.mode.fixed:
         limit = measure_limit(
             cell.mode,

@@ -47,6 +47,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--num-speculative-tokens", type=positive, default=4, metavar="K", help="drafts a step (default: 4)")
     add("--max-tokens", type=positive, default=96, metavar="N", help="output tokens a request (default: 96)")
     add("--rounds", type=positive, default=5, metavar="N", help="after one to warm up (default: 5)")
+    add("--steps", action="store_true", help="also show what steps took, by what they did")
     add_engine_options(parser)
     add(
         "--synthetic-acceptance",
@@ -74,13 +75,15 @@ def run(namespace: argparse.Namespace) -> int:
     from .plot import draw
     from .report import format_table
     from .session import measure_speculation
+    from .steps import format_steps
 
     with tempfile.TemporaryDirectory() as scratch:
         model = str(demo_model_path()) if is_demo else namespace.model
         name = DEMO_MODEL_NAME if is_demo else "/".join(Path(namespace.model).parts[-2:])
         report = measure_speculation(namespace, modes, model, adapters, Path(scratch))
     report["model"] = {"name": name, **report["model"]}
-    publish(report, namespace, format_table, draw)
+    shown = (format_table, format_steps) if namespace.steps else (format_table,)
+    publish(report, namespace, lambda report: "\n".join(show(report) for show in shown), draw)
     return 0
 
 

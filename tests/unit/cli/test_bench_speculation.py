@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from outrider.platform.cli.bench.driver import Round
 from outrider.platform.cli.bench.limit import full_steps, measure_limit, trimmed_mean
 from outrider.platform.cli.bench.modes import MODES, Mode, available_modes, make_modes
 from outrider.platform.cli.bench.observer import StepTimes
+from outrider.platform.cli.bench.steps import format_steps, steps_by_kind
 from outrider.platform.cli.bench.workload import Prompt, Task, read_prompts, without_draft_weights
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import InvalidRequestError
@@ -115,6 +117,25 @@ def test_the_slowest_twentieth_is_left_out():
     assert trimmed_mean([3.0]) == 3.0
 
 
+def test_steps_are_told_by_what_they_did():
+    prompt, decode = step(5.0, 4.0, 0.5, rows=2, decoding=False), step(1.0, 0.8, rows=2)
+    verify = step(3.0, 2.0, 0.5, rows=2, accepted=3, verified=6, most=4)
+    rounds = [Round(9.0, [], [prompt, decode, verify, verify]), Round(9.0, [], [verify, decode])]
+    kinds = steps_by_kind(rounds)
+    assert [(kind["prompts"], kind["verifies"], kind["drafts"]) for kind in kinds] == [
+        (False, True, 4),
+        (True, False, 0),
+        (False, False, 0),
+    ]
+    assert [kind["per_round"] for kind in kinds] == [1.5, 0.5, 1.0]
+    assert [kind["tokens"] for kind in kinds] == [5.0, 2.0, 2.0]
+    assert (kinds[0]["ms"], kinds[0]["target_ms"], kinds[0]["drafter_ms"]) == (3000.0, 2000.0, 500.0)
+    shown = format_steps({"rows": [{"batch_size": 2, "task": "base", "mode": "eagle3", "steps": kinds}]})
+    lines = [line.split() for line in shown.splitlines() if line.startswith("base")]
+    assert lines[0] == "base eagle3 decode, verify, draft 4 1.50 3000.000 5.00 2000.000 500.000".split()
+    assert lines[1][:4] == ["base", "eagle3", "compute", "prompts"]
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 QUICK = "bench speculation --batch-sizes 1,3 --rounds 1 --max-tokens 12 --dtype float32".split()
@@ -153,7 +174,11 @@ def test_figures_hang_together(demo_result):
         assert row["ttft_ms"]["median"] <= row["ttft_ms"]["p99"] <= row["e2el_ms"]["p99"]
         assert row["output_throughput"] == pytest.approx(row["output_tokens"] / row["seconds"]["median"], rel=0.01)
         assert 0 < row["cpu_ms_per_token"] <= 1.05e3 / row["output_throughput"], "no longer than it took"
+        per_round = sum(kind["per_round"] * kind["ms"] for kind in row["steps"])
+        assert 0 < per_round <= 1.01e3 * row["seconds"]["median"], "the steps are all of the only round, or nearly"
+        assert sum(kind["per_round"] * kind["tokens"] for kind in row["steps"]) >= row["output_tokens"]
         if row["mode"] == "off":
+            assert not any(kind["verifies"] or kind["drafts"] for kind in row["steps"])
             assert row["speedup"] == row["speedup_best"] == row["decode_speedup"] == row["cpu_speedup"] == 1.0
             assert row["speedup_quartiles"] == [1.0, 1.0]
             assert row["acceptance_length"] is None
@@ -195,9 +220,11 @@ def test_synthetic_acceptance_says_so_first(capsys, tmp_path):
 
 
 def test_dummy_weights_say_so_first(capsys):
-    more = "--modes ngram --tasks base --load-format dummy --batch-sizes 1"
+    more = "--modes ngram --tasks base --load-format dummy --batch-sizes 1 --steps"
     assert main([*QUICK, *more.split()]) == 0
-    assert capsys.readouterr().out.startswith("RANDOM WEIGHTS")
+    shown = capsys.readouterr().out
+    assert shown.startswith("RANDOM WEIGHTS")
+    assert "steps at batch size 1" in shown
 
 
 def test_own_prompts_go_to_their_adapters(tmp_path):
