@@ -176,7 +176,7 @@ def test_figures_hang_together(demo_result):
         assert 0 < row["cpu_ms_per_token"] <= 1.05e3 / row["output_throughput"], "no longer than it took"
         per_round = sum(kind["per_round"] * kind["ms"] for kind in row["steps"])
         assert 0 < per_round <= 1.01e3 * row["seconds"]["median"], "the steps are all of the only round, or nearly"
-        assert sum(kind["per_round"] * kind["tokens"] for kind in row["steps"]) >= row["output_tokens"]
+        assert sum(kind["per_round"] * kind["tokens"] for kind in row["steps"]) > row["output_tokens"] - 0.5
         if row["mode"] == "off":
             assert not any(kind["verifies"] or kind["drafts"] for kind in row["steps"])
             assert row["speedup"] == row["speedup_best"] == row["decode_speedup"] == row["cpu_speedup"] == 1.0
