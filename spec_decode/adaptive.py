@@ -351,6 +351,9 @@ class AdaptiveProposer:
     # ------------------------------------------------------------------ drafting
 
     def _decide(self, rows: Sequence[DraftRow], states: Sequence[RowState], prompt_tokens: int) -> None:
+        """Have the controller decide, which is told everything first; and what that takes."""
+        began = self._watch.clock()
+        self._evidence.take_in()
         sampling = []
         for row, state in zip(rows, states, strict=True):
             if row.sampled:
@@ -358,12 +361,6 @@ class AdaptiveProposer:
                 if self._drafters.has_layers:
                     state.lag = max(0, len(row.tokens) - row.num_draft_valid - USUAL_LAG)
                 sampling.append(state)
-        self._have_decided(sampling, prompt_tokens)
-
-    def _have_decided(self, sampling: Sequence[RowState], prompt_tokens: int) -> None:
-        """By the controller, which is told everything first, and what that takes."""
-        began = self._watch.clock()
-        self._evidence.take_in()
         self._controller.decide(sampling, prompt_tokens)
         self._deciding = self._watch.clock() - began
         self._controller.decided(self._deciding)

@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 class Step:
     """One step's hidden states, as they came."""
 
-    __slots__ = ("place", "rows", "states", "tables")
+    __slots__ = ("place", "rows", "states")
 
     def __init__(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], place: int) -> None:
         """`states`: [T, H_target] each; `place`: in the ring, or -1 where the tensors themselves are kept."""
@@ -168,7 +168,7 @@ class PendingStates:
         """That may wait; known with the first states."""
         self._queue: deque[Step | Bundle] = deque()
         self._ring: Ring | None = None
-        self._most_copied = 0  # tokens of one step
+        self._most_copied = 0  # tokens at once
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -120,7 +120,7 @@ class Proposer(Protocol):
 
 
 class RestedSteps(NamedTuple):
-    """Steps one after another for which nobody was asked for drafts."""
+    """Steps one after another, after which nobody was asked for drafts."""
 
     rows: Sequence[RowPlan]
     """Of the first one. In each that follows, the same sequences computed one token each."""
