@@ -136,7 +136,7 @@ class Decoder:
                 entering[index] = hidden
             hidden = layer.forward(hidden, batch, kv)
         entering[len(self.layers)] = hidden
-        return DecoderOutput(self._final_norm(hidden), tuple(entering[index] for index in aux_layers))
+        return DecoderOutput(self._final_norm(hidden), tuple(map(entering.__getitem__, aux_layers)))
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:

@@ -25,9 +25,8 @@ from .device_timer import Timer
 from .drafters import USUAL_LAG, Drafters
 from .evidence import Evidence
 from .lanes import RowState
-from .probing import settling_steps
-from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput
-from .rests import WORTH_WAITING, Rests, Waiting
+from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
+from .rests import MOST_WAITING, WORTH_WAITING, RestedStep, Rests, spells_of
 from .step_costs import MIXED
 from .stopwatch import LONGEST_GAP, Stopwatch
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from ..models.batch import LayerKV
     from ..platform.core.batch import RowPlan
 
-_MEASURED_ONE_IN = 4
+_MEASURED_ONE_IN = 8
 """Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
 
 
@@ -64,8 +63,9 @@ class AdaptiveProposer:
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
         self._rest = 0
+        self._on_trial = False  # whether the rest is a trial of no drafts, while drafting
         self._rests = Rests()
-        self._waiting = Waiting()
+        self._waiting: list[RestedStep] = []  # that nobody has looked at yet
         self._drafted = False  # the last step that somebody asked after
         self._deciding = 0.0  # seconds of this step
         self._held: tuple[int, int] | None = None
@@ -102,8 +102,9 @@ class AdaptiveProposer:
         is_same = batch == self._batch
         if self._unmeasured > 0:
             self._unmeasured -= 1
-            if is_same:
+            if is_same or self._is_joined(batch, rows):
                 return self._go_on(rows, target)
+            self._unmeasured = 0
         self._watch_rests()
         drafting = self._take_in_drafting()
         began = self._watch.clock()
@@ -123,7 +124,8 @@ class AdaptiveProposer:
             self._evidence.note(self._controller.costs.add_bookkeeping, spent)
         self._usual = ended - began - self._deciding
         self._stepped(drafting + target.seconds + ended - began)
-        self._rest = self._next_rest(rows, target.seconds)
+        self._rest = self._next_rest(rows)
+        self._on_trial = self._controller.drafting
         self._unmeasured = self._next_unmeasured(rows, target.seconds)
         if self._unmeasured:
             self._watch.lose()
@@ -139,19 +141,45 @@ class AdaptiveProposer:
             return 0
         return max(0, min(_MEASURED_ONE_IN - 1, self._controller.steps_left - 1))
 
+    def _is_joined(self, batch: list[Request], rows: Sequence[DraftRow]) -> bool:
+        """Take over another batch; whether it, too, is drafted for as was decided before."""
+        if not all(row.sampled for row in rows):
+            return False
+        self._batch = batch
+        self._update_states(batch)
+        return not self._controller.due(len(batch), False)
+
     def _go_on(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """After a step of the same rows, draft as after the one before it. Only what was accepted counts."""
+        """After a step that is not measured, draft as was decided before. What was accepted is all that counts."""
         states = self._states
-        outcomes = [(state, row.num_drafts, row.num_accepted) for row, state in zip(rows, states, strict=True)]
-        num_outputs = len(rows) + sum(row.num_accepted for row in rows)
-        self._evidence.note(self._learn, outcomes, 0, num_outputs, True)
-        proposals = self._draft(rows, target, measures=False)
+        if any(state.drafter and state.num_drafts for state in states):
+            self._evidence.note(self._learn_from, rows, states)
+            proposals = self._draft(rows, target, measures=False)
+        else:
+            counts = zip(rows, [state.num_drafts for state in states], strict=True)
+            rows = [row if row.max_drafts <= count else row._replace(max_drafts=count) for row, count in counts]
+            proposals = self._drafters.first.propose(rows, target)
+            self._evidence.note(self._learn_from, rows, states, proposals)
         self._controller.stepped(target.seconds + self._usual)
         if self._unmeasured == 0:  # the next one is to be measured
             self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
             self._watch.unsettle()
             self._watch.end()
         return proposals
+
+    def _learn_from(
+        self, rows: Sequence[DraftRow], states: Sequence[RowState], proposals: Sequence[Proposal] = ()
+    ) -> None:
+        """From a step all of whose rows sampled, and the `proposals` that the first drafter made after it."""
+        outcomes = [(state, row.num_drafts, row.num_accepted) for row, state in zip(rows, states, strict=True)]
+        computed = [row.num_valid - row.num_accepted - row.start for row in rows]  # besides drafts
+        prompts = sum(number for number in computed if number != 1)
+        self._learn(outcomes, prompts, len(rows) + sum(row.num_accepted for row in rows), True)
+        if proposals:
+            answers = zip(rows, states, proposals, strict=True)
+            self._controller.proposed(
+                0, [(s, row.max_drafts, len(made.drafts.token_ids)) for row, s, made in answers if row.max_drafts]
+            )
 
     @property
     def rest(self) -> int:
@@ -161,39 +189,44 @@ class AdaptiveProposer:
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """See `Resting`."""
         self._rest -= 1
-        if not self._waiting.go_on(rows, target):
-            if self._waiting.is_full:
-                self._watch_rests()
-            if not self._waiting.begin(rows, target):
-                self._watch_rests()
-                self._look_at([RestedSteps.begun(rows, target)])
-            batch = [row.request for row in rows]
-            if batch != self._batch:
-                self._batch = batch
-                self._update_states(batch)
-                if self._are_drafted_for or self._controller.due(len(batch), False, self._rests.seconds):
-                    self._rest = 0
+        # As little as can be, and no call: all that is done after such a step is to cost a small model nothing.
+        waiting, may_wait, tables = self._waiting, target.seconds < WORTH_WAITING and not self._on_trial, []
+        for row in rows:
+            request = row.request
+            if request.adapter is not None:
+                may_wait = False  # it may be gone later
+            tables.append(request.blocks)
+        waiting.append((rows, tables, target))
+        if not may_wait or self._rest <= 0 or len(waiting) >= MOST_WAITING:
+            self._look_at_rests(rows, target)
+
+    def _look_at_rests(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Take in the steps that were put off, of which the last one was just computed."""
+        self._watch_rests()
+        batch = [row.request for row in rows]
+        if batch != self._batch:
+            self._batch = batch
+            self._update_states(batch)
+            if self._are_drafted_for or self._controller.due(len(batch), False, self._rests.seconds):
+                self._rest = 0
         if self._rest <= 0:
             self._rest = self._rest_on(rows, target)
-        elif self._controller.drafting:  # a trial of no drafts: each step counts, not the last alone
+        elif self._on_trial:  # each step counts, not the last alone
             self._take_in_resting(rows, target.seconds)
 
     def _watch_rests(self) -> None:
         """Look at the steps that were put off."""
-        spells = self._waiting.take()
-        if spells:
-            self._look_at(spells)
-
-    def _look_at(self, spells: Sequence[RestedSteps]) -> None:
-        for steps in spells:
-            self._rests.add(steps)
-        self._drafters.first.watch_rests(spells)
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            spells = spells_of(waiting)
+            for steps in spells:
+                self._rests.add(steps)
+            self._drafters.first.watch_rests(spells)
 
     def _rest_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> int:
         """For how many steps nobody need ask, still: as far as a look tells that is much shorter than a decision."""
         if not all(row.samples for row in rows):
             return 0
-        self._watch_rests()
         gap = self._gap_before(self._watch.clock(), 0.0, 0)
         if gap is not None:
             self._take_in_gap(gap)
@@ -218,12 +251,13 @@ class AdaptiveProposer:
         """Whether any of the batch gets drafts as soon as it may have some."""
         return any(state.num_drafts for state in self._states)
 
-    def _next_rest(self, rows: Sequence[DraftRow], seconds: float) -> int:
-        """After a step of so many seconds: until something is decided, or steps are like others again."""
+    def _next_rest(self, rows: Sequence[DraftRow]) -> int:
+        """After a step: until something is decided."""
         if self._drafted or self._held is not None or self._are_drafted_for or not all(row.sampled for row in rows):
             return 0
-        left = self._controller.steps_left
-        return left if self._watch.has_settled(seconds) else min(left, settling_steps(seconds))
+        if self._controller.is_steady and any(row.request.params.max_drafts != 0 for row in rows):
+            return 0  # all are at their end: who comes next is drafted for at once
+        return self._controller.steps_left
 
     def _take_in_rest(self) -> None:
         """The steps after which nobody asked have passed all the same."""

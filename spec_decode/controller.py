@@ -9,8 +9,8 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    much for each token of an answer as prompts are long beside answers lately.
 3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
    than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost exceeds
-   what a change costs and `LEAST_REGRET` steps: soon where much is lost, late where little is; twice as late each time
-   that the last change did not last.
+   what a change costs, `NOISE` seconds and `LEAST_REGRET` steps: soon where much is lost, late where little is; of the
+   last, twice as many each time that the last change did not last.
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 
@@ -30,6 +30,8 @@ from .pricing import Pricing
 from .probing import (
     CLEARLY,
     MAX_INTERVAL,
+    MOST_SAVED,
+    NOISE,
     PROBE_ROWS,
     SLOW_INTERVAL,
     SURPRISING,
@@ -42,10 +44,12 @@ from .probing import (
 from .step_costs import MIXED, row_class
 
 PERIOD = 8
-"""Steps between decisions, at most; twice that when drafting has paid for long, or while nothing is drafted, and so
+"""Steps between decisions at first; twice that when drafting has paid for long, or while nothing is drafted, and so
 nothing is learned; four times when nothing was drafted for long."""
-DECIDING_SHARE = 0.02
-"""Of busy time, for decisions because other rows are computed."""
+DECIDING_SHARE = 0.01
+"""Of busy time, for decisions: for a small model one is no trifle."""
+MOST_PERIOD = 64
+"""Steps between decisions, even so."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
 UNKNOWN = 64
@@ -83,6 +87,8 @@ class Controller:
         self.num_switches = 0
         self._step = 0
         self._next_decision = 0
+        self._step_seconds = 0.0  # as the last decision thought; 0: not known yet
+        self._is_saving = False  # for a trial of the other mode, which is worth more than those of drafters
         self._trial_ends = 0
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
@@ -213,14 +219,16 @@ class Controller:
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
         self._idle_seconds = prices.idle_seconds
-        cost = self._pricing.change(offering, drafting=self.drafting) / prices.idle_seconds
+        cost = (self._pricing.change(offering, drafting=self.drafting) + NOISE) / prices.idle_seconds
         is_unknown = self.drafting and self._is_unknown(offering, plan)
         if not is_unknown and self._mode.is_outdone(plan.gain, self._step, is_same=is_same, cost=cost):
             self._mode.change(self._step)
             self.num_switches += 1
         before = None if self.drafting else self._outlooks.get(kind)
         self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, before)
+        self._step_seconds = plan.seconds if self.drafting else prices.idle_seconds
         self._next_decision = self._step + self._period()
+        self._is_saving = False
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
         if shown:
             self._passes = plan.passes
@@ -233,7 +241,7 @@ class Controller:
                 row.rates[row.drafter].fade(0.9)
             if row.limit == self._max_drafts:
                 row.lane.num_drafts = row.num_drafts
-        if shown and self.drafting:
+        if shown and self.drafting and not self._is_saving:
             self._try_more(offering, plan)
         if shown == self.drafting:
             self._probe(offering, plan, prices)
@@ -288,10 +296,12 @@ class Controller:
         return any(count and row.drafter == 0 for row, count in zip(offering, plan.num_drafts, strict=True))
 
     def _period(self) -> int:
-        early = min(PERIOD, 2 + self._step // 8)
-        if not self._mode.has_lasted(self._step):
-            return early if self.drafting else 2 * early
-        return 2 * early if self.drafting else 4 * early
+        """Steps until the next decision."""
+        period = min(PERIOD, 2 + self._step // 8) * (1 if self.drafting else 2)
+        if self._mode.has_lasted(self._step):
+            period *= 2
+        worth = self.costs.decision_seconds / (DECIDING_SHARE * self._step_seconds) if self._step_seconds else 0.0
+        return max(period, min(MOST_PERIOD, int(worth)))
 
     # ------------------------------------------------------------------ trials
 
@@ -313,6 +323,7 @@ class Controller:
             num_steps = TRIAL
             cost = num_steps * max(-plan.gain, 0.0) * plan.seconds + self._pricing.catch_up(offering)
         if not self._budget.spend(cost, prices.idle_seconds):
+            self._is_saving = cost <= MOST_SAVED * prices.idle_seconds  # else it can never be paid
             return self.drafting
         backoff.tried(self._step)
         if abs(plan.gain) < 3 * ENTER:
@@ -339,7 +350,7 @@ class Controller:
                 if row.lane.trials[drafter].due(self._step):
                     due.setdefault(row.lane, []).append(row)
             for lane, rows in due.items():
-                if lane.on_trial:
+                if lane.on_trial or (self._is_saving and lane.surprising != drafter):
                     continue
                 rows = sorted(rows, key=lambda row: row.lag)[:PROBE_ROWS]
                 cost = self._pricing.probe_cost(drafter, rows, plan, prices)

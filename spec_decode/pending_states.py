@@ -57,7 +57,7 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """That it computed."""
-        return len(self.states[0])
+        return self.states[0].shape[0]
 
     @property
     def has_gone(self) -> bool:
@@ -87,7 +87,7 @@ class Bundle:
     @property
     def num_tokens(self) -> int:
         """That these steps computed."""
-        return len(self.states[0])
+        return self.states[0].shape[0]
 
     @property
     def has_gone(self) -> bool:
@@ -189,7 +189,7 @@ class PendingStates:
         self._drop_gone()
         if self.most_tokens == 0:
             self._begin(steps[0])
-        num_tokens = sum(len(states[0]) for states in steps)
+        num_tokens = sum([states[0].shape[0] for states in steps])
         self.num_tokens += num_tokens
         if self._ring is not None and copies and num_tokens <= self._most_copied:
             place = self._ring.take(num_tokens)

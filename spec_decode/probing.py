@@ -3,14 +3,15 @@
 Estimates of what is not done grow old: the step without drafts while drafting, drafting while not, a drafter that an
 adapter has left. Each is tried again for a few steps, at intervals that double while nothing changes. What a trial is
 predicted to cost is charged to one budget, a share of the engine's busy time: so that trials are frequent where the
-alternatives are about equal, rare where one is far behind, and never cost more than that share.
+alternatives are about equal, rare where one is far behind, and never cost more than that share. Whether to draft at all
+matters most, and its trials cost most: while one is due and cannot be paid yet, cheaper ones of drafters wait for it.
 """
 
 from __future__ import annotations
 
 import math
 
-SHARE = 0.012
+SHARE = 0.01
 """Of busy time, for all trials together."""
 HEAD_START = 4.0
 """Steps' worth of trials before any time has passed."""
@@ -32,6 +33,9 @@ UNSETTLED = 0.15
 """Share that such steps take longer, in the mean."""
 MOST_SETTLING = 20
 """Steps that are waited for, at most."""
+NOISE = 0.02
+"""Seconds that a change of mode must be thought to save beyond its own cost: less may be the machine's noise, which
+comes and goes in tenths of seconds."""
 CLEARLY = 0.25
 """Gain or loss that is hardly an error: the contrary is tried most rarely."""
 PROBE_DRAFTS, PROBE_ROWS = 2, 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import TYPE_CHECKING
 
 from .proposer import RestedSteps, TargetOutput
@@ -16,6 +15,10 @@ MOST_WAITING = 16
 WORTH_WAITING = 0.01
 """Seconds of a step up to which it is worth it to put off what is to be done after it: that takes tens of
 microseconds, and longer steps leave more memory to be kept."""
+
+
+RestedStep = tuple["Sequence[RowPlan]", list[list[int]], TargetOutput]
+"""A step's rows, their block tables then, and what the target computed."""
 
 
 class Rests:
@@ -39,45 +42,27 @@ class Rests:
                 self.num_outputs -= not row.samples
 
 
-class Waiting:
-    """Steps that nobody has looked at yet: the code that would is not in the processor's caches after a step of the
-    target, and runs several times as fast for the second of two."""
+def spells_of(waiting: Sequence[RestedStep]) -> list[RestedSteps]:
+    """Steps that nobody has looked at yet, oldest first: those of the same sequences together. The code that looks is
+    not in the processor's caches after a step of the target, and runs several times as fast for the second of two."""
+    spells: list[RestedSteps] = []
+    before: Sequence[RowPlan] = ()
+    tables: list[list[int]] = []
+    for rows, tables_then, target in waiting:
+        if before and _continues(before, tables, rows, tables_then):
+            spells[-1].targets.append(target)
+        else:
+            spells.append(RestedSteps(rows, tables_then, [target]))
+        before, tables = rows, tables_then
+    return spells
 
-    __slots__ = ("_num_steps", "_spells")
 
-    def __init__(self) -> None:
-        self._spells: list[RestedSteps] = []
-        self._num_steps = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there are enough of them."""
-        return self._num_steps >= MOST_WAITING
-
-    def go_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
-        """Keep a step of the same sequences as the last that waits; False: it is not, or there are enough."""
-        if not 0 < self._num_steps < MOST_WAITING:
-            return False
-        steps = self._spells[-1]
-        # A sequence that still has the list of blocks with which it sampled has not given way since: it decodes. Unless
-        # an error kept the last step from being committed, as a whole or from some row on: then it is computed again.
-        if len(rows) != len(steps.rows) or not all(map(is_, [row.request.blocks for row in rows], steps.tables)):
-            return False
-        if rows[-1].start != steps.rows[-1].end + len(steps.targets) - 1:
-            return False
-        steps.targets.append(target)
-        self._num_steps += 1
-        return True
-
-    def begin(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
-        """Keep a step of other sequences; False: it is to be looked at now, after those that wait."""
-        if target.seconds >= WORTH_WAITING or not all(row.samples and row.request.adapter is None for row in rows):
-            return False  # an adapter may be gone later
-        self._spells.append(RestedSteps.begun(rows, target))
-        self._num_steps += 1
-        return True
-
-    def take(self) -> list[RestedSteps]:
-        """What was kept, oldest first."""
-        spells, self._spells, self._num_steps = self._spells, [], 0
-        return spells
+def _continues(
+    before: Sequence[RowPlan], tables: list[list[int]], rows: Sequence[RowPlan], tables_then: list[list[int]]
+) -> bool:
+    """Whether the rows of a step are those of the step before it, each one token later. A sequence that has another
+    list of blocks has given way since, and one that begins elsewhere is computed again: the step before failed."""
+    return len(rows) == len(before) and all(
+        table is now and row.num_tokens == 1 and row.start == last.end
+        for table, now, last, row in zip(tables, tables_then, before, rows, strict=True)
+    )

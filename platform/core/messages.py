@@ -63,7 +63,8 @@ class SpeculationCounts:
 
     def count(self, drafted: int, accepted: int) -> None:
         """Add one step that sampled: it verified `drafted` tokens, of which the first `accepted` were right."""
-        _lengthen(self.steps_by_k, drafted + 1)
+        if drafted >= len(self.steps_by_k):
+            _lengthen(self.steps_by_k, drafted + 1)
         self.steps_by_k[drafted] += 1
         if drafted == 0:
             return

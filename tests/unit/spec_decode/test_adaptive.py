@@ -15,6 +15,7 @@ from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.ngram import NgramProposer
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
+from outrider.spec_decode.rests import MOST_WAITING
 
 
 class Noting:
@@ -84,6 +85,7 @@ def plan(request, num_tokens=1, samples=True):
 
 
 OUTPUT = TargetOutput(seconds=0.01)
+SHORT = TargetOutput(seconds=0.001)
 
 
 def test_a_neural_drafter_gets_a_fallback_and_a_lookup_does_not():
@@ -180,6 +182,7 @@ def test_a_rest_goes_on_while_nothing_is_new_whoever_comes_and_goes(parts):
     proposer, (first, _) = parts
     controller, looks, outputs = proposer.controller, [], []
     controller.due = lambda *args: False
+    controller._mode.drafting = False  # else it is a trial, of which each step counts
     one, other = request(), request()
     proposer.propose([row(one)], OUTPUT)
     controller._next_decision = controller._step + 3
@@ -202,6 +205,50 @@ def test_a_rest_goes_on_while_nothing_is_new_whoever_comes_and_goes(parts):
     assert proposer.rest == 0, "it is drafted for"
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(parts, adapter):
+    proposer, (first, _) = parts
+    controller = proposer.controller
+    controller.due = lambda *args: False
+    controller._mode.drafting = False
+    one = request()
+    proposer.propose([row(one)], SHORT)
+    controller._next_decision = controller._step + 10 * MOST_WAITING
+    proposer.propose([row(one)], SHORT)
+    one.adapter = object() if adapter else None
+    seen = []
+    for _ in range(2 * MOST_WAITING + 1):
+        proposer.rested([plan(one)], SHORT)
+        seen.append(first.rested_steps)
+    if adapter:
+        assert seen == list(range(1, 2 * MOST_WAITING + 2)), "it may be gone later"
+    else:
+        assert seen == [0] * (MOST_WAITING - 1) + [MOST_WAITING] * MOST_WAITING + [2 * MOST_WAITING] * 2
+    proposer.rested([plan(one)], OUTPUT)
+    assert first.rested_steps == 2 * MOST_WAITING + 2, "a long one ends the waiting"
+    proposer.rested([plan(one)], SHORT)
+    proposer.forget_adapter(b"x")
+    assert first.rested_steps == 2 * MOST_WAITING + 3, "nothing waits that may need it"
+
+
+def test_while_drafting_goes_on_there_is_no_rest_when_all_requests_are_at_their_end(parts):
+    """Who comes next is drafted for from its prompt on. Requests that want no drafts are no reason to be asked."""
+    proposer, _ = parts
+    controller = proposer.controller
+    controller.due = lambda *args: False
+    one = request()
+    proposer.propose([row(one)], OUTPUT)
+    controller._next_decision, controller._trial_ends = controller._step + 100, 0
+    assert controller.is_steady
+    (state,) = proposer._states
+    state.num_drafts = 0
+    proposer.propose([row(one, max_drafts=0)], OUTPUT)
+    assert proposer.rest == 0
+    one.params.speculative = False
+    proposer.propose([row(one, max_drafts=0)], OUTPUT)
+    assert proposer.rest > 0
+
+
 def test_a_rest_ends_while_parts_of_prompts_are_computed(parts):
     proposer, _ = parts
     proposer.controller.rest_on = lambda rows: 9
@@ -214,6 +261,7 @@ def test_no_rest_while_drafting_or_while_prompts_are_computed(parts):
     proposer, _ = parts
     one = request()
     proposer.controller.due = lambda *args: False
+    proposer.controller._mode.drafting = False
     proposer.controller._next_decision = 100
     proposer.propose([row(one)], OUTPUT)
     assert proposer.rest > 0

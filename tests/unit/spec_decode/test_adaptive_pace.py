@@ -84,7 +84,7 @@ def engine():
     return Engine(WORTH_WAITING / 4)
 
 
-def test_of_short_steps_a_quarter_is_measured_and_all_that_was_accepted_counts(engine):
+def test_of_short_steps_one_of_eight_is_measured_and_all_that_was_accepted_counts(engine):
     one = engine.request()
     engine.run([one], 4)
     for told in engine.told.values():
@@ -92,9 +92,30 @@ def test_of_short_steps_a_quarter_is_measured_and_all_that_was_accepted_counts(e
     found = engine.run([one], 80)
     assert found == [[[7, 7]]] * 80
     assert len(engine.told["verified"]) == 80
-    assert 19 <= len(engine.told["add_step"]) <= 21
-    assert 19 <= len(engine.told["add_draft"]) <= 21
+    assert 9 <= len(engine.told["add_step"]) <= 11
+    assert 9 <= len(engine.told["add_draft"]) <= 11
     assert engine.proposer._controller._step == 84
+
+
+def test_who_joins_is_drafted_for_without_being_measured(engine):
+    """Unless it is to be decided now, or a part of a prompt is computed."""
+    one, other, third = (engine.request() for _ in range(3))
+    engine.run([one], 4)
+    proposer = engine.proposer
+    proposer._controller.lane(b"").num_drafts = 2
+    for told in engine.told.values():
+        told.clear()
+    assert proposer._unmeasured > 2
+    left = proposer._unmeasured
+    assert engine.run([one, other], 1) == [[[7, 7], [7, 7]]]
+    assert (proposer._unmeasured, engine.told["add_step"]) == (left - 1, [])
+    proposer._controller.due = lambda *args: True
+    proposer._controller.decide = lambda *args: None
+    engine.run([one, third], 1)
+    assert len(engine.told["add_step"]) == 1
+    assert engine.told["add_drafting_gap"] == [], "the end of the step before it was not noted"
+    assert proposer._states[1] is proposer._known[third]
+    assert len(engine.told["verified"]) == 2, "drafts of the first request, in both steps"
 
 
 def test_what_is_measured_is_right_whoever_comes_and_goes(engine):

@@ -15,8 +15,8 @@ from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode import pending_states
-from outrider.spec_decode.proposer import DraftRow, Proposal, RestedSteps, TargetOutput, no_adapters
-from outrider.spec_decode.rests import Waiting
+from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.rests import MOST_WAITING, RestedStep, spells_of
 
 BLOCK, NUM_BLOCKS = 4, 96
 GREEDY = SamplingParams(temperature=0.0)
@@ -76,7 +76,7 @@ class Engine:
         self.free = list(range(NUM_BLOCKS))
         self.rng.shuffle(self.free)
         self.references: dict[int, int] = {}
-        self.waiting = Waiting()
+        self.waiting: list[RestedStep] = []
         self.count = 0
 
     def tokens(self, count: int) -> list[int]:
@@ -166,18 +166,15 @@ class Engine:
     def rest(self, rows: list[DraftRow], output: TargetOutput) -> list[Proposal]:
         """Some are looked at later, as the adaptive proposer does it."""
         plans = [RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0) for row in rows]
-        if not self.waiting.go_on(plans, output):
-            if self.waiting.is_full:
-                self.look_at_rests()
-            if not self.waiting.begin(plans, output):
-                self.look_at_rests()
-                tables = [row.request.blocks for row in rows]
-                self.proposer.watch_rests([RestedSteps(plans, tables, [output])])
+        self.waiting.append((plans, [row.request.blocks for row in rows], output))
+        if len(self.waiting) >= MOST_WAITING or any(row.request.adapter is not None for row in rows):
+            self.look_at_rests()
         return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
 
     def look_at_rests(self) -> None:
-        if spells := self.waiting.take():
+        if spells := spells_of(self.waiting):
             self.proposer.watch_rests(spells)
+        self.waiting = []
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS, ids=NAMES)

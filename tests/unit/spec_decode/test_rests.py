@@ -11,7 +11,7 @@ from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.proposer import RestedSteps, TargetOutput
-from outrider.spec_decode.rests import MOST_WAITING, WORTH_WAITING, Rests, Waiting
+from outrider.spec_decode.rests import WORTH_WAITING, Rests, spells_of
 
 
 def request(adapter=None):
@@ -27,72 +27,57 @@ def plan(request, start=2, num_tokens=1, samples=True):
 SHORT = TargetOutput(seconds=WORTH_WAITING / 2)
 
 
-def test_steps_of_the_same_decodes_wait_together_up_to_a_bound():
-    waiting, one = Waiting(), request()
-    assert not waiting.go_on([plan(one)], SHORT), "none waits yet"
-    assert waiting.begin([plan(one)], SHORT)
-    kept = 1
-    while waiting.go_on([plan(one, 2 + kept)], SHORT):
-        kept += 1
-    (steps,) = waiting.take()
-    assert kept == len(steps.targets) == MOST_WAITING
-    assert steps.tables[0] is one.blocks
-    assert waiting.take() == []
-    assert not waiting.go_on([plan(one, 9)], SHORT)
+def waiting(*steps, target=SHORT):
+    return [(rows, [row.request.blocks for row in rows], target) for rows in steps]
 
 
-def test_a_part_of_a_prompt_does_not_wait():
-    """Whoever follows does not compute one token."""
-    waiting, one, other = Waiting(), request(), request()
-    assert not waiting.begin([plan(one), plan(other, samples=False)], SHORT)
-    assert waiting.take() == []
+def test_steps_of_the_same_decodes_are_one_spell():
+    one, other = request(), request()
+    first = [plan(one, 0, 5), plan(other, 7)]
+    (spell,) = spells_of(waiting(first, [plan(one, 5), plan(other, 8)], [plan(one, 6), plan(other, 9)]))
+    assert (spell.rows, spell.targets) == (first, [SHORT] * 3)
+    assert spell.tables[0] is one.blocks
+    assert spell.tables[1] is other.blocks
+    assert spells_of([]) == []
 
 
-def test_other_sequences_wait_up_to_the_same_bound():
-    waiting = Waiting()
-    for _ in range(MOST_WAITING):
-        assert not waiting.is_full
-        one = request()
-        assert not waiting.go_on([plan(one, 0, 5)], SHORT)
-        assert waiting.begin([plan(one, 0, 5)], SHORT)
-    assert waiting.is_full
-    assert not waiting.go_on([plan(one, 5)], SHORT)
-    assert len(waiting.take()) == MOST_WAITING
-    assert not waiting.is_full
+def test_other_sequences_and_prompts_begin_a_spell():
+    one, other = request(), request()
+    steps = waiting([plan(one)], [plan(one, 3), plan(other, 0, 9)], [plan(other, 9)], [plan(one, 4), plan(other, 10)])
+    assert [len(spell.rows) for spell in spells_of(steps)] == [1, 2, 1, 2]
+    parts = waiting([plan(one, 0, 4, False)], [plan(one, 4, 4, False)], [plan(one, 8, 1)], [plan(one, 9, 1)])
+    assert [len(spell.targets) for spell in spells_of(parts)] == [1, 3], "a part, and the rest of it with what follows"
 
 
-def test_adapters_and_long_steps_do_not_wait():
-    waiting, one, tenant = Waiting(), request(), request(adapter=object())
-    assert not waiting.begin([plan(one), plan(tenant)], SHORT), "its adapter may be gone later"
-    assert not waiting.begin([plan(one)], TargetOutput(seconds=WORTH_WAITING))
+def test_a_sequence_that_gave_way_begins_a_spell():
+    one = request()
+    before = waiting([plan(one)])
+    one.blocks = list(one.blocks)
+    assert len(spells_of(before + waiting([plan(one, 3)]))) == 2
 
 
-def test_a_step_that_is_computed_again_does_not_wait_with_its_failed_self():
+def test_a_step_that_is_computed_again_is_no_part_of_its_failed_self():
     """An error after the step was looked at, and before it was committed: as a whole, or its last row."""
-    waiting, one, other = Waiting(), request(), request()
-    assert waiting.begin([plan(one), plan(other)], SHORT)
-    assert waiting.go_on([plan(one, 3), plan(other, 3)], SHORT)
-    assert not waiting.go_on([plan(one, 3), plan(other, 3)], SHORT)
-    assert not waiting.go_on([plan(one, 4), plan(other, 3)], SHORT)
-    assert waiting.go_on([plan(one, 4), plan(other, 4)], SHORT)
+    one, other = request(), request()
+    steps = waiting(
+        [plan(one), plan(other)], [plan(one, 3), plan(other, 3)], [plan(one, 3), plan(other, 3)],
+        [plan(one, 4), plan(other, 3)], [plan(one, 5), plan(other, 4)],
+    )  # fmt: skip
+    assert [len(spell.targets) for spell in spells_of(steps)] == [2, 1, 2]
 
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 10**6))
 def test_every_step_is_looked_at_once_in_order(seed):
-    """As the proposer asks: whoever comes, goes and begins again, what is looked at is what was computed."""
+    """Whoever comes, goes and begins again, what is looked at is what was computed."""
     rng = random.Random(seed)
-    waiting, live, computed, looked_at = Waiting(), [request()], [], []
+    kept, live, computed, looked_at = [], [request()], [], []
     positions = {}
 
     def look(steps):
         for at, target in enumerate(steps.targets):
             starts = [(row.request, row.end + at - 1 if at else row.start) for row in steps.rows]
             looked_at.append((target.hidden.item(), starts))
-
-    def look_at_all():
-        for steps in waiting.take():
-            look(steps)
 
     for number in range(60):
         if rng.random() < 0.2:
@@ -110,13 +95,13 @@ def test_every_step_is_looked_at_once_in_order(seed):
             positions[one] = positions.get(one, 0) + tokens
         target = TargetOutput(torch.tensor([float(number)]), (), 1e-3)
         computed.append((float(number), [(row.request, row.start) for row in plans]))
-        if not waiting.go_on(plans, target):
-            if waiting.is_full:
-                look_at_all()
-            if not waiting.begin(plans, target):
-                look_at_all()
-                look(RestedSteps(plans, [one.blocks for one in live], [target]))
-    look_at_all()
+        kept += waiting(plans, target=target)
+        if rng.random() < 0.1:
+            for steps in spells_of(kept):
+                look(steps)
+            kept.clear()
+    for steps in spells_of(kept):
+        look(steps)
     assert looked_at == computed
 
 

@@ -1,0 +1,70 @@
+"""When drafting begins and ends, and which trials come first."""
+
+from outrider.spec_decode.controller import Controller, DrafterTraits
+from outrider.spec_decode.lanes import RowState
+from outrider.spec_decode.probing import HEAD_START, SHARE
+from outrider.spec_decode.step_costs import DraftSize
+
+NEURAL, LOOKUP = DrafterTraits("eagle3", True), DrafterTraits("ngram", False)
+
+
+def test_a_change_must_save_more_than_the_machines_noise():
+    """Drafts lose some 6%. Steps of a tenth of a second: they are given up once they are known; of a millisecond: once
+    they have cost 20 ms."""
+
+    def steps_until_off(seconds):
+        controller = Controller([NEURAL], 4)
+        row = RowState(controller.lane(b"a"))
+        for step in range(3000):
+            count = row.num_drafts
+            if controller.due(1, False):
+                row.limit = 1
+                controller.decide([row], 0)
+            controller.costs.add_step(1, 1 + count, seconds * (1.0 + 0.2 * count))
+            if count:
+                controller.proposed(0, [(row, 1, 1)])
+                controller.costs.add_draft(0, DraftSize(1, 1), 0.4 * seconds)
+                controller.verified(row, 1, step % 2)
+            controller.stepped(seconds)
+            if not controller.drafting:
+                return step
+        return -1
+
+    known = steps_until_off(0.1)
+    assert 0 < known < 200
+    assert steps_until_off(0.001) > known + 200
+
+
+def test_trials_of_drafters_wait_for_that_of_no_drafts_which_costs_more():
+    controller = Controller([NEURAL, LOOKUP], 4)
+    rows = [RowState(controller.lane(b"a"))]
+    for _ in range(400):
+        count, drafter = rows[0].num_drafts, rows[0].drafter
+        if controller.due(1, False):
+            rows[0].limit = 4
+            controller.decide(rows, 0)
+        controller.costs.add_step(1, 1 + count, 0.1 + 0.001 * count)
+        if count:
+            controller.proposed(drafter, [(rows[0], count, count)])
+            controller.costs.add_draft(drafter, DraftSize(1, count), 0.001 if drafter else 0.01 * count)
+            controller.verified(rows[0], count, count if drafter == 0 else 0)
+        controller.stepped(0.1)
+    assert controller.drafting
+    controller._trial_ends = 0
+    trial = rows[0].lane.trials[1]
+
+    def decide(spare):
+        """The budget can pay so many seconds; all trials are due."""
+        controller._step += 2000
+        controller._trial_ends = 0
+        budget = controller._budget
+        budget.elapsed += 1e4
+        budget.spent = SHARE * budget.elapsed + HEAD_START * 0.1 - spare
+        controller.decide(rows, 0)
+        return trial.last == controller._step
+
+    assert not decide(0.02), "enough for prompt lookup's, which waits"
+    assert controller._is_saving
+    decide(1.0)
+    assert not controller._is_saving
+    assert not rows[0].num_drafts, "a trial of none"
