@@ -217,10 +217,12 @@ def test_who_draws_on_the_host_is_not_late(models, make_engine):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_decisions_of_the_controller(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
-    """Its own: whatever the times are."""
+    """Its own: whatever the times are. Once they are known, most steps overlap."""
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
-    for _ in range(4):
+    for number in range(12):
+        if number == 8:
+            plans.clear()
         jobs = jobs_of(models, prompts, KINDS, max_tokens=48)
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
     assert sum(overlaps for _, overlaps in plans) > len(plans) / 2
