@@ -26,7 +26,7 @@ from .drafters import USUAL_LAG, Drafters
 from .evidence import Evidence
 from .lanes import RowState
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
-from .rests import MOST_WAITING, WORTH_WAITING, RestedStep, Rests, spells_of
+from .rests import MOST_TOKENS, MOST_WAITING, WORTH_WAITING, RestedStep, Rests, spells_of
 from .step_costs import MIXED
 from .stopwatch import LONGEST_GAP, Stopwatch
 
@@ -62,8 +62,8 @@ class AdaptiveProposer:
         self._known: dict[Request, RowState] = {}  # of live requests only
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
-        self._rest = 0
-        self._on_trial = False  # whether the rest is a trial of no drafts, while drafting
+        self._rest, self._on_trial = 0, False  # and whether it is a trial of no drafts, while drafting
+        self._paused = False  # nothing was drafted once, though drafting goes on
         self._rests = Rests()
         self._waiting: list[RestedStep] = []  # that nobody has looked at yet
         self._drafted = False  # the last step that somebody asked after
@@ -120,6 +120,7 @@ class AdaptiveProposer:
             self._take_in_gap(gap)
         self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
         if self._drafted:
+            self._paused = False
             spent = ended - began - self._drafters.seconds - self._deciding
             self._evidence.note(self._controller.costs.add_bookkeeping, spent)
         self._usual = ended - began - self._deciding
@@ -159,7 +160,7 @@ class AdaptiveProposer:
             counts = zip(rows, [state.num_drafts for state in states], strict=True)
             rows = [row if row.max_drafts <= count else row._replace(max_drafts=count) for row, count in counts]
             proposals = self._drafters.first.propose(rows, target)
-            self._evidence.note(self._learn_from, rows, states, proposals)
+            self._evidence.note(self._learn_from, rows, states, [len(made.drafts.token_ids) for made in proposals])
         self._controller.stepped(target.seconds + self._usual)
         if self._unmeasured == 0:  # the next one is to be measured
             self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
@@ -167,19 +168,15 @@ class AdaptiveProposer:
             self._watch.end()
         return proposals
 
-    def _learn_from(
-        self, rows: Sequence[DraftRow], states: Sequence[RowState], proposals: Sequence[Proposal] = ()
-    ) -> None:
-        """From a step all of whose rows sampled, and the `proposals` that the first drafter made after it."""
+    def _learn_from(self, rows: Sequence[DraftRow], states: Sequence[RowState], counts: Sequence[int] = ()) -> None:
+        """From a step, and the numbers of drafts made after it (not from proposals, which may hold large tensors)."""
         outcomes = [(state, row.num_drafts, row.num_accepted) for row, state in zip(rows, states, strict=True)]
         computed = [row.num_valid - row.num_accepted - row.start for row in rows]  # besides drafts
         prompts = sum(number for number in computed if number != 1)
-        self._learn(outcomes, prompts, len(rows) + sum(row.num_accepted for row in rows), True)
-        if proposals:
-            answers = zip(rows, states, proposals, strict=True)
-            self._controller.proposed(
-                0, [(s, row.max_drafts, len(made.drafts.token_ids)) for row, s, made in answers if row.max_drafts]
-            )
+        self._learn(outcomes, prompts, sum(row.sampled + row.num_accepted for row in rows), True)
+        if counts:
+            made = [(s, row.max_drafts, n) for row, s, n in zip(rows, states, counts, strict=True) if row.max_drafts]
+            self._controller.proposed(0, made)
 
     @property
     def rest(self) -> int:
@@ -191,13 +188,15 @@ class AdaptiveProposer:
         self._rest -= 1
         # As little as can be, and no call: all that is done after such a step is to cost a small model nothing.
         waiting, may_wait, tables = self._waiting, target.seconds < WORTH_WAITING and not self._on_trial, []
+        num_tokens = 0
         for row in rows:
             request = row.request
             if request.adapter is not None:
                 may_wait = False  # it may be gone later
             tables.append(request.blocks)
+            num_tokens += row.num_tokens
         waiting.append((rows, tables, target))
-        if not may_wait or self._rest <= 0 or len(waiting) >= MOST_WAITING:
+        if not may_wait or self._rest <= 0 or len(waiting) >= MOST_WAITING or num_tokens > MOST_TOKENS:
             self._look_at_rests(rows, target)
 
     def _look_at_rests(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
@@ -255,8 +254,9 @@ class AdaptiveProposer:
         """After a step: until something is decided."""
         if self._drafted or self._held is not None or self._are_drafted_for or not all(row.sampled for row in rows):
             return 0
-        if self._controller.is_steady and any(row.request.params.max_drafts != 0 for row in rows):
-            return 0  # all are at their end: who comes next is drafted for at once
+        if self._controller.is_steady and not self._paused:
+            self._paused = True  # all may be at their end: who comes next is drafted for at once
+            return 0
         return self._controller.steps_left
 
     def _take_in_rest(self) -> None:

@@ -25,13 +25,12 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from .goodput import Plan, Prices, best_plan
-from .lanes import ENTER, Before, Lane, Lanes, Mode, Outlook, RowState
+from .lanes import ENTER, Before, Lane, Lanes, Mode, Modes, Outlook, RowState
 from .pricing import Pricing
 from .probing import (
     CLEARLY,
     MAX_INTERVAL,
     MOST_SAVED,
-    NOISE,
     PROBE_ROWS,
     SLOW_INTERVAL,
     SURPRISING,
@@ -82,9 +81,7 @@ class Controller:
         self._more: dict[int, Backoff] = {}  # trials of one draft more, by class of rows
         self._outlooks: dict[int, Outlook] = {}  # by class of rows; 0: steps with prompts
         self._on_trial = 0.0  # seconds that the step's trials of drafters were charged, where nothing else is drafted
-        self._modes: dict[int, Mode] = {}  # by class of rows, too
-        self._mode = Mode(True, 0)
-        self.num_switches = 0
+        self._modes = Modes()
         self._step = 0
         self._next_decision = 0
         self._step_seconds = 0.0  # as the last decision thought; 0: not known yet
@@ -92,7 +89,6 @@ class Controller:
         self._trial_ends = 0
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
-        self._kind = -1  # its class of rows
         self._decided_at = 0.0  # busy time
         self._idle_seconds = 0.0
         """Of a step without drafts, as the last decision thought; 0: it found that nothing was new."""
@@ -103,6 +99,10 @@ class Controller:
     def drafting(self) -> bool:
         """Whether drafting is thought to pay at present."""
         return self._mode.drafting
+
+    @property
+    def _mode(self) -> Mode:
+        return self._modes.current
 
     @property
     def is_steady(self) -> bool:
@@ -202,9 +202,8 @@ class Controller:
         self._decided_at = self._budget.elapsed
         self._on_trial = self._idle_seconds = 0.0
         self._end_trials()
-        is_same, self._kind = kind == self._kind, kind
-        self._mode = self._modes.setdefault(kind, Mode(self._mode.drafting, self._step))
-        if self._nothing_new(is_same):
+        self._modes.enter(kind, self._step)
+        if self._nothing_new():
             self._draft_nothing(rows)
             return
         self._budget.forget_refusals()
@@ -219,11 +218,11 @@ class Controller:
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
         self._idle_seconds = prices.idle_seconds
-        cost = (self._pricing.change(offering, drafting=self.drafting) + NOISE) / prices.idle_seconds
+        change = self._pricing.change(offering, drafting=self.drafting) + self._modes.noise(self._step)
+        cost = change / prices.idle_seconds
         is_unknown = self.drafting and self._is_unknown(offering, plan)
-        if not is_unknown and self._mode.is_outdone(plan.gain, self._step, is_same=is_same, cost=cost):
-            self._mode.change(self._step)
-            self.num_switches += 1
+        if not is_unknown and self._mode.is_outdone(plan.gain, cost):
+            self._modes.change(self._step)
         before = None if self.drafting else self._outlooks.get(kind)
         self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, before)
         self._step_seconds = plan.seconds if self.drafting else prices.idle_seconds
@@ -252,11 +251,10 @@ class Controller:
         if self.due(len(rows), False):
             kind = row_class(len(rows))
             self._decided = {row.lane for row in rows}
-            mode = self._modes.get(kind)
-            if mode is None:
+            if self._modes.get(kind) is None:
                 return 0
-            is_same, self._kind, self._mode = kind == self._kind, kind, mode
-            if not self._nothing_new(is_same):
+            self._modes.enter(kind, self._step)
+            if not self._nothing_new():
                 return 0
             self._batch, self._has_news = (len(rows), False), False
             self._decided_at = self._budget.elapsed
@@ -269,14 +267,13 @@ class Controller:
         for row in rows:
             row.num_drafts = row.lane.num_drafts = 0
 
-    def _nothing_new(self, is_same: bool) -> bool:
-        """Whether nothing is drafted, and a decision would find what the last one for such a batch did. `is_same`: it
-        was the last one of all."""
-        kind = self._kind
+    def _nothing_new(self) -> bool:
+        """Whether nothing is drafted, and a decision would find what the last one for such a batch did."""
+        kind = self._modes.kind
         outlook = self._outlooks.get(kind)
         if outlook is None or self.drafting or self._step - outlook.step >= outlook.lasts:
             return False
-        if self._mode.is_outdone(outlook.gain, self._step, is_same=is_same, cost=outlook.cost):
+        if self._mode.is_outdone(outlook.gain, outlook.cost):
             return False
         if not self._decided <= outlook.promises.keys() or outlook.is_outdone:
             return False

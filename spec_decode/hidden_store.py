@@ -48,6 +48,8 @@ class _Entry:
     """[n] ...and where they go."""
     handles: list[tuple[Any, int]]
     """(adapter, number of tokens), in the order of `index`."""
+    may_repeat: bool
+    """Whether a place may occur twice: of several steps, one may have got a block that another gave back."""
 
     @property
     def is_whole(self) -> bool:
@@ -170,6 +172,7 @@ class HiddenStore:
             np.concatenate([piece.places for piece in pieces]),
             np.concatenate([piece.slots for piece in pieces]),
             [(piece.adapter, len(piece.places)) for piece in pieces],
+            isinstance(steps, Bundle),
         )
 
     def read(self, slots: np.ndarray) -> Tensor:
@@ -189,7 +192,7 @@ class HiddenStore:
         # 0 · NaN is NaN.
         vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
         slots = np.concatenate([entry.slots for entry in entries])
-        if len(entries) > 1:
+        if len(entries) > 1 or entries[0].may_repeat:
             unique, last = np.unique(slots[::-1], return_index=True)
             if len(unique) < len(slots):  # copying to one place twice has no defined order
                 slots, vectors = unique, vectors.index_select(0, self._tensor(len(slots) - 1 - last))

@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .acceptance import FALLBACK, HOPEFUL, Rates, RequestRates
-from .probing import MIN_INTERVAL, Backoff
+from .probing import MIN_INTERVAL, NOISE, Backoff
 
 ENTER, LEAVE = 0.025, 0.005
 LEAST_REGRET, MOST_REGRET = 0.2, 3.2
 LASTING = 200
 """Steps after which a change has lasted."""
-MOST_STEPS = 8
+MOST_STEPS = 64
 """Steps for which one prediction counts, at most."""
 FEW_VERIFIED = 8.0
 """Verified rows that say something of a drafter."""
@@ -153,29 +153,27 @@ class Mode:
     What the other way would have saved since the last change is added up, and what it would have cost is taken off
     again (a cumulative sum: Page 1954): the change comes when the sum exceeds what a change costs."""
 
-    __slots__ = ("_limit", "_saved", "_seen", "_since", "drafting")
+    __slots__ = ("_limit", "_passed", "_saved", "_since", "drafting")
 
     def __init__(self, drafting: bool, step: int) -> None:
         self.drafting = drafting
         self._limit = LEAST_REGRET
         self._saved = 0.0  # by the other way, in steps
         self._since = step - LASTING
-        self._seen = step - MOST_STEPS
+        self._passed = 1  # steps of this class since the last prediction
+
+    def passed(self, steps: int) -> None:
+        """So many steps had this number of rows."""
+        self._passed += steps
 
     def has_lasted(self, step: int) -> bool:
         """Whether the last change was long ago."""
         return step - self._since >= LASTING
 
-    def is_outdone(self, gain: float, step: int, *, is_same: bool, cost: float) -> bool:
-        """Take in what drafting is predicted to gain now; returns whether a change is due.
-
-        Args:
-            is_same: Whether the batch is what it was, so that this also tells what has been lost since the last time.
-            cost: Of a change, in steps.
-        """
-        since = step - self._seen
-        steps = min(since, MOST_STEPS if is_same else 1)
-        self._seen = step
+    def is_outdone(self, gain: float, cost: float) -> bool:
+        """Take in what drafting is predicted to gain now, which also tells what was lost in the steps that have passed;
+        returns whether a change is due, which costs `cost` steps."""
+        steps, self._passed = min(self._passed, MOST_STEPS), 0
         better = -gain - LEAVE if self.drafting else gain - ENTER
         self._saved = max(0.0, self._saved + better * steps)
         return better > 0.0 and self._saved >= self._limit + cost
@@ -186,6 +184,43 @@ class Mode:
         self._saved = 0.0
         self._since = step
         self.drafting = not self.drafting
+
+
+class Modes:
+    """Those of all classes of rows."""
+
+    __slots__ = ("_counted", "_last_change", "_modes", "current", "kind", "num_changes")
+
+    def __init__(self) -> None:
+        self._modes: dict[int, Mode] = {}
+        self.current = Mode(True, 0)
+        """That of the last decision's rows..."""
+        self.kind = -1
+        """...and their class."""
+        self.num_changes = 0
+        self._counted = 0  # steps that were counted for their class of rows
+        self._last_change = (True, -LASTING)  # of any mode: whether it drafts since, and when it was
+
+    def get(self, kind: int) -> Mode | None:
+        """That of a class of rows; None: nothing was decided for it yet."""
+        return self._modes.get(kind)
+
+    def enter(self, kind: int, step: int) -> None:
+        """It is about to be decided for this class of rows. Until now they were those of the last decision."""
+        self.current.passed(step - self._counted)
+        self._counted, self.kind = step, kind
+        self.current = self._modes.setdefault(kind, Mode(self.current.drafting, step))
+
+    def noise(self, step: int) -> float:
+        """Seconds that a change must save for it not to be noise: none, if it was none lately for other rows."""
+        drafting, changed = self._last_change
+        return 0.0 if drafting != self.current.drafting and step - changed < LASTING else NOISE
+
+    def change(self, step: int) -> None:
+        """The present mode changes."""
+        self.current.change(step)
+        self.num_changes += 1
+        self._last_change = (self.current.drafting, step)
 
 
 class Outlook(NamedTuple):

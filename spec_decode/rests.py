@@ -10,13 +10,11 @@ from .proposer import RestedSteps, TargetOutput
 if TYPE_CHECKING:
     from ..platform.core.batch import RowPlan
 
-MOST_WAITING = 16
-"""Steps that are put off together, at most."""
+MOST_WAITING, MOST_TOKENS = 16, 512
+"""Steps that are put off together, at most, and tokens of each: their hidden states are kept meanwhile."""
 WORTH_WAITING = 0.01
 """Seconds of a step up to which it is worth it to put off what is to be done after it: that takes tens of
-microseconds, and longer steps leave more memory to be kept."""
-
-
+microseconds."""
 RestedStep = tuple["Sequence[RowPlan]", list[list[int]], TargetOutput]
 """A step's rows, their block tables then, and what the target computed."""
 

@@ -231,8 +231,8 @@ def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(parts, adapte
     assert first.rested_steps == 2 * MOST_WAITING + 3, "nothing waits that may need it"
 
 
-def test_while_drafting_goes_on_there_is_no_rest_when_all_requests_are_at_their_end(parts):
-    """Who comes next is drafted for from its prompt on. Requests that want no drafts are no reason to be asked."""
+def test_while_drafting_goes_on_a_rest_waits_for_a_second_step_without_drafts(parts):
+    """After the first, all requests may have ended: who comes next is drafted for from its prompt on."""
     proposer, _ = parts
     controller = proposer.controller
     controller.due = lambda *args: False
@@ -241,12 +241,14 @@ def test_while_drafting_goes_on_there_is_no_rest_when_all_requests_are_at_their_
     controller._next_decision, controller._trial_ends = controller._step + 100, 0
     assert controller.is_steady
     (state,) = proposer._states
-    state.num_drafts = 0
-    proposer.propose([row(one, max_drafts=0)], OUTPUT)
-    assert proposer.rest == 0
-    one.params.speculative = False
-    proposer.propose([row(one, max_drafts=0)], OUTPUT)
-    assert proposer.rest > 0
+    for _ in range(2):
+        state.drafter, state.num_drafts = 0, 2
+        assert proposer.propose([row(one)], OUTPUT)[0].drafts.token_ids
+        state.num_drafts = 0
+        proposer.propose([row(one, max_drafts=0)], OUTPUT)
+        assert proposer.rest == 0
+        proposer.propose([row(one, max_drafts=0)], OUTPUT)
+        assert proposer.rest > 0
 
 
 def test_a_rest_ends_while_parts_of_prompts_are_computed(parts):

@@ -142,7 +142,7 @@ def test_no_flapping_and_no_collapse_at_a_threshold_in_noise(curve, rows, p):
         proposer = adaptive(world, neural(world))
         world.run(proposer, 500)
         assert world.run(proposer, 2000) >= 0.93 * best
-        assert proposer.controller.num_switches <= 20
+        assert proposer.controller._modes.num_changes <= 20
 
 
 @pytest.mark.parametrize(("rows", "p"), [(1, 0.05), (1, 0.9), (16, 0.05), (16, 0.9)])
