@@ -1,5 +1,7 @@
 """What the adaptive proposer measures of short steps: some of them, rightly, and everything that was accepted."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from outrider.platform.core.request import Drafts, Request
@@ -116,6 +118,48 @@ def test_who_joins_is_drafted_for_without_being_measured(engine):
     assert engine.told["add_drafting_gap"] == [], "the end of the step before it was not noted"
     assert proposer._states[1] is proposer._known[third]
     assert len(engine.told["verified"]) == 2, "drafts of the first request, in both steps"
+
+
+def test_parts_of_prompts_and_caps_are_no_matter_of_going_on(engine):
+    """A part of a prompt is asked about as ever; a row gets no more drafts than were decided, and than it may have."""
+    one, other = engine.request(), engine.request()
+    engine.run([one], 4)
+    proposer = engine.proposer
+    assert proposer._unmeasured > 2
+
+    def row(request, **fields):
+        length = len(request.tokens)
+        given = {"max_drafts": 2, "sampled": True, "start": length - 1, **fields}
+        return DraftRow(request, request.tokens, length, length, block_table=[], **given)
+
+    asked = []
+    network = proposer._drafters.first
+    make = network.propose
+    network.propose = lambda rows, target: asked.append([row.max_drafts for row in rows]) or make(rows, target)
+    proposer._states[0].num_drafts = 1
+    proposer.propose([row(one)], TargetOutput(seconds=engine.seconds))
+    proposer.propose([row(one, max_drafts=0)], TargetOutput(seconds=engine.seconds))
+    assert asked == [[1], [0]]
+    left = proposer._unmeasured
+    assert left > 0
+    proposer.propose([row(one), row(other, sampled=False, max_drafts=0)], TargetOutput(seconds=engine.seconds))
+    assert proposer._unmeasured == 0, "measured, if its time is known"
+
+
+def test_prompts_of_who_joins_are_counted(engine):
+    one, other = engine.request(), engine.request()
+    engine.run([one], 4)
+    proposer, counted = engine.proposer, []
+    proposer.snapshot()
+    proposer._controller.workload = SimpleNamespace(computed=lambda *counts: counted.append(counts))
+    length = len(other.tokens)
+    rows = [
+        DraftRow(one, one.tokens, len(one.tokens), len(one.tokens), 2, [], True, len(one.tokens) - 3, 0, 2, 2),
+        DraftRow(other, other.tokens, length, length, 2, [], True, 0),
+    ]
+    proposer.propose(rows, TargetOutput(seconds=engine.seconds))
+    proposer.snapshot()
+    assert counted == [(length, 4)]
 
 
 def test_what_is_measured_is_right_whoever_comes_and_goes(engine):

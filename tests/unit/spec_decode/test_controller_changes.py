@@ -1,8 +1,10 @@
 """When drafting begins and ends, and which trials come first."""
 
-from outrider.spec_decode.controller import Controller, DrafterTraits
-from outrider.spec_decode.lanes import RowState
-from outrider.spec_decode.probing import HEAD_START, SHARE
+import pytest
+
+from outrider.spec_decode.controller import DECIDING_SHARE, MOST_PERIOD, Controller, DrafterTraits
+from outrider.spec_decode.lanes import LASTING, LEAVE, MOST_STEPS, Modes, RowState
+from outrider.spec_decode.probing import HEAD_START, NOISE, SHARE
 from outrider.spec_decode.step_costs import DraftSize
 
 NEURAL, LOOKUP = DrafterTraits("eagle3", True), DrafterTraits("ngram", False)
@@ -68,3 +70,51 @@ def test_trials_of_drafters_wait_for_that_of_no_drafts_which_costs_more():
     decide(1.0)
     assert not controller._is_saving
     assert not rows[0].num_drafts, "a trial of none"
+
+
+def test_a_prediction_counts_for_the_steps_of_its_class_of_rows():
+    modes = Modes()
+    for step in range(0, 400, 20):  # 15 steps of one class and 5 of another in turn
+        modes.enter(1, step)
+        modes.enter(2, step + 15)
+    modes.enter(1, 400)
+    one, two = modes.get(1), modes.get(2)
+    assert not one.is_outdone(-0.1, 1e9)
+    assert not two.is_outdone(-0.1, 1e9)
+    assert one._saved == pytest.approx(MOST_STEPS * (0.1 - LEAVE)), "no more than so many"
+    assert two._saved == pytest.approx(MOST_STEPS * (0.1 - LEAVE))
+    modes.enter(2, 415)
+    modes.enter(1, 420)
+    assert not one.is_outdone(-0.1, 1e9)
+    assert one._saved == pytest.approx((MOST_STEPS + 15) * (0.1 - LEAVE))
+    assert not two.is_outdone(-0.1, 1e9)
+    assert two._saved == pytest.approx((MOST_STEPS + 5) * (0.1 - LEAVE))
+
+
+def test_what_was_no_noise_for_some_rows_is_none_for_others():
+    modes = Modes()
+    modes.enter(1, 0)
+    assert modes.noise(0) == NOISE
+    modes.change(10)
+    assert modes.noise(10) == NOISE, "to change back"
+    modes.enter(2, 20)
+    modes.current.drafting = True
+    assert (modes.noise(20), modes.noise(10 + LASTING)) == (0.0, NOISE)
+
+
+def test_decisions_are_as_far_apart_as_makes_them_a_share_of_the_time():
+    """Twenty milliseconds a step and a decision of one: as far as ever. Half a millisecond: forty times as far."""
+
+    def period(seconds):
+        controller = Controller([NEURAL], 4)
+        row = RowState(controller.lane(b"a"))
+        for _ in range(16):
+            controller.costs.add_step(1, 1, seconds)
+            controller.costs.add_decision(1e-3)
+        controller._step = 1000
+        row.limit = 4
+        controller.decide([row], 0)
+        return controller._next_decision - controller._step
+
+    assert (period(0.02), period(0.0005)) == (16, MOST_PERIOD)
+    assert period(0.004) == pytest.approx(1e-3 / DECIDING_SHARE / 0.004, abs=8)
