@@ -129,11 +129,6 @@ class RestedSteps(NamedTuple):
     targets: list[TargetOutput]
     """Of each step."""
 
-    @classmethod
-    def begun(cls, rows: Sequence[RowPlan], target: TargetOutput) -> RestedSteps:
-        """One step, which has just been computed."""
-        return cls(rows, [row.request.blocks for row in rows], [target])
-
 
 class Drafter(Proposer, Protocol):
     """A proposer that the adaptive one may compose: it need not be asked in steps where nothing is to be drafted."""
