@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels.rms_norm import can_copy
 from ..kernels.rope import Rotation
 from ..kernels.silu_mul import silu_mul, silu_mul_invariant
 from .attention import AttentionBackend, AttentionSpec, make_attention
@@ -19,6 +21,8 @@ from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
 from .layers.weights import WeightSlot
 
+NO_COPIES: Mapping[int, int] = MappingProxyType({})
+
 
 class DecoderOutput(NamedTuple):
     """What a forward pass gives."""
@@ -26,7 +30,7 @@ class DecoderOutput(NamedTuple):
     hidden: Tensor
     """[T, H] after the final norm."""
     aux: tuple[Tensor, ...]
-    """[T, H] each, before the layers that were asked for."""
+    """[T, H] each, before the layers that were asked for; none where they were copied."""
 
 
 class DecoderLayer:
@@ -62,9 +66,9 @@ class DecoderLayer:
             repeats = [config.num_heads, config.num_kv_heads]
             self.qk_norm = norm(["self_attn.q_norm", "self_attn.k_norm"], config.head_dim, repeats)
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """hidden [T, H] to the next layer's [T, H]."""
-        qkv = self.qkv.forward(self.input_norm(hidden), batch)
+    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV, copy: int | None = None) -> Tensor:
+        """hidden [T, H] to the next layer's [T, H]. `copy`: an address where `hidden` is copied to."""
+        qkv = self.qkv.forward(self.input_norm(hidden, copy), batch)
         rotation = Rotation(batch.cos, batch.sin)
         attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
         hidden = self.o.forward(attended, batch, residual=hidden)
@@ -117,26 +121,36 @@ class Decoder:
         return [KVLayerSpec(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
 
     @property
+    def can_copy(self) -> bool:
+        """Whether `forward` can copy hidden states."""
+        return can_copy(self.config.dtype, self.device)
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all weights; a tied head counts once."""
         return sum(torch.Size(slot.shape).numel() for slot in self.weight_slots().values())
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
+    def forward(
+        self, batch: ForwardBatch, aux_layers: Sequence[int] = (), copies: Mapping[int, int] = NO_COPIES
+    ) -> DecoderOutput:
         """Compute a batch; the tokens' KV is written to `batch.kv`.
 
         Args:
             aux_layers: layers whose entering hidden states are wanted too; the number of layers stands for what leaves
                 the last one. They cost nothing but the memory.
+            copies: for some layers the address of memory [T, H], in the model's dtype, that gets their entering hidden
+                states; only where `can_copy` says so.
         """
         hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
             if index in aux_layers:
                 entering[index] = hidden
-            hidden = layer.forward(hidden, batch, kv)
-        entering[len(self.layers)] = hidden
-        return DecoderOutput(self._final_norm(hidden), tuple(map(entering.__getitem__, aux_layers)))
+            hidden = layer.forward(hidden, batch, kv, copies.get(index))
+        last = len(self.layers)
+        entering[last] = hidden
+        return DecoderOutput(self._final_norm(hidden, copies.get(last)), tuple(map(entering.__getitem__, aux_layers)))
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:

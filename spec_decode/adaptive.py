@@ -26,16 +26,14 @@ from .drafters import USUAL_LAG, Drafters
 from .evidence import Evidence
 from .lanes import RowState
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
-from .rests import MOST_TOKENS, MOST_WAITING, WORTH_WAITING, RestedStep, Rests, spells_of
+from .rests import WORTH_WAITING, Rests
+from .steady import MEASURED_ONE_IN, SteadySteps
 from .step_costs import MIXED
 from .stopwatch import LONGEST_GAP, Stopwatch
 
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
     from ..platform.core.batch import RowPlan
-
-_MEASURED_ONE_IN = 8
-"""Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
 
 
 class AdaptiveProposer:
@@ -64,13 +62,11 @@ class AdaptiveProposer:
         self._states: list[RowState] = []  # of the batch
         self._rest, self._on_trial = 0, False  # and whether it is a trial of no drafts, while drafting
         self._paused = False  # nothing was drafted once, though drafting goes on
-        self._rests = Rests()
-        self._waiting: list[RestedStep] = []  # that nobody has looked at yet
+        self._rests = Rests(are_read=drafters[0][1].needs.reads_rests)
         self._drafted = False  # the last step that somebody asked after
         self._deciding = 0.0  # seconds of this step
         self._held: tuple[int, int] | None = None
-        self._unmeasured = 0  # of the next steps, those after which it is enough to draft as after the last one
-        self._usual = 0.0  # seconds that drafting, and all that belongs to it, took when it was measured last
+        self._steady = SteadySteps()
 
     @property
     def needs(self) -> ProposerNeeds:
@@ -80,7 +76,7 @@ class AdaptiveProposer:
     @property
     def controller(self) -> Controller:
         """What decides, knowing all that was noted so far; not to be told anything."""
-        self._evidence.take_in()
+        self._take_in_notes()
         return self._controller
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
@@ -91,7 +87,7 @@ class AdaptiveProposer:
     def forget_adapter(self, digest: bytes) -> None:
         """For all drafters, and the estimates of its acceptance."""
         self._watch_rests()
-        self._evidence.take_in()
+        self._take_in_notes()
         for drafter in self._drafters:
             drafter.forget_adapter(digest)
         self._controller.forget(digest)
@@ -100,11 +96,13 @@ class AdaptiveProposer:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
         batch = [row.request for row in rows]
         is_same = batch == self._batch
-        if self._unmeasured > 0:
-            self._unmeasured -= 1
+        steady = self._steady
+        if steady.left > 0:
+            steady.left -= 1
             if is_same or self._is_joined(batch, rows):
                 return self._go_on(rows, target)
-            self._unmeasured = 0
+            steady.left = 0
+        steady.tell(self._controller, self._evidence)
         self._watch_rests()
         drafting = self._take_in_drafting()
         began = self._watch.clock()
@@ -123,12 +121,12 @@ class AdaptiveProposer:
             self._paused = False
             spent = ended - began - self._drafters.seconds - self._deciding
             self._evidence.note(self._controller.costs.add_bookkeeping, spent)
-        self._usual = ended - began - self._deciding
+        steady.usual = ended - began - self._deciding
         self._stepped(drafting + target.seconds + ended - began)
         self._rest = self._next_rest(rows)
         self._on_trial = self._controller.drafting
-        self._unmeasured = self._next_unmeasured(rows, target.seconds)
-        if self._unmeasured:
+        steady.left = self._next_unmeasured(rows, target.seconds)
+        if steady.left:
             self._watch.lose()
         else:
             self._watch.end()
@@ -140,7 +138,7 @@ class AdaptiveProposer:
             return 0
         if not all(row.sampled for row in rows):
             return 0
-        return max(0, min(_MEASURED_ONE_IN - 1, self._controller.steps_left - 1))
+        return max(0, min(MEASURED_ONE_IN - 1, self._controller.steps_left - 1))
 
     def _is_joined(self, batch: list[Request], rows: Sequence[DraftRow]) -> bool:
         """Take over another batch; whether it, too, is drafted for as was decided before."""
@@ -152,31 +150,29 @@ class AdaptiveProposer:
 
     def _go_on(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """After a step that is not measured, draft as was decided before. What was accepted is all that counts."""
-        states = self._states
+        states, steady = self._states, self._steady
         if any(state.drafter and state.num_drafts for state in states):
-            self._evidence.note(self._learn_from, rows, states)
+            steady.add(rows, states, (), target.seconds)
+            steady.tell(self._controller, self._evidence)  # who drafts now is noted after it
             proposals = self._draft(rows, target, measures=False)
         else:
-            counts = zip(rows, [state.num_drafts for state in states], strict=True)
-            rows = [row if row.max_drafts <= count else row._replace(max_drafts=count) for row, count in counts]
+            counts = [state.num_drafts for state in states]
+            rows = [
+                row if row.max_drafts <= count else row._replace(max_drafts=count)
+                for row, count in zip(rows, counts, strict=True)
+            ]
             proposals = self._drafters.first.propose(rows, target)
-            self._evidence.note(self._learn_from, rows, states, [len(made.drafts.token_ids) for made in proposals])
-        self._controller.stepped(target.seconds + self._usual)
-        if self._unmeasured == 0:  # the next one is to be measured
+            steady.add(rows, states, proposals, target.seconds)
+        if steady.left == 0:  # the next one is to be measured
             self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
             self._watch.unsettle()
             self._watch.end()
         return proposals
 
-    def _learn_from(self, rows: Sequence[DraftRow], states: Sequence[RowState], counts: Sequence[int] = ()) -> None:
-        """From a step, and the numbers of drafts made after it (not from proposals, which may hold large tensors)."""
-        outcomes = [(state, row.num_drafts, row.num_accepted) for row, state in zip(rows, states, strict=True)]
-        computed = [row.num_valid - row.num_accepted - row.start for row in rows]  # besides drafts
-        prompts = sum(number for number in computed if number != 1)
-        self._learn(outcomes, prompts, sum(row.sampled + row.num_accepted for row in rows), True)
-        if counts:
-            made = [(s, row.max_drafts, n) for row, s, n in zip(rows, states, counts, strict=True) if row.max_drafts]
-            self._controller.proposed(0, made)
+    def _take_in_notes(self) -> None:
+        """Have the controller know all that happened."""
+        self._steady.tell(self._controller, self._evidence)
+        self._evidence.take_in()
 
     @property
     def rest(self) -> int:
@@ -186,17 +182,8 @@ class AdaptiveProposer:
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """See `Resting`."""
         self._rest -= 1
-        # As little as can be, and no call: all that is done after such a step is to cost a small model nothing.
-        waiting, may_wait, tables = self._waiting, target.seconds < WORTH_WAITING and not self._on_trial, []
-        num_tokens = 0
-        for row in rows:
-            request = row.request
-            if request.adapter is not None:
-                may_wait = False  # it may be gone later
-            tables.append(request.blocks)
-            num_tokens += row.num_tokens
-        waiting.append((rows, tables, target))
-        if not may_wait or self._rest <= 0 or len(waiting) >= MOST_WAITING or num_tokens > MOST_TOKENS:
+        may_wait = self._rests.add(rows, target)
+        if not may_wait or self._rest <= 0 or self._on_trial:
             self._look_at_rests(rows, target)
 
     def _look_at_rests(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
@@ -215,11 +202,8 @@ class AdaptiveProposer:
 
     def _watch_rests(self) -> None:
         """Look at the steps that were put off."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            spells = spells_of(waiting)
-            for steps in spells:
-                self._rests.add(steps)
+        spells = self._rests.look()
+        if spells:
             self._drafters.first.watch_rests(spells)
 
     def _rest_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> int:
@@ -265,7 +249,7 @@ class AdaptiveProposer:
         if rests.num_steps:
             self._evidence.note(self._learn, (), rests.num_prompts, rests.num_outputs, True)
             self._stepped(rests.seconds, rests.num_steps)
-            self._rests = Rests()
+            rests.taken_in()
 
     def _stepped(self, seconds: float, steps: int = 1) -> None:
         if self._held is None:
@@ -292,7 +276,7 @@ class AdaptiveProposer:
         """Until `release`, every row gets `num_drafts` by that drafter, so far as it may: to measure what that takes.
         Nothing is learned of acceptance."""
         self._held = (drafter, num_drafts)
-        self._unmeasured = 0
+        self._steady.left = 0
 
     @property
     def is_settling(self) -> bool:

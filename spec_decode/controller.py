@@ -26,8 +26,10 @@ from typing import NamedTuple
 
 from .goodput import Plan, Prices, best_plan
 from .lanes import ENTER, Before, Lane, Lanes, Mode, Modes, Outlook, RowState
+from .pace import DECIDING_SHARE, DISTURBANCE, period
 from .pricing import Pricing
 from .probing import (
+    CALM,
     CLEARLY,
     MAX_INTERVAL,
     MOST_SAVED,
@@ -42,13 +44,6 @@ from .probing import (
 )
 from .step_costs import MIXED, row_class
 
-PERIOD = 8
-"""Steps between decisions at first; twice that when drafting has paid for long, or while nothing is drafted, and so
-nothing is learned; four times when nothing was drafted for long."""
-DECIDING_SHARE = 0.01
-"""Of busy time, for decisions: for a small model one is no trifle."""
-MOST_PERIOD = 64
-"""Steps between decisions, even so."""
 FEW = 4
 """Rows for which it is decided anew whenever one comes or goes."""
 UNKNOWN = 64
@@ -155,7 +150,7 @@ class Controller:
     def stepped(self, seconds: float, steps: int = 1) -> None:
         """So many steps have passed; with all that belongs to them, they took `seconds`."""
         self._step += steps
-        self._budget.elapsed += seconds
+        self._budget.passed(seconds, is_calm=self._step - self._modes.changed_at >= CALM)
 
     # ------------------------------------------------------------------ decision
 
@@ -187,9 +182,10 @@ class Controller:
         """The last decision took that long, with all that was taken in before it. While nothing is drafted, it was made
         to find out whether something should be: such decisions share the budget of trials."""
         if self._idle_seconds:
-            self.costs.add_decision(seconds)
+            cost = DISTURBANCE * seconds
+            self.costs.add_decision(cost)
             if not self.drafting:
-                self._budget.charge(seconds, self._idle_seconds)
+                self._budget.charge(cost, self._idle_seconds)
 
     def decide(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """Set `drafter` and `num_drafts` of all rows that sample; `prompt_tokens` are likely to be computed beside
@@ -294,11 +290,7 @@ class Controller:
 
     def _period(self) -> int:
         """Steps until the next decision."""
-        period = min(PERIOD, 2 + self._step // 8) * (1 if self.drafting else 2)
-        if self._mode.has_lasted(self._step):
-            period *= 2
-        worth = self.costs.decision_seconds / (DECIDING_SHARE * self._step_seconds) if self._step_seconds else 0.0
-        return max(period, min(MOST_PERIOD, int(worth)))
+        return period(self._step, self._mode, self.costs.decision_seconds, self._step_seconds)
 
     # ------------------------------------------------------------------ trials
 

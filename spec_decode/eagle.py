@@ -38,6 +38,7 @@ from .eagle_model import EagleHead, LastRows
 from .factory import ProposerContext
 from .hidden_store import HiddenStore
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
+from .state_ring import Ring
 
 if TYPE_CHECKING:
     from ..models.graphs import GraphedPass, PassGraphs, PassInputs
@@ -91,6 +92,14 @@ def _for_random_weights(config: EagleConfig) -> EagleConfig:
     return dataclasses.replace(config, own_embedding=other, own_head=other or smaller, own_vocabulary=smaller)
 
 
+def _ring_for(head: EagleHead) -> Ring | None:
+    """Memory that the target can copy what the head reads into; None where it cannot."""
+    layers, target = head.config.aux_layers, head.target
+    if not layers or len(set(layers)) < len(layers) or not target.can_copy:
+        return None
+    return Ring(layers, head.config.target_hidden_size, target.config.dtype)
+
+
 class EagleProposer:
     """Drafts by an EAGLE head with each request's own sampling parameters, as a draft model does."""
 
@@ -114,7 +123,10 @@ class EagleProposer:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._edit_logits = edit_logits
         self._eagle3 = head.config.eagle3
-        self._store = HiddenStore(head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3)
+        self._ring = _ring_for(head)
+        self._store = HiddenStore(
+            head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3, ring=self._ring
+        )
         self._kv: Sequence[LayerKV] = ()
         self._limits: CatchUpLimits | None = None
         self._prepare_adapters: AdapterPreparer = no_adapters
@@ -125,6 +137,8 @@ class EagleProposer:
         return ProposerNeeds(
             kv_layers=(self._head.kv_layer, self._store.spec),
             aux_layers=self._head.config.aux_layers,
+            memory=self._ring,
+            reads_rests=True,
             linears=tuple(self._head.linears()),
             max_positions=self._head.config.layer.max_position_embeddings + 1,
         )
@@ -184,7 +198,8 @@ class EagleProposer:
     @torch.inference_mode()
     def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
         """Keep the steps' hidden states."""
-        self._store.append_rested(spells, [self._states(target) for steps in spells for target in steps.targets])
+        targets = [target for steps in spells for target in steps.targets]
+        self._store.append_rested(spells, [(t.place, self._states(t) if t.place < 0 else ()) for t in targets])
 
     @torch.inference_mode()
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

@@ -72,7 +72,8 @@ class EagleHead:
         """
         self.config = config
         self.device = torch.device(device)
-        self._target = target
+        self.target = target
+        """Lends what the head has not."""
         layer = config.layer
         if layer.hidden_size != config.target_hidden_size and not (config.own_embedding and config.own_head):
             missing = "lm_head" if config.own_embedding else "embed_tokens"
@@ -229,11 +230,11 @@ class EagleHead:
         if self.config.eagle3 and not self.config.norm_output:
             state = self._final_norm(state)
         if self._head is None:
-            return self._target.compute_logits(state, out=out)
+            return self.target.compute_logits(state, out=out)
         logits = self._head(state)
         return logits.float() if out is None else out.copy_(logits)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self._embedding is None:
-            return self._target.embedding.lookup(input_ids)
+            return self.target.embedding.lookup(input_ids)
         return F.embedding(input_ids, self._embedding)

@@ -25,8 +25,9 @@ from ..kernels.late import late_slots
 from ..kernels.staging import to_device
 from ..models.batch import KVLayerSpec, LayerKV
 from ..platform.core.batch import RowPlan
-from .pending_states import Bundle, PendingStates, Step, slots_of
+from .pending_states import Bundle, PendingStates, PlacedStates, Step, slots_of
 from .proposer import AdapterPreparer, DraftRow, RestedSteps, no_adapters
+from .state_ring import Ring
 
 _KEPT = 0.9
 """Share of what may wait that goes on waiting when there is too much: the oldest are written, those of requests that
@@ -60,8 +61,9 @@ class _Entry:
 class HiddenStore:
     """One vector for each position of each sequence."""
 
-    def __init__(self, width: int, fuse: Fuse, device: torch.device, *, adapts: bool) -> None:
-        """`width` elements a vector, an even number. `adapts`: whether adapters have a part in `fuse`."""
+    def __init__(self, width: int, fuse: Fuse, device: torch.device, *, adapts: bool, ring: Ring | None = None) -> None:
+        """`width` elements a vector, an even number. `adapts`: whether adapters have a part in `fuse`. `ring`: memory
+        that the target may copy its hidden states into."""
         self._width = width
         self._fuse = fuse
         self._device = device
@@ -69,7 +71,7 @@ class HiddenStore:
         self._prepare_adapters: AdapterPreparer = no_adapters
         self._halves: tuple[Tensor, Tensor] | None = None
         self._block_size = 0
-        self._pending = PendingStates()
+        self._pending = PendingStates(ring)
 
     @property
     def spec(self) -> KVLayerSpec:
@@ -90,11 +92,11 @@ class HiddenStore:
             self._flush_for_adapters(rows)
             self._limit()
 
-    def append_rested(self, spells: Sequence[RestedSteps], states: Sequence[tuple[Tensor, ...]]) -> None:
+    def append_rested(self, spells: Sequence[RestedSteps], steps: Sequence[PlacedStates]) -> None:
         """`append` of steps that verified no drafts: the hidden states of each step of all `spells`."""
-        self._pending.add_rested(spells, states)
-        for steps in spells:
-            self._flush_for_adapters(steps.rows)
+        self._pending.add_rested(spells, steps)
+        for spell in spells:
+            self._flush_for_adapters(spell.rows)
         self._limit()
 
     def append_passing(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:

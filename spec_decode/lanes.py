@@ -201,6 +201,11 @@ class Modes:
         self._counted = 0  # steps that were counted for their class of rows
         self._last_change = (True, -LASTING)  # of any mode: whether it drafts since, and when it was
 
+    @property
+    def changed_at(self) -> int:
+        """Step of the last change of any."""
+        return self._last_change[1]
+
     def get(self, kind: int) -> Mode | None:
         """That of a class of rows; None: nothing was decided for it yet."""
         return self._modes.get(kind)

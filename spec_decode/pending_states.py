@@ -3,16 +3,15 @@
 While nothing is drafted this is all that a step does for a drafter that reads hidden states, so it has to be cheap:
 
 - Steps after which nobody was asked for drafts come some at once (`rests`), and stay one `Bundle`.
-- On a CPU, states are copied into a `Ring`. Were their tensors kept, the memory that the next steps take would be other
-  memory each time, whose pages are fresh. On a GPU a copy would cost a launch, and its allocator has no such trouble:
-  there the tensors are kept.
+- On a CPU, states are copied into a `Ring`, by the target itself where it can. Were their tensors kept, the memory that
+  the next steps take would be other memory each time, whose pages are fresh. On a GPU a copy would cost a launch, and
+  its allocator has no such trouble: there the tensors are kept.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from ctypes import memmove
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +20,12 @@ from torch import Tensor
 
 from ..platform.core.request import Request, Status
 from .proposer import DraftRow, RestedSteps
+from .state_ring import Ring, most_pending
 
-MAX_PENDING = 8192
-"""Tokens whose hidden states may wait..."""
-MAX_PENDING_BYTES = 32 << 20
-"""...and the memory that they may hold, beyond those of one step."""
-_MAX_COPIED_BYTES = 1 << 20
-"""At once: beyond that a copy is no trifle, and so much memory is not found in caches anyway."""
 _FEW = 16
+
+PlacedStates = tuple[int, tuple[Tensor, ...]]
+"""A step's hidden states: their place in the ring, or -1 and [T, H_target] each."""
 
 
 class Piece(NamedTuple):
@@ -76,18 +73,19 @@ class Step:
 class Bundle:
     """Steps after which nobody was asked for drafts, looked at together."""
 
-    __slots__ = ("_spells", "place", "states")
+    __slots__ = ("_spells", "_starts", "num_tokens", "place", "states")
 
-    def __init__(self, spells: Sequence[RestedSteps], states: tuple[Tensor, ...], place: int) -> None:
-        """`states`: [T, H_target] each, of all these steps; `place`: see `Step`."""
+    def __init__(
+        self, spells: Sequence[RestedSteps], states: tuple[Tensor, ...], starts: Sequence[int], place: int
+    ) -> None:
+        """`states`: [n, H_target] each, those of all these steps among them; `starts`: where each step's begin;
+        `place`: see `Step`."""
         self._spells = [(steps.rows, steps.tables, len(steps.targets)) for steps in spells]
+        self._starts = starts
+        self.num_tokens = sum(sum(count_tokens(steps)) for steps in spells)
+        """That these steps computed."""
         self.states = states
         self.place = place
-
-    @property
-    def num_tokens(self) -> int:
-        """That these steps computed."""
-        return self.states[0].shape[0]
 
     @property
     def has_gone(self) -> bool:
@@ -100,75 +98,36 @@ class Bundle:
 
     def pieces(self, block_size: int) -> Iterator[Piece]:
         """What is to be written."""
-        first = 0
+        done = 0
         for rows, tables, num_steps in self._spells:
-            width, later = len(rows), first + sum(row.num_tokens for row in rows)  # where the second step begins
-            end = later + (num_steps - 1) * width
+            first, *others = self._starts[done : done + num_steps]
+            later = np.array(others, dtype=np.int64)
             for column, (row, table) in enumerate(zip(rows, tables, strict=True)):
                 if not _has_gone(row.request, table):
-                    index = np.arange(first, first + row.num_tokens)
-                    if num_steps > 1:
-                        index = np.concatenate([index, np.arange(later + column, end, width)])
+                    index = np.concatenate([np.arange(first, first + row.num_tokens), later + column])
                     yield Piece(
                         row.request.adapter, index, slots_of(table, row.start, row.end + num_steps - 1, block_size)
                     )
                 first += row.num_tokens
-            first = end
+            done += num_steps
 
 
-class Ring:
-    """Memory for hidden states on a CPU, taken and given back in the same order."""
-
-    def __init__(self, like: tuple[Tensor, ...], num_tokens: int) -> None:
-        """Room for `num_tokens` states of the kinds `like` [T, H] each."""
-        self._parts = tuple(torch.empty(num_tokens, state.shape[1], dtype=state.dtype) for state in like)
-        self._rows = [(part.data_ptr(), part.shape[1] * part.element_size()) for part in self._parts]
-        self._size = num_tokens
-        self._first = self._end = 0  # what is taken lies between, maybe around the end; none where they are equal
-
-    def take(self, num_tokens: int) -> int:
-        """A place for so many tokens, or -1: there is none."""
-        first, end = self._first, self._end
-        limit = self._size if end >= first else first - 1
-        if end + num_tokens > limit:
-            if end < first or num_tokens >= first:
-                return -1
-            end = 0  # what is left before the end of the memory stays unused
-        self._end = end + num_tokens
-        return end
-
-    def put(self, place: int, num_tokens: int, steps: Sequence[tuple[Tensor, ...]]) -> None:
-        """Copy the states of some steps, T tokens in all, to a place that was taken for them."""
-        if len(steps) > 1:
-            for part, states in zip(self._parts, zip(*steps, strict=True), strict=True):
-                torch.cat(states, out=part[place : place + num_tokens])
-            return
-        for (address, size), state in zip(self._rows, steps[0], strict=True):
-            dense = state.contiguous()  # lives until it is copied
-            memmove(address + place * size, dense.data_ptr(), num_tokens * size)
-
-    def views(self, place: int, num_tokens: int) -> tuple[Tensor, ...]:
-        """What lies there."""
-        return tuple(part[place : place + num_tokens] for part in self._parts)
-
-    def give_back(self, first: int) -> None:
-        """All that was taken before the place `first` is free; -1: all."""
-        if first < 0:
-            self._first = self._end = 0
-        else:
-            self._first = first
+def count_tokens(steps: RestedSteps) -> list[int]:
+    """That each of them computed."""
+    return [sum([row.num_tokens for row in steps.rows])] + [len(steps.rows)] * (len(steps.targets) - 1)
 
 
 class PendingStates:
     """What waits, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, ring: Ring | None = None) -> None:
+        """`ring`: whose places the target fills itself; the steps come here in the order in which they took them, and
+        each before anything else is asked for."""
         self.num_tokens = 0
-        self.most_tokens = 0
+        self.most_tokens = 0 if ring is None else ring.size
         """That may wait; known with the first states."""
         self._queue: deque[Step | Bundle] = deque()
-        self._ring: Ring | None = None
-        self._most_copied = 0  # tokens at once
+        self._ring = ring
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -176,27 +135,47 @@ class PendingStates:
     def add(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], *, passing: bool = False) -> None:
         """The states [T, H_target] of a step. They may change afterwards, unless they are `passing`: about to be taken,
         and not worth a copy."""
+        self._drop_gone()
         kept, place = self._kept([states], copies=not passing)
         self._queue.append(Step(rows, kept, place))
+        self.num_tokens += len(kept[0])
 
-    def add_rested(self, spells: Sequence[RestedSteps], states: Sequence[tuple[Tensor, ...]]) -> None:
-        """The states [T, H_target] of all `spells`' steps, one after another."""
-        kept, place = self._kept(states)
-        self._queue.append(Bundle(spells, kept, place))
+    def add_rested(self, spells: Sequence[RestedSteps], steps: Sequence[PlacedStates]) -> None:
+        """The states of all `spells`' steps, one after another."""
+        places = [place for place, _ in steps]
+        if self._ring is not None and min(places) >= 0:
+            bundle = Bundle(spells, self._ring.states, places, places[0])
+        else:
+            bundle = self._gathered(spells, steps)
+        self._queue.append(bundle)
+        self.num_tokens += bundle.num_tokens
+        self._drop_gone()  # no sooner: these places are not to be given back
 
-    def _kept(self, steps: Sequence[tuple[Tensor, ...]], *, copies: bool = True) -> tuple[tuple[Tensor, ...], int]:
+    def _gathered(self, spells: Sequence[RestedSteps], steps: Sequence[PlacedStates]) -> Bundle:
+        """Of steps that are not all in the ring."""
+        counts = [count for spell in spells for count in count_tokens(spell)]
+        states = [s if at < 0 else self._views(at, n) for (at, s), n in zip(steps, counts, strict=True)]
+        copies = all(place < 0 for place, _ in steps)
+        if copies:
+            self._drop_gone()
+        kept, place = self._kept(states, copies=copies)
+        return Bundle(spells, kept, np.cumsum([0, *counts[:-1]]).tolist(), place)
+
+    def _kept(self, steps: Sequence[tuple[Tensor, ...]], *, copies: bool) -> tuple[tuple[Tensor, ...], int]:
         """The states of some steps, one after another, and where in the ring they are if they are there."""
-        self._drop_gone()
         if self.most_tokens == 0:
             self._begin(steps[0])
         num_tokens = sum([states[0].shape[0] for states in steps])
-        self.num_tokens += num_tokens
-        if self._ring is not None and copies and num_tokens <= self._most_copied:
+        if self._ring is not None and copies:
             place = self._ring.take(num_tokens)
             if place >= 0:
                 self._ring.put(place, num_tokens, steps)
                 return self._ring.views(place, num_tokens), place
         return steps[0] if len(steps) == 1 else tuple(map(torch.cat, zip(*steps, strict=True))), -1
+
+    def _views(self, place: int, num_tokens: int) -> tuple[Tensor, ...]:
+        assert self._ring is not None
+        return self._ring.views(place, num_tokens)
 
     def pop(self) -> Step | Bundle:
         """The oldest; its states stay as they are until `popped`."""
@@ -210,11 +189,9 @@ class PendingStates:
             self._ring.give_back(next((entry.place for entry in self._queue if entry.place >= 0), -1))
 
     def _begin(self, states: tuple[Tensor, ...]) -> None:
-        each = len(states) * states[0].shape[-1] * states[0].element_size()
-        self.most_tokens = min(MAX_PENDING, MAX_PENDING_BYTES // each)
-        self._most_copied = _MAX_COPIED_BYTES // each
         if states[0].is_cpu:
-            self._ring = Ring(states, self.most_tokens)
+            self._ring = Ring(range(len(states)), states[0].shape[1], states[0].dtype)
+        self.most_tokens = most_pending(len(states) * states[0].shape[1] * states[0].element_size())
 
     def _drop_gone(self) -> None:
         dropped = False

@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 
 SHARE = 0.01
-"""Of busy time, for all trials together."""
+"""Of busy time, for all trials together..."""
+CALM, CALM_SHARE = 1024, 0.005
+"""...and steps without a change of any mode after which it is only that."""
 HEAD_START = 4.0
 """Steps' worth of trials before any time has passed."""
 MOST_BORROWED = 8.0
@@ -55,18 +57,25 @@ def settling_steps(seconds: float) -> int:
 class Budget:
     """Seconds that trials may cost."""
 
-    __slots__ = ("_chargeable", "_charged_at", "_enough", "elapsed", "spent")
+    __slots__ = ("_chargeable", "_charged_at", "_earned", "_enough", "elapsed", "spent")
 
     def __init__(self) -> None:
         self.elapsed = 0.0
+        """Busy seconds."""
         self.spent = 0.0
-        self._charged_at = self._chargeable = 0.0  # busy time, and seconds that might be charged then
-        self._enough: float | None = None  # busy time after which the cheapest of what was refused can be paid
+        self._earned = 0.0  # a share of these
+        self._charged_at = self._chargeable = 0.0  # what was earned, and seconds that might be charged then
+        self._enough: float | None = None  # earnings with which the cheapest of what was refused can be paid
+
+    def passed(self, seconds: float, *, is_calm: bool = False) -> None:
+        """So many busy seconds. `is_calm`: nothing has changed for long."""
+        self.elapsed += seconds
+        self._earned += (CALM_SHARE if is_calm else SHARE) * seconds
 
     @property
     def may_suffice(self) -> bool:
         """Whether something that was refused might not be now, or nothing was."""
-        return self._enough is None or self.elapsed >= self._enough
+        return self._enough is None or self._earned >= self._enough
 
     def forget_refusals(self) -> None:
         """All that is due will be asked for again."""
@@ -75,23 +84,23 @@ class Budget:
     def charge(self, cost: float, step_seconds: float) -> None:
         """Take off `cost` seconds that were spent in any case, as far as they are to be charged; what is wanted next
         has to wait for them."""
-        earned = CHARGED * SHARE * (self.elapsed - self._charged_at)
+        earned = CHARGED * (self._earned - self._charged_at)
         chargeable = min(self._chargeable + earned, MOST_CHARGED * step_seconds)
         cost = min(cost, chargeable)
-        self._charged_at, self._chargeable = self.elapsed, chargeable - cost
-        self.spent = max(self.spent, SHARE * self.elapsed - MOST_SAVED * step_seconds) + cost
+        self._charged_at, self._chargeable = self._earned, chargeable - cost
+        self.spent = max(self.spent, self._earned - MOST_SAVED * step_seconds) + cost
         if self._enough is not None:
-            self._enough += cost / SHARE
+            self._enough += cost
         else:
-            self._enough = (self.spent - HEAD_START * step_seconds) / SHARE
+            self._enough = self.spent - HEAD_START * step_seconds
 
     def spend(self, cost: float, step_seconds: float, *, borrow: bool = False) -> bool:
         """Charge `cost` seconds and return True, or return False and charge nothing: there is not enough. `borrow`:
         some may be missing, later trials have to wait."""
-        self.spent = max(self.spent, SHARE * self.elapsed - MOST_SAVED * step_seconds)
+        self.spent = max(self.spent, self._earned - MOST_SAVED * step_seconds)
         spare = (HEAD_START + MOST_BORROWED * borrow) * step_seconds
-        if self.spent + cost > SHARE * self.elapsed + spare:
-            enough = (self.spent + cost - spare) / SHARE
+        if self.spent + cost > self._earned + spare:
+            enough = self.spent + cost - spare
             self._enough = enough if self._enough is None else min(self._enough, enough)
             return False
         self.spent += max(cost, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -60,6 +60,19 @@ class DraftRow(NamedTuple):
     """What edits of logits have instead of its tokens, where the host does not know all of them; opaque here."""
 
 
+class StateMemory(Protocol):
+    """A drafter's memory for hidden states of steps after which it is not asked (`Resting`), on a CPU."""
+
+    def take(self, num_tokens: int) -> int:
+        """A place for those of the next such step, which computes so many tokens; -1: there is none. It is the
+        drafter's again with the step's `TargetOutput`."""
+        ...
+
+    def copies(self, place: int) -> Mapping[int, int]:
+        """For each of `ProposerNeeds.aux_layers` the address where its entering hidden states [T, H] are to be."""
+        ...
+
+
 class TargetOutput(NamedTuple):
     """What the target computed in this step, for drafters that read it. The tensors may be kept, and not changed."""
 
@@ -69,6 +82,9 @@ class TargetOutput(NamedTuple):
     """[T, H] each: the hidden states entering the layers of `ProposerNeeds.aux_layers`, in that order."""
     seconds: float = 0.0
     """What the step took up to here: forward, sampling and verification."""
+    place: int = -1
+    """In `ProposerNeeds.memory`, where what `aux` would be is; `hidden` and `aux` are empty then, as they are where
+    nobody reads them."""
 
 
 class Proposal(NamedTuple):
@@ -87,6 +103,11 @@ class ProposerNeeds(NamedTuple):
     """The KV layers it owns: further layers of the shared block table. Empty for most."""
     aux_layers: tuple[int, ...] = ()
     """Target layers whose entering hidden states it reads; the number of layers stands for what leaves the last."""
+    memory: StateMemory | None = None
+    """Where the target may copy these while it computes, instead of handing them over, after steps without drafts: it
+    costs less than tensors that live on."""
+    reads_rests: bool = False
+    """Whether it reads what the target computed in steps after which it was not asked (`Drafter.watch_rests`)."""
     linears: tuple[Linear, ...] = ()
     """Its projections that adapters' draft weights may target."""
     max_drafts: int = sys.maxsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import TYPE_CHECKING
 
 from .proposer import RestedSteps, TargetOutput
@@ -10,8 +11,13 @@ from .proposer import RestedSteps, TargetOutput
 if TYPE_CHECKING:
     from ..platform.core.batch import RowPlan
 
-MOST_WAITING, MOST_TOKENS = 16, 512
-"""Steps that are put off together, at most, and tokens of each: their hidden states are kept meanwhile."""
+MOST_WAITING, MOST_TOKENS = 128, 512
+"""Steps that are put off together, at most, and tokens of each."""
+MOST_KEPT = 16
+"""Steps whose hidden states are tensors, which live on meanwhile."""
+LONGEST_WAIT = 0.1
+"""Seconds of such steps, for somebody may have come whom drafts would help. A look takes a fifth of a millisecond, and
+as long again until the processor's caches have what the target's steps need."""
 WORTH_WAITING = 0.01
 """Seconds of a step up to which it is worth it to put off what is to be done after it: that takes tens of
 microseconds."""
@@ -20,21 +26,56 @@ RestedStep = tuple["Sequence[RowPlan]", list[list[int]], TargetOutput]
 
 
 class Rests:
-    """Those that are not taken in yet."""
+    """Those that are not taken in yet; some of them were not even looked at."""
 
-    __slots__ = ("num_outputs", "num_prompts", "num_steps", "seconds")
+    __slots__ = ("_are_read", "_waited", "_waiting", "num_outputs", "num_prompts", "num_steps", "seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_read: bool) -> None:
+        """`are_read`: see `ProposerNeeds.reads_rests`; else steps are only counted."""
+        self._are_read = are_read
+        self._waiting: list[RestedStep] = []
+        self._waited = 0.0  # seconds since the last look
+        self.taken_in()
+
+    def add(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
+        """A step; whether it may wait to be looked at together with others."""
+        # As little as can be: all that is done after such a step is to cost a small model nothing.
+        seconds = target.seconds
+        self._waited += seconds
+        may_wait = seconds < WORTH_WAITING and self._waited <= LONGEST_WAIT
+        if not self._are_read:
+            self._count(rows, 1, seconds)
+            return may_wait
+        waiting, tables = self._waiting, []
+        num_tokens = 0
+        for row in rows:
+            request = row.request
+            if request.adapter is not None:
+                may_wait = False  # it may be gone later
+            tables.append(request.blocks)
+            num_tokens += row.num_tokens
+        waiting.append((rows, tables, target))
+        most = MOST_WAITING if target.hidden is None else MOST_KEPT
+        return may_wait and len(waiting) < most and num_tokens <= MOST_TOKENS
+
+    def look(self) -> list[RestedSteps]:
+        """What nobody has looked at yet, if somebody reads it."""
+        waiting, self._waiting, self._waited = self._waiting, [], 0.0
+        spells = spells_of(waiting)
+        for rows, _, targets in spells:
+            self._count(rows, len(targets), sum([target.seconds for target in targets]))
+        return spells
+
+    def taken_in(self) -> None:
+        """What was looked at is known."""
         self.num_steps = self.num_prompts = self.num_outputs = 0  # of prompts and outputs: tokens
-        self.seconds = 0.0
-        """That the target took."""
+        self.seconds = 0.0  # that the target took
 
-    def add(self, steps: RestedSteps) -> None:
-        """Some more."""
-        self.num_steps += len(steps.targets)
-        self.seconds += sum(target.seconds for target in steps.targets)
-        self.num_outputs += len(steps.rows) * len(steps.targets)
-        for row in steps.rows:
+    def _count(self, rows: Sequence[RowPlan], num_steps: int, seconds: float) -> None:
+        self.num_steps += num_steps
+        self.seconds += seconds
+        self.num_outputs += len(rows) * num_steps
+        for row in rows:
             if row.num_tokens > 1 or not row.samples:
                 self.num_prompts += row.num_tokens
                 self.num_outputs -= not row.samples
@@ -47,7 +88,8 @@ def spells_of(waiting: Sequence[RestedStep]) -> list[RestedSteps]:
     before: Sequence[RowPlan] = ()
     tables: list[list[int]] = []
     for rows, tables_then, target in waiting:
-        if before and _continues(before, tables, rows, tables_then):
+        # Who has another list of blocks has given way meanwhile.
+        if len(rows) == len(before) and all(map(is_, tables, tables_then)) and _continue(before, rows):
             spells[-1].targets.append(target)
         else:
             spells.append(RestedSteps(rows, tables_then, [target]))
@@ -55,12 +97,10 @@ def spells_of(waiting: Sequence[RestedStep]) -> list[RestedSteps]:
     return spells
 
 
-def _continues(
-    before: Sequence[RowPlan], tables: list[list[int]], rows: Sequence[RowPlan], tables_then: list[list[int]]
-) -> bool:
-    """Whether the rows of a step are those of the step before it, each one token later. A sequence that has another
-    list of blocks has given way since, and one that begins elsewhere is computed again: the step before failed."""
-    return len(rows) == len(before) and all(
-        table is now and row.num_tokens == 1 and row.start == last.end
-        for table, now, last, row in zip(tables, tables_then, before, rows, strict=True)
-    )
+def _continue(before: Sequence[RowPlan], rows: Sequence[RowPlan]) -> bool:
+    """Whether the rows of a step are each one token later than those of the step before it. One that begins elsewhere
+    is computed again: the step before failed."""
+    for last, row in zip(before, rows, strict=True):
+        if row.num_tokens != 1 or row.start != last.start + last.num_tokens:
+            return False
+    return True

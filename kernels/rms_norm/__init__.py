@@ -6,10 +6,11 @@ from torch import Tensor
 
 from ..dispatch import use_triton
 from . import torch as _torch
+from .native import can_copy, rms_norm_copying
 from .native import rms_norm as _native
 from .torch import NormWeight, prepare
 
-__all__ = ["NormWeight", "add_rms_norm", "prepare", "rms_norm", "rms_norm_invariant"]
+__all__ = ["NormWeight", "add_rms_norm", "can_copy", "prepare", "rms_norm", "rms_norm_copying", "rms_norm_invariant"]
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:

@@ -1,5 +1,6 @@
 // y = x / sqrt(|x|^2 + root^2) * scale for each row, as kernels/rms_norm/torch.py writes it.
 #include <cmath>
+#include <cstring>
 
 #include "vector_math.h"
 
@@ -25,20 +26,25 @@ void norm_row(const E* x, const float* scale, float root, E* y, int64_t size) {
 }
 
 template <typename E>
-void norm(const void* x, const float* scale, float root, void* y, int64_t rows, int64_t size, int64_t repeats) {
+void norm(
+    const void* x, const float* scale, float root, void* y, int64_t rows, int64_t size, int64_t repeats, void* copy) {
 #pragma omp parallel for if (rows * size >= MIN_PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++)
-        norm_row((const E*)x + row * size, scale + row % repeats * size, root, (E*)y + row * size, size);
+    for (int64_t row = 0; row < rows; row++) {
+        const E* from = (const E*)x + row * size;
+        norm_row(from, scale + row % repeats * size, root, (E*)y + row * size, size);
+        if (copy) std::memcpy((E*)copy + row * size, from, size * sizeof(E));
+    }
 }
 
 }  // namespace
 
-// x and y [rows, size] contiguous; scale [repeats, size], row r using scale[r % repeats].
+// x, y and copy [rows, size] contiguous; scale [repeats, size], row r using scale[r % repeats]. copy, unless it is
+// null, gets x as it is.
 extern "C" void outrider_rms_norm(
     const void* x, const float* scale, float root, void* y, int64_t rows, int64_t size, int64_t repeats,
-    int64_t dtype) {
+    int64_t dtype, void* copy) {
     if (dtype == FLOAT32)
-        norm<float>(x, scale, root, y, rows, size, repeats);
+        norm<float>(x, scale, root, y, rows, size, repeats, copy);
     else
-        norm<bf16>(x, scale, root, y, rows, size, repeats);
+        norm<bf16>(x, scale, root, y, rows, size, repeats, copy);
 }

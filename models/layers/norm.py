@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.rms_norm import NormWeight, prepare, rms_norm, rms_norm_invariant
+from ...kernels.rms_norm import NormWeight, prepare, rms_norm, rms_norm_copying, rms_norm_invariant
 from .weights import WeightSlot
 
 
@@ -42,8 +42,10 @@ class RMSNorm:
         assert self._weight is not None, "the loader left no slot empty"
         return self._weight
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """A new tensor of x's shape and dtype."""
+    def __call__(self, x: Tensor, copy: int | None = None) -> Tensor:
+        """A new tensor of x's shape and dtype. `copy`: see `rms_norm_copying`."""
+        if copy is not None:
+            return rms_norm_copying(x, self._weight, copy)  # type: ignore[arg-type]  # as below
         return self._norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
 
     def weight_slots(self) -> dict[str, WeightSlot]:

@@ -65,6 +65,8 @@ class _Computed(NamedTuple):
     output: DecoderOutput
     logits: Tensor | None
     """[T, V] float32 where every token of the step has them; good until the next pass."""
+    place: int = -1
+    """See `TargetOutput`."""
 
 
 class _Queued(NamedTuple):
@@ -80,6 +82,8 @@ class _Queued(NamedTuple):
     proposals: list[Proposal] | None
     """Of each row, where the device drafted without the host."""
     capture_seconds: float
+    place: int
+    """See `TargetOutput`."""
 
 
 @dataclass(slots=True)
@@ -101,14 +105,16 @@ class ModelRunner:
         self._sampler = parts.sampler
         self._proposer = parts.proposer
         self._resting = parts.proposer if isinstance(parts.proposer, Resting) else None
+        self._queue = parts.queue or AtOnce()
         needs = parts.proposer.needs
         self._drafts_have_layers = bool(needs.kv_layers)
         self._aux_layers = needs.aux_layers
+        self._memory = None if self.overlaps else needs.memory
+        self._reads_rests = needs.reads_rests
         self._prepare_adapters = parts.prepare_adapters
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
         self._logits = parts.logits
-        self._queue = parts.queue or AtOnce()
         self._passes = None
         if parts.graphs is not None:
             preparers = [parts.prepare_adapters, parts.prepare_head]
@@ -153,6 +159,8 @@ class ModelRunner:
         seconds = launched.ticket.seconds() - queued.capture_seconds
         started = time.perf_counter() - self._capture_seconds
         target = TargetOutput(queued.output.hidden, queued.output.aux, seconds)
+        if plan.rests and (queued.place >= 0 or not self._reads_rests):  # that no tensor lives on is the use of it
+            target = TargetOutput(seconds=seconds, place=queued.place)
         if plan.rests:
             return self._rested(plan, sampled, queued.prompt_logprobs, target)
         rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
@@ -235,7 +243,7 @@ class ModelRunner:
             prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
             offset += count
         seconds = self._capture_seconds - captured
-        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
+        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds, computed.place)
 
     def _draft_late(
         self, prepared: Prepared, output: DecoderOutput, outcome: LateOutcome | None, most: int
@@ -259,7 +267,10 @@ class ModelRunner:
                 hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
                 return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
-        return _Computed(self._model.forward(batch, self._aux_layers), None)
+        place = self._memory.take(len(rows.token_ids)) if self._memory is not None and prepared.rests else -1
+        if self._memory is None or place < 0:
+            return _Computed(self._model.forward(batch, self._aux_layers), None)
+        return _Computed(self._model.forward(batch, (), self._memory.copies(place)), None, place)
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: logits of all tokens, hidden states, and those that the proposer wants."""

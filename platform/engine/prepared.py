@@ -41,13 +41,15 @@ class Prepared(NamedTuple):
     late. Empty: no row is."""
     drafting: list[DraftRow]
     """The rows, where the device drafts without the host, or nobody does; else empty."""
+    rests: bool
+    """See `StepPlan`."""
 
 
 def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
     """Read a step's sequences. `places`: which of the chosen rows of the step before is whose."""
     rows = SequenceRows([], [], [], [])
     replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
-    step = Prepared(rows, [], [], [], [], replayable, [], [], [])
+    step = Prepared(rows, [], [], [], [], replayable, [], [], [], plan.rests)
     drafts: list[tuple[int, Sequence[int]]] = []
     for index, row in enumerate(plan.rows):
         request, first = row.request, len(rows.token_ids)

@@ -118,11 +118,17 @@ def test_drafters_that_take_turns(models, make_engine, plain_text, run, jobs, me
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **OPTIONS[options])
     drafters = engine._runner._proposer._drafters
     neural, lookup = drafters._drafters = [Recording(drafter) for drafter in drafters]
+    memory, places = engine._runner._memory, []
+    if memory is not None:
+        assert method == "eagle3"
+        copies = memory.copies
+        memory.copies = lambda place: places.append(place) or copies(place)
     for name in ("seeded", "greedy", "greedy"):  # the last one from the prefix cache
         mark = len(neural.log)
         assert text(run(engine, jobs(name))) == plain_text(name), name
     assert len(neural.log) > mark > 10
     assert len(lookup.log) > 10
+    assert len(places) > 10 or memory is None, "the target kept hidden states of steps without drafts"
     fixed = make_engine(speculative_config=models.speculative(method, 5), enable_prefix_caching=False, **LORA)
     fresh = fixed._runner._proposer = Recording(fixed._runner._proposer)
     params = PARAMS["greedy"].clone(max_tokens=7)

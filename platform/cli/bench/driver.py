@@ -56,13 +56,24 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class Round:
-    """One run of all requests of a task."""
+    """One run of all requests of a task, or some of them."""
 
     seconds: float
     requests: list[RequestTimes]
     steps: list[StepTimes]
     cpu_seconds: float | None = None
     """Those that the thread of the steps was running; None where another processor computes them."""
+
+    @classmethod
+    def of(cls, turns: Sequence[Round]) -> Round:
+        """One of several turns."""
+        cpu = [turn.cpu_seconds for turn in turns if turn.cpu_seconds is not None]
+        return cls(
+            sum(turn.seconds for turn in turns),
+            [request for turn in turns for request in turn.requests],
+            [step for turn in turns for step in turn.steps],
+            sum(cpu) if len(cpu) == len(turns) else None,
+        )
 
     @property
     def output_tokens(self) -> int:

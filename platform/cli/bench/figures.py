@@ -15,6 +15,9 @@ from .limit import measure_limit
 from .modes import Mode
 from .steps import steps_by_kind
 
+_DRAWS = 1000
+"""Of the rounds, to find the error of a median."""
+
 
 @dataclass(slots=True)
 class Cell:
@@ -36,9 +39,10 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     """The figures of a cell as vLLM's users know them, with names for a result file; times in milliseconds.
 
     Throughputs are those of the median round. `speedup` is the median over rounds of output tokens/s over that of
-    off's round beside it, `speedup_quartiles` their spread; `speedup_best` compares the two fastest rounds. Where the
-    processor computes the steps, `cpu_ms_per_token` is the time that their thread was running, and `cpu_speedup` the
-    median of off's over it: free of what other processes take.
+    off's round beside it, `speedup_quartiles` their spread and `speedup_error` the standard error of the median;
+    `speedup_total` compares all rounds together, `speedup_best` the two fastest ones. Where the processor computes the
+    steps, `cpu_ms_per_token` is the time that their thread was running, and `cpu_speedup` the median of off's over it:
+    free of what other processes take.
     """
     requests = [request for round_ in cell.rounds for request in round_.requests]
     median = statistics.median(round_.seconds for round_ in cell.rounds)
@@ -61,6 +65,8 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
         **latencies(requests),
         "speedup": round(statistics.median(speedups), 4),
         "speedup_quartiles": [round(float(share), 4) for share in np.percentile(speedups, (25, 75))],
+        "speedup_error": _error_of_median(speedups),
+        "speedup_total": round(_ratio(_total_speed(cell.rounds), _total_speed(off.rounds)), 4),
         **_cpu_figures(pairs),
         "speedup_best": round(_ratio(max(map(_speed, cell.rounds)), max(map(_speed, off.rounds))), 4),
         "decode_speedup": round(statistics.median(decode), 4),
@@ -98,6 +104,18 @@ def _cpu_per_token(round_: Round) -> float | None:
 
 def _speed(round_: Round) -> float:
     return round_.output_tokens / round_.seconds
+
+
+def _total_speed(rounds: Sequence[Round]) -> float:
+    return sum(round_.output_tokens for round_ in rounds) / sum(round_.seconds for round_ in rounds)
+
+
+def _error_of_median(values: Sequence[float]) -> float | None:
+    """Standard error by drawing as many of the values again and again (bootstrap: Efron 1979); None for one value."""
+    if len(values) < 2:
+        return None
+    drawn = np.random.default_rng(0).choice(np.asarray(values), (_DRAWS, len(values)))
+    return round(float(np.median(drawn, axis=1).std()), 4)
 
 
 def _ratio(over: float, under: float) -> float:

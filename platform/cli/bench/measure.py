@@ -45,8 +45,10 @@ class _Contestant:
 def measure(engines: Sequence[BenchEngine], tasks: Sequence[Task], plan: Plan) -> list[dict[str, Any]]:
     """The rows of the result, by batch size, task, mode and adapter variant.
 
-    A round is all contestants once, each time in another order, so that what disturbs the machine for a while, or is
-    left by who comes before, disturbs all alike. The round before the first is a warm-up.
+    A round is all requests, in turns of `batch_size` that begin together: each turn is all contestants once, each time
+    in another order, so that what disturbs the machine for a while, or is left by who comes before, disturbs all alike.
+    The shorter the turns, the more so: the speed of a shared machine changes within tenths of seconds. The round before
+    the first is a warm-up.
 
     Args:
         engines: "off" first.
@@ -80,13 +82,17 @@ def _measure_task(
         for c in contestants
     ]
     for number in range(-1, plan.rounds):
-        for index in _order(len(contestants), number):
-            contestant = contestants[index]
-            salt = f"{batch_size} {contestant.kind} {number}"
-            round_ = contestant.engine.run(list(_addressed(requests, contestant, salt)), batch_size)
-            if number >= 0:
-                cells[index].rounds.append(round_)
-            progress.update()
+        turns: list[list[Round]] = [[] for _ in contestants]
+        for first in range(0, len(requests), batch_size):
+            for index in _order(len(contestants), number, first):
+                contestant = contestants[index]
+                salt = f"{batch_size} {contestant.kind} {number}"
+                some = list(_addressed(requests[first : first + batch_size], contestant, salt))
+                turns[index].append(contestant.engine.run(some, batch_size))
+        if number >= 0:
+            for cell, parts in zip(cells, turns, strict=True):
+                cell.rounds.append(Round.of(parts))
+        progress.update(len(contestants))
     for cell, contestant in zip(cells, contestants, strict=True):
         if cell.mode.fixed and cell.mode.method in ONE_DRAFT_A_PASS:
             cell.single = _run_with_one_draft(contestant, requests, batch_size, plan)
@@ -94,9 +100,9 @@ def _measure_task(
     return [figures(cell, off) for cell in cells]
 
 
-def _order(count: int, number: int) -> list[int]:
-    """Of the contestants in a round; the same in every run."""
-    return random.Random(number).sample(range(count), count)
+def _order(count: int, number: int, first: int) -> list[int]:
+    """Of the contestants in a turn; the same in every run."""
+    return random.Random(f"{number} {first}").sample(range(count), count)
 
 
 def make_requests(task: Task, batch_size: int, plan: Plan) -> list[EngineRequest]:

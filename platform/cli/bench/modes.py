@@ -13,6 +13,7 @@ OFF, CONTROL, ADAPTIVE = "off", "control", "adaptive"
 MODES = (OFF, CONTROL, "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", ADAPTIVE)
 ONE_DRAFT_A_PASS = frozenset({"draft_model", "eagle", "eagle3"})
 """Drafters that compute one draft after the other; the others make all of them at once."""
+_KNOWN = {*MODES, *(f"{ADAPTIVE}:{mode}" for mode in MODES if mode not in (OFF, CONTROL, ADAPTIVE))}
 _BASES_OF_ADAPTIVE = ("eagle3", "draft_model", "eagle", "medusa")
 
 
@@ -22,7 +23,7 @@ class Mode:
 
     name: str
     method: str
-    """What drafts: for "adaptive" the drafter under the controller; "off" for none, as in "control": an engine like
+    """What drafts: for adaptive ones the drafter under the controller; "off" for none, as in "control": an engine like
     that of "off", whose figures beside it show what is noise."""
     config: dict[str, Any]
     """The `speculative_config`."""
@@ -30,7 +31,12 @@ class Mode:
     @property
     def fixed(self) -> bool:
         """Whether the number of drafts is fixed and more than none."""
-        return self.name not in (OFF, CONTROL, ADAPTIVE)
+        return self.name not in (OFF, CONTROL) and not is_adaptive(self.name)
+
+
+def is_adaptive(mode: str) -> bool:
+    """Whether a mode of that name chooses the number of drafts itself."""
+    return mode.partition(":")[0] == ADAPTIVE
 
 
 def available_modes(models: Mapping[str, str]) -> list[str]:
@@ -44,6 +50,7 @@ def make_modes(
     """The modes by name; "off" comes first and is always there, for all are compared with it.
 
     Args:
+        names: of `MODES`; "adaptive:METHOD" has that drafter, "adaptive" alone the best of those given.
         models: path of each method's weights.
         rates: synthetic acceptance rates, for every mode.
 
@@ -52,15 +59,15 @@ def make_modes(
     """
     modes = [Mode(OFF, OFF, {"method": OFF})]
     for name in dict.fromkeys(names):
-        if name not in MODES:
+        if name not in _KNOWN:
             raise InvalidRequestError(f"unknown mode {name!r}; known are {', '.join(MODES)}", param="modes")
         if name == OFF:
             continue
         if name == CONTROL:
             modes.append(Mode(CONTROL, OFF, {"method": OFF}))
             continue
-        method = name
-        if name == ADAPTIVE:
+        adaptive, method = is_adaptive(name), name.removeprefix(f"{ADAPTIVE}:")
+        if method == ADAPTIVE:
             method = next((base for base in _BASES_OF_ADAPTIVE if base in models), "ngram")
         config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
         if method in MODEL_METHODS:
@@ -68,7 +75,7 @@ def make_modes(
                 option = "--" + method.replace("_", "-")
                 raise InvalidRequestError(f"mode {name} needs {option} PATH", param="modes")
             config["model"] = models[method]
-        if name == ADAPTIVE:
+        if adaptive:
             config["adaptive"] = True
         if rates is not None:
             config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}

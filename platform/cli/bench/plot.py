@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InvalidRequestError
-from .modes import ADAPTIVE, OFF
+from .modes import OFF, is_adaptive
 from .workload import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT
 
 _SERIES = (
@@ -91,7 +91,7 @@ def _draw_panel(axis: Any, rows: Sequence[dict[str, Any]], modes: Sequence[str],
     for _, label, color in series:
         axis.bar(0, 0, color=color, label=label)
     axis.axhline(1.0, color="#a03030", linewidth=1.2, linestyle="--", zorder=1, label="no speculation")
-    axis.set_xticks(range(len(modes)), [f"{m}\n({_base(rows)})" if m == ADAPTIVE else m for m in modes], fontsize=9)
+    axis.set_xticks(range(len(modes)), [_label(rows, m) for m in modes], fontsize=9)
     axis.set_xlim(-0.6, len(modes) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#e4e4e4", zorder=0)
@@ -112,5 +112,8 @@ def _draw_bar(axis: Any, x: float, width: float, color: str, rows: Sequence[dict
     axis.annotate(f"{statistics.mean(lengths):.1f}" if lengths else "–", (x, 0), (0, 3), **text)
 
 
-def _base(rows: Sequence[dict[str, Any]]) -> str:
-    return next((str(row["method"]) for row in rows if row["mode"] == ADAPTIVE), "")
+def _label(rows: Sequence[dict[str, Any]], mode: str) -> str:
+    if not is_adaptive(mode):
+        return mode
+    method = next((str(row["method"]) for row in rows if row["mode"] == mode), "")
+    return f"adaptive\n({method})"

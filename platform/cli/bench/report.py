@@ -10,9 +10,10 @@ from .workload import WITH_DRAFT, WITHOUT_DRAFT
 _COLUMNS = (
     ("text", 12),
     ("draft weights", 14),
-    ("mode", 12),
+    ("mode", 20),
     ("tokens/s", 9),
     ("speed-up", 9),
+    ("+-", 5),
     ("CPU", 5),
     ("TTFT ms", 9),
     ("TPOT ms", 9),
@@ -25,8 +26,9 @@ _COLUMNS = (
 )
 _LEFT = {"text", "draft weights", "mode"}
 _NOTES = """\
-speed-up: output tokens/s over off, median of the rounds. CPU: the same by the time that the processor took for a token,
-where it computes the steps: free of what other processes take. TTFT, TPOT: means; TPOT leaves out the first token.
+speed-up: output tokens/s over off, median of the rounds; +-: its standard error. CPU: the same by the time that the
+processor took for a token, where it computes the steps: free of what other processes take. TTFT, TPOT: means; TPOT
+leaves out the first token.
 length: tokens a verification gives (drafts accepted, and one). rate: drafts accepted. by position: share of the
 verifications that accept the draft there. ach/limit: decoding's speed-up over the most that these drafts allow.
 same text: requests with off's tokens, over all rounds."""
@@ -77,6 +79,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["mode"],
         f"{row['output_throughput']:.1f}",
         f"{row['speedup']:.2f}",
+        "" if row["speedup_error"] is None else f"{row['speedup_error']:.2f}",
         f"{row['cpu_speedup']:.2f}" if "cpu_speedup" in row else "",
         f"{row['ttft_ms']['mean']:.1f}",
         f"{tpot['mean']:.2f}" if tpot else "",

@@ -31,7 +31,11 @@ def add_parser(kinds: Any) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="PATH", help="HF directory or hub id (default: the embedded demo)")
-    add("--modes", type=list_of(str), help=f"of {','.join(MODES)} (default: all whose weights are there)")
+    add(
+        "--modes",
+        type=list_of(str),
+        help=f"of {','.join(MODES)}, or adaptive:METHOD for another drafter (default: all whose weights are there)",
+    )
     for method in _MODEL_OPTIONS:
         add("--" + method.replace("_", "-"), metavar="PATH", help=f"weights of the {method} drafter")
     add("--lora", metavar="NAME=PATH", type=adapter, action="append", help="an adapter; may be repeated")

@@ -10,7 +10,7 @@ from .driver import Round
 from .observer import StepTimes
 
 _HEADER = (
-    f"{'text':12} {'mode':12} {'steps that':34} {'a round':>8} {'ms':>8} {'tokens':>7} {'target':>8} {'drafter':>8}"
+    f"{'text':12} {'mode':20} {'steps that':34} {'a round':>8} {'ms':>8} {'tokens':>7} {'target':>8} {'drafter':>8}"
 )
 _NOTES = """\
 steps: of the mean round, and what one of them took; of that the target's part (forward pass, sampling, verification)
@@ -49,7 +49,7 @@ def format_steps(report: dict[str, Any]) -> str:
         lines += ["", f"steps at batch size {batch_size}", _HEADER]
         for row in report["rows"]:
             if row["batch_size"] == batch_size:
-                lines += [f"{row['task']:12} {row['mode']:12} {_line(kind)}" for kind in row["steps"]]
+                lines += [f"{row['task']:12} {row['mode']:20} {_line(kind)}" for kind in row["steps"]]
     return "\n".join([*lines, "", _NOTES])
 
 

@@ -40,6 +40,17 @@ def test_adaptive_controls_the_best_drafter_there_is(models, base):
     assert mode.config.get("model") == models.get(base)
 
 
+def test_adaptive_may_be_over_any_drafter():
+    models = {"draft_model": "d", "eagle3": "e"}
+    modes = make_modes(["adaptive:draft_model", "adaptive", "adaptive:ngram"], models, 4)[1:]
+    assert [(mode.method, mode.config.get("model")) for mode in modes] == [
+        ("draft_model", "d"),
+        ("eagle3", "e"),
+        ("ngram", None),
+    ]
+    assert all(mode.config["adaptive"] and not mode.fixed for mode in modes)
+
+
 def test_what_is_available_depends_on_the_weights():
     assert available_modes({}) == ["off", "ngram", "suffix", "adaptive"]
     assert set(available_modes(dict.fromkeys(MODES, "x"))) == {*MODES} - {"control"}
@@ -52,7 +63,13 @@ def test_the_control_is_another_engine_like_off():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("eagle3", "needs --eagle3 PATH"), ("draft_model", "--draft-model"), ("magic", "unknown mode")],
+    [
+        ("eagle3", "needs --eagle3 PATH"),
+        ("draft_model", "--draft-model"),
+        ("adaptive:eagle3", "mode adaptive:eagle3 needs --eagle3 PATH"),
+        ("magic", "unknown mode"),
+        ("adaptive:off", "unknown mode"),
+    ],
 )
 def test_modes_that_cannot_run_are_refused(name, message):
     with pytest.raises(InvalidRequestError, match=message):

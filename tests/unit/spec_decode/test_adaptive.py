@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.ngram import NgramProposer
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
-from outrider.spec_decode.rests import MOST_WAITING
+from outrider.spec_decode.rests import LONGEST_WAIT, MOST_KEPT, MOST_WAITING
 
 
 class Noting:
@@ -39,7 +40,7 @@ class Recording(NoProposer):
 
     @property
     def needs(self) -> ProposerNeeds:
-        return ProposerNeeds(aux_layers=(self.number,))
+        return ProposerNeeds(aux_layers=(self.number,), reads_rests=True)
 
     def bind(self, kv, prepare_adapters):
         self.bound = kv
@@ -218,7 +219,7 @@ def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(parts, adapte
     one.adapter = object() if adapter else None
     seen = []
     for _ in range(2 * MOST_WAITING + 1):
-        proposer.rested([plan(one)], SHORT)
+        proposer.rested([plan(one)], TargetOutput(seconds=0.1 * LONGEST_WAIT / MOST_WAITING))
         seen.append(first.rested_steps)
     if adapter:
         assert seen == list(range(1, 2 * MOST_WAITING + 2)), "it may be gone later"
@@ -229,6 +230,30 @@ def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(parts, adapte
     proposer.rested([plan(one)], SHORT)
     proposer.forget_adapter(b"x")
     assert first.rested_steps == 2 * MOST_WAITING + 3, "nothing waits that may need it"
+
+
+@pytest.mark.parametrize(
+    ("target", "most"),
+    [
+        (TargetOutput(seconds=1e-5, place=3), MOST_WAITING),
+        (TargetOutput(torch.zeros(1, 4), seconds=1e-5), MOST_KEPT),  # its memory is kept meanwhile
+        (TargetOutput(seconds=LONGEST_WAIT / 19.5), 20),  # drafts might help who came first
+    ],
+)
+def test_how_many_steps_of_a_rest_wait(parts, target, most):
+    proposer, (first, _) = parts
+    controller = proposer.controller
+    controller.due = lambda *args: False
+    controller._mode.drafting = False
+    one = request()
+    proposer.propose([row(one)], SHORT)
+    controller._next_decision = controller._step + 10 * MOST_WAITING
+    proposer.propose([row(one)], SHORT)
+    seen = []
+    for _ in range(2 * most):
+        proposer.rested([plan(one)], target)
+        seen.append(first.rested_steps)
+    assert seen == [0] * (most - 1) + [most] * most + [2 * most]
 
 
 def test_while_drafting_goes_on_a_rest_waits_for_a_second_step_without_drafts(parts):

@@ -1,16 +1,28 @@
 """The choice of drafts against an exhaustive search, budgets of trials, and what the controller remembers."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.spec_decode import controller as controller_module
-from outrider.spec_decode.controller import DECIDING_SHARE, Controller, DrafterTraits
+from outrider.spec_decode.controller import Controller, DrafterTraits
 from outrider.spec_decode.goodput import Offer, Prices, best_plan
 from outrider.spec_decode.lanes import LEAST_OUTLOOK, MAX_LANES, MOST_OUTLOOK, Before, RowState
-from outrider.spec_decode.probing import CHARGED, HEAD_START, MAX_INTERVAL, MOST_CHARGED, SHARE, Backoff, Budget
+from outrider.spec_decode.pace import DECIDING_SHARE, DISTURBANCE, MOST_PERIOD
+from outrider.spec_decode.probing import (
+    CALM,
+    CALM_SHARE,
+    CHARGED,
+    HEAD_START,
+    MAX_INTERVAL,
+    MOST_CHARGED,
+    SHARE,
+    Backoff,
+    Budget,
+)
 from outrider.spec_decode.step_costs import Curve, DraftSize
 
 NEURAL = DrafterTraits("draft_model", True)
@@ -99,7 +111,7 @@ def test_the_present_number_of_passes_is_kept_when_another_is_hardly_better():
 def test_trials_never_cost_more_than_their_share():
     budget = Budget()
     for _ in range(10_000):
-        budget.elapsed += 1.0
+        budget.passed(1.0)
         budget.spend(0.7, 1.0)
     assert budget.spent <= SHARE * budget.elapsed + HEAD_START
     assert budget.spent > 0.9 * SHARE * budget.elapsed
@@ -107,13 +119,13 @@ def test_trials_never_cost_more_than_their_share():
 
 def test_what_was_refused_is_asked_for_again_when_it_can_be_paid():
     budget = Budget()
-    budget.elapsed = 100.0
+    budget.passed(100.0)
     assert budget.may_suffice
     assert not budget.spend(HEAD_START + 4.0, 1.0)
     assert not budget.spend(HEAD_START + 2.0, 1.0)
     steps = 0
     while not budget.may_suffice:
-        budget.elapsed += 1.0
+        budget.passed(1.0)
         steps += 1
     assert steps == pytest.approx(2.0 / SHARE - 100.0, abs=1.0)  # for the cheaper one
     budget.forget_refusals()
@@ -122,20 +134,20 @@ def test_what_was_refused_is_asked_for_again_when_it_can_be_paid():
 
 def test_what_was_spent_in_any_case_is_waited_for():
     budget = Budget()
-    budget.elapsed = 10_000.0
+    budget.passed(10_000.0)
     budget.charge(5.0, 1.0)
     assert budget.may_suffice, "there is enough"
     while budget.spend(1.0, 1.0):
         pass
     budget.forget_refusals()
-    budget.elapsed += 1.0 / SHARE
+    budget.passed(1.0 / SHARE)
     budget.charge(MOST_CHARGED, 1.0)
     assert not budget.may_suffice
     steps = 0
     while not budget.may_suffice:
-        budget.elapsed += 1.0
+        budget.passed(1.0)
         steps += 1
-    budget.elapsed += 1.0
+    budget.passed(1.0)
     assert budget.spend(0.5 * SHARE, 1.0)
     assert steps > 1.0 / SHARE
 
@@ -143,7 +155,7 @@ def test_what_was_spent_in_any_case_is_waited_for():
 def test_however_much_is_spent_in_any_case_trials_keep_their_part():
     budget, tried = Budget(), 0
     for _ in range(20_000):
-        budget.elapsed += 1.0
+        budget.passed(1.0)
         budget.charge(0.1, 1.0)
         budget.forget_refusals()
         tried += budget.spend(1.0, 1.0)
@@ -152,7 +164,7 @@ def test_however_much_is_spent_in_any_case_trials_keep_their_part():
         pass
     budget.charge(1e6, 1.0)
     assert not budget.may_suffice
-    budget.elapsed += (MOST_CHARGED + 2.0) / SHARE
+    budget.passed((MOST_CHARGED + 2.0) / SHARE)
     assert budget.may_suffice, "one that took for ever is not waited for so long"
 
 
@@ -181,7 +193,23 @@ def test_another_number_of_rows_is_decided_for_when_that_is_worth_its_time(secon
     assert decide(2, 400) == 0, "nothing is known of so many rows"
     controller._trial_ends = 0
     assert controller.drafting
-    assert decide(8, 500) == pytest.approx(seconds / 0.001 / DECIDING_SHARE)
+    assert decide(8, 5000) == pytest.approx(DISTURBANCE * seconds / 0.001 / DECIDING_SHARE, abs=2)
+
+
+def test_trials_are_rarer_when_nothing_has_changed_for_long():
+    budget = Budget()
+    budget.passed(100.0)
+    assert budget._earned == pytest.approx(100.0 * SHARE)
+    budget.passed(100.0, is_calm=True)
+    assert budget._earned == pytest.approx(100.0 * (SHARE + CALM_SHARE))
+    assert CALM_SHARE < SHARE
+    controller, told = Controller([NEURAL], 4), []
+    controller._budget = SimpleNamespace(passed=lambda seconds, is_calm: told.append(is_calm))
+    controller.stepped(0.001, 5000)
+    controller._modes.change(controller._step)
+    for steps in (1, CALM - 2, 1):
+        controller.stepped(0.001, steps)
+    assert told == [True, False, False, True]
 
 
 def test_decisions_that_draft_nothing_share_the_budget_of_trials(off):
@@ -247,18 +275,15 @@ def test_nothing_is_decided_anew_while_nothing_is_drafted_or_learned(off):
 def test_another_adapter_or_evidence_is_a_reason_to_decide(off):
     rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
     off(3000, rows)
-    step = off.controller._step
     rows[0] = off.controller.new_row(b"b")
-    assert any(at < step + 20 for at in off(40, rows))
-    off(3000, rows)
-    step = off.controller._step
+    assert off(MOST_PERIOD, rows), "with the next look"
     for accepted, is_reason in ((0, False), (1, True)):
         off(3000, rows)
-        step, trials = off.controller._step, [row.lane.trials[0].last for row in rows]
+        trials = [row.lane.trials[0].last for row in rows]
         for _ in range(30):
             rows[1].proposed_by = 0
             off.controller.verified(rows[1], 1, accepted)
-        decided = off(40, rows)
+        decided = off(MOST_PERIOD, rows)
         if trials == [row.lane.trials[0].last for row in rows]:
             assert any(decided) == is_reason, "what makes drafting look better, not what makes it look worse"
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from outrider.spec_decode.controller import DECIDING_SHARE, MOST_PERIOD, Controller, DrafterTraits
+from outrider.spec_decode.controller import Controller, DrafterTraits
 from outrider.spec_decode.lanes import LASTING, LEAVE, MOST_STEPS, Modes, RowState
-from outrider.spec_decode.probing import HEAD_START, NOISE, SHARE
+from outrider.spec_decode.pace import DECIDING_SHARE, MOST_PERIOD
+from outrider.spec_decode.probing import HEAD_START, NOISE
 from outrider.spec_decode.step_costs import DraftSize
 
 NEURAL, LOOKUP = DrafterTraits("eagle3", True), DrafterTraits("ngram", False)
@@ -60,8 +61,8 @@ def test_trials_of_drafters_wait_for_that_of_no_drafts_which_costs_more():
         controller._step += 2000
         controller._trial_ends = 0
         budget = controller._budget
-        budget.elapsed += 1e4
-        budget.spent = SHARE * budget.elapsed + HEAD_START * 0.1 - spare
+        budget.passed(1e4)
+        budget.spent = budget._earned + HEAD_START * 0.1 - spare
         controller.decide(rows, 0)
         return trial.last == controller._step
 
@@ -103,7 +104,7 @@ def test_what_was_no_noise_for_some_rows_is_none_for_others():
 
 
 def test_decisions_are_as_far_apart_as_makes_them_a_share_of_the_time():
-    """Twenty milliseconds a step and a decision of one: as far as ever. Half a millisecond: forty times as far."""
+    """Twenty milliseconds a step and a decision of one: as far as ever. Half a millisecond: as far as can be."""
 
     def period(seconds):
         controller = Controller([NEURAL], 4)

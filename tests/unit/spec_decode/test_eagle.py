@@ -14,7 +14,7 @@ from outrider.models.batch import allocate_kv
 from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode import pending_states
+from outrider.spec_decode import state_ring
 from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
 from outrider.spec_decode.rests import MOST_WAITING, RestedStep, spells_of
 
@@ -321,7 +321,7 @@ def test_a_spell_without_drafts_computes_nothing(target, make_head, load_head, m
 
 def test_what_waits_is_bounded(target, make_head, load_head, monkeypatch):
     """A long spell is written in pieces; a request that wants no drafts is kept too: others may share its blocks."""
-    monkeypatch.setattr(pending_states, "MAX_PENDING", 256)
+    monkeypatch.setattr(state_ring, "MAX_PENDING", 256)
     head = make_head("eagle3")
     engine = Engine(target, load_head(head))
     off = SamplingParams(temperature=0.0, speculative=False)

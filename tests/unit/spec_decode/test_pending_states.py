@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from ctypes import memmove
 
 import torch
 from hypothesis import given, settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.pending_states import PendingStates, Ring
+from outrider.spec_decode.pending_states import PendingStates
 from outrider.spec_decode.proposer import DraftRow, RestedSteps, TargetOutput
+from outrider.spec_decode.state_ring import Ring
 
 BLOCK = 4
 
@@ -25,9 +27,9 @@ def step(pending, requests, start, seed, num_tokens=1):
     return bundle(pending, (requests, start, num_tokens, 1), seed=seed)[0]
 
 
-def bundle(pending, *spells, seed=0):
+def bundle(pending, *spells, seed=0, ring=None):
     """Of each spell its requests, where they start, their tokens of the first step, and the number of steps; returns
-    the states of each step."""
+    the states of each step. `ring`: the target copies states there, if there is a place."""
     generator, rested, states = torch.Generator().manual_seed(seed), [], []
     for requests, start, num_tokens, num_steps in spells:
         rows = [RowPlan(one, start, num_tokens, 0, True, 0) for one in requests]
@@ -36,10 +38,20 @@ def bundle(pending, *spells, seed=0):
             states.append((torch.randn(count, 6, generator=generator),))
         rested.append(RestedSteps(rows, [one.blocks for one in requests], [TargetOutput()] * num_steps))
     kept = [each[0].clone() for each in states]
-    pending.add_rested(rested, states)
-    for each in states:
-        each[0].zero_()  # a step's memory is used again
+    pending.add_rested(rested, [placed(each, ring) for each in states])
+    for each in states if ring is None else ():
+        each[0].zero_()  # a step's memory is used again; what finds no room is kept, though
     return kept
+
+
+def placed(states, ring):
+    """A step's states, as they come to who keeps them."""
+    place = -1 if ring is None else ring.take(len(states[0]))
+    if place < 0:
+        return -1, states
+    for address, state in zip(ring.copies(place).values(), states, strict=True):
+        memmove(address, state.data_ptr(), state.nbytes)
+    return place, ()
 
 
 def written(pending):
@@ -99,7 +111,7 @@ def test_what_has_gone_is_dropped_and_its_memory_used_again():
 @given(st.integers(0, 10**6), st.integers(4, 40))
 def test_a_ring_never_gives_a_place_twice(seed, size):
     rng = random.Random(seed)
-    ring, taken = Ring((torch.zeros(1, 3),), size), deque()
+    ring, taken = Ring([0], 3, torch.float32, size), deque()
     for number in range(200):
         if taken and rng.random() < 0.5:
             taken.popleft()
@@ -118,7 +130,7 @@ def test_a_ring_never_gives_a_place_twice(seed, size):
 
 
 def test_what_does_not_fit_waits_in_its_own_tensors(monkeypatch):
-    monkeypatch.setattr("outrider.spec_decode.pending_states.MAX_PENDING", 8)
+    monkeypatch.setattr("outrider.spec_decode.state_ring.MAX_PENDING", 8)
     pending, one = PendingStates(), request(range(40))
     row = DraftRow(one, [1] * 12, 11, 0, 0, one.blocks, True)
     states = (torch.randn(11, 6),)
@@ -132,3 +144,40 @@ def test_what_does_not_fit_waits_in_its_own_tensors(monkeypatch):
     assert torch.equal(found[11], inside[0])
     assert len(found) == 21
     assert outside.shape == (9, 6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(6, 60))
+def test_what_the_target_copied_is_there_until_it_is_popped(seed, size):
+    """Some steps find a place in the ring and some do not, in one bundle too; requests come and go meanwhile."""
+    rng = random.Random(seed)
+    ring = Ring([0], 6, torch.float32, size)
+    pending, live, expected = PendingStates(ring), {}, {}
+    for number in range(40):
+        if len(live) < 3:
+            live[request(range(200 * number, 200 * number + 200))] = 0
+        spells = []
+        for _ in range(rng.randint(1, 3)):
+            start, some = max(live.values()), [one for one in live if rng.random() < 0.8] or list(live)[:1]
+            spells.append((some, start, rng.randint(1, 3), rng.randint(1, 4)))
+            for one in some:
+                live[one] = start + spells[-1][2] + spells[-1][3] - 1
+        states = iter(bundle(pending, *spells, seed=seed + number, ring=ring))
+        for some, start, count, num_steps in spells:
+            for at in range(num_steps):
+                (first, width), state = (start, count) if at == 0 else (start + count + at - 1, 1), next(states)
+                for index, one in enumerate(some):
+                    for offset in range(width):
+                        slot = one.blocks[(first + offset) // BLOCK] * BLOCK + (first + offset) % BLOCK
+                        expected.setdefault(one, {})[slot] = state[index * width + offset]
+        for one in [one for one in live if rng.random() < 0.2]:
+            del live[one]
+            expected.pop(one, None)
+            one.status = Status.FINISHED
+        if rng.random() < 0.2:
+            found, wanted = written(pending), {}
+            for of_one in expected.values():
+                wanted |= of_one
+                of_one.clear()
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[slot], wanted[slot]) for slot in found)

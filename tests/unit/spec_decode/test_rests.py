@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.proposer import RestedSteps, TargetOutput
-from outrider.spec_decode.rests import WORTH_WAITING, Rests, spells_of
+from outrider.spec_decode.proposer import TargetOutput
+from outrider.spec_decode.rests import LONGEST_WAIT, WORTH_WAITING, Rests, spells_of
 
 
 def request(adapter=None):
@@ -105,9 +105,29 @@ def test_every_step_is_looked_at_once_in_order(seed):
     assert looked_at == computed
 
 
-def test_rests_are_summed():
-    rests, one, other = Rests(), request(), request()
-    rests.add(RestedSteps([plan(one), plan(other)], [[], []], [SHORT] * 3))
-    rests.add(RestedSteps([plan(one), plan(other, 0, 9), plan(request(), 0, 5, False)], [[]] * 3, [SHORT]))
-    assert (rests.num_steps, rests.num_prompts, rests.num_outputs) == (4, 14, 6 + 2)
-    assert rests.seconds == pytest.approx(4 * SHORT.seconds)
+@pytest.mark.parametrize("are_read", [True, False])
+def test_rests_are_summed(are_read):
+    rests, one, other = Rests(are_read=are_read), request(), request()
+    prompts = [plan(one), plan(other, 0, 9), plan(request(), 0, 5, False)]
+    for rows in ([plan(one, 2), plan(other, 5)], [plan(one, 3), plan(other, 6)], prompts):
+        rests.add(rows, SHORT)
+    spells = rests.look()
+    assert [len(steps.targets) for steps in spells] == ([2, 1] if are_read else [])
+    assert (rests.num_steps, rests.num_prompts, rests.num_outputs) == (3, 14, 4 + 2)
+    assert rests.seconds == pytest.approx(3 * SHORT.seconds)
+    rests.taken_in()
+    assert (rests.num_steps, rests.num_prompts, rests.num_outputs, rests.seconds) == (0, 0, 0, 0.0)
+    assert rests.look() == []
+
+
+def test_steps_that_nobody_reads_are_not_kept():
+    rests, one = Rests(are_read=False), request(adapter=object())
+    steps = int(LONGEST_WAIT / SHORT.seconds)
+    for number in range(steps - 1):
+        assert rests.add([plan(one, number)], SHORT), "nor does it matter whose they are"
+    rests.add([plan(one, steps - 1)], SHORT)
+    assert not rests.add([plan(one, steps)], SHORT), "somebody may have come"
+    assert rests._waiting == []
+    rests.look()
+    assert rests.add([plan(one)], SHORT)
+    assert not rests.add([plan(one)], TargetOutput(seconds=WORTH_WAITING))

@@ -1,0 +1,65 @@
+"""Steps after which drafts are made as was decided before, and of which nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .evidence import Evidence
+from .lanes import RowState
+from .proposer import DraftRow, Proposal
+
+if TYPE_CHECKING:
+    from .controller import Controller
+
+MEASURED_ONE_IN = 16
+"""Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
+
+
+SteadyStep = tuple[Sequence[DraftRow], Sequence[RowState], list[int]]
+"""Rows, their states, and the first drafter's numbers of drafts; none of them where others may draft too."""
+
+
+class SteadySteps:
+    """What they told, until somebody asks."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        """Of the next steps, those that are like that."""
+        self.usual = 0.0
+        """Seconds that drafting, and all that belongs to it, took when it was measured last."""
+        self._seconds = 0.0
+        self._steps: list[SteadyStep] = []
+
+    def add(
+        self, rows: Sequence[DraftRow], states: Sequence[RowState], proposals: Sequence[Proposal], seconds: float
+    ) -> None:
+        """A step of which the target took `seconds`, and what the first drafter made after it."""
+        # Not the proposals: they may hold large tensors.
+        self._steps.append((rows, states, [len(made.drafts.token_ids) for made in proposals]))
+        self._seconds += seconds + self.usual
+
+    def tell(self, controller: Controller, evidence: Evidence) -> None:
+        """That so much time has passed; what was accepted and drafted is `evidence`."""
+        if self._steps:
+            controller.stepped(self._seconds, len(self._steps))
+            evidence.note(learn, controller, self._steps)
+            self._steps, self._seconds = [], 0.0
+
+
+def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:
+    """Have `controller` know what was accepted in some steps, and drafted after them."""
+    prompts = outputs = 0
+    for rows, states, counts in steps:
+        for row, state in zip(rows, states, strict=True):
+            computed = row.num_valid - row.num_accepted - row.start  # besides drafts
+            if computed != 1:
+                prompts += computed
+            outputs += row.sampled + row.num_accepted
+            if row.num_drafts:
+                controller.verified(state, row.num_drafts, row.num_accepted)
+            state.proposed_by = -1
+        if counts:
+            made = [(s, row.max_drafts, n) for row, s, n in zip(rows, states, counts, strict=True) if row.max_drafts]
+            controller.proposed(0, made)
+    controller.workload.computed(prompts, outputs)
