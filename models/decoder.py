@@ -143,6 +143,7 @@ class Decoder:
                 states; only where `can_copy` says so.
         """
         hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
+        assert not copies or hidden.dtype == self.config.dtype, "what takes the copies counts on it"
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
             if index in aux_layers:

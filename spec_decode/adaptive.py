@@ -62,7 +62,7 @@ class AdaptiveProposer:
         self._states: list[RowState] = []  # of the batch
         self._rest, self._on_trial = 0, False  # and whether it is a trial of no drafts, while drafting
         self._paused = False  # nothing was drafted once, though drafting goes on
-        self._rests = Rests(are_read=drafters[0][1].needs.reads_rests)
+        self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
         self._drafted = False  # the last step that somebody asked after
         self._deciding = 0.0  # seconds of this step
         self._held: tuple[int, int] | None = None
@@ -146,7 +146,7 @@ class AdaptiveProposer:
             return False
         self._batch = batch
         self._update_states(batch)
-        return not self._controller.due(len(batch), False)
+        return not self._controller.due(len(batch), False, self._steady.seconds)
 
     def _go_on(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """After a step that is not measured, draft as was decided before. What was accepted is all that counts."""

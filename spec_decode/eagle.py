@@ -138,6 +138,7 @@ class EagleProposer:
             kv_layers=(self._head.kv_layer, self._store.spec),
             aux_layers=self._head.config.aux_layers,
             memory=self._ring,
+            watches_rests=True,
             reads_rests=True,
             linears=tuple(self._head.linears()),
             max_positions=self._head.config.layer.max_position_embeddings + 1,

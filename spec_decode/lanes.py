@@ -203,8 +203,8 @@ class Modes:
 
     @property
     def changed_at(self) -> int:
-        """Step of the last change of any."""
-        return self._last_change[1]
+        """Step of the last change of any; 0: none has changed."""
+        return max(0, self._last_change[1])
 
     def get(self, kind: int) -> Mode | None:
         """That of a class of rows; None: nothing was decided for it yet."""

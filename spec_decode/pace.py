@@ -5,8 +5,8 @@ from __future__ import annotations
 from .lanes import Mode
 
 PERIOD = 8
-"""Steps between decisions at first; twice that when drafting has paid for long, or while nothing is drafted, and so
-nothing is learned; four times when nothing was drafted for long."""
+"""Least number of steps between decisions; twice that when drafting has paid for long, or while nothing is drafted, and
+so nothing is learned; four times when nothing was drafted for long."""
 DECIDING_SHARE = 0.005
 """Of busy time, for decisions: for a small model one is no trifle."""
 MOST_PERIOD = 128

@@ -155,10 +155,8 @@ class PendingStates:
         """Of steps that are not all in the ring."""
         counts = [count for spell in spells for count in count_tokens(spell)]
         states = [s if at < 0 else self._views(at, n) for (at, s), n in zip(steps, counts, strict=True)]
-        copies = all(place < 0 for place, _ in steps)
-        if copies:
-            self._drop_gone()
-        kept, place = self._kept(states, copies=copies)
+        self._drop_gone()  # what it gives back is not taken before it is copied
+        kept, place = self._kept(states, copies=all(place < 0 for place, _ in steps))
         return Bundle(spells, kept, np.cumsum([0, *counts[:-1]]).tolist(), place)
 
     def _kept(self, steps: Sequence[tuple[Tensor, ...]], *, copies: bool) -> tuple[tuple[Tensor, ...], int]:

@@ -64,8 +64,8 @@ class StateMemory(Protocol):
     """A drafter's memory for hidden states of steps after which it is not asked (`Resting`), on a CPU."""
 
     def take(self, num_tokens: int) -> int:
-        """A place for those of the next such step, which computes so many tokens; -1: there is none. It is the
-        drafter's again with the step's `TargetOutput`."""
+        """A place for those of the next such step, which computes so many tokens; -1: there is none. With the step's
+        `TargetOutput` it is the drafter's again; that of a step that fails comes free with the places before it."""
         ...
 
     def copies(self, place: int) -> Mapping[int, int]:
@@ -106,8 +106,10 @@ class ProposerNeeds(NamedTuple):
     memory: StateMemory | None = None
     """Where the target may copy these while it computes, instead of handing them over, after steps without drafts: it
     costs less than tensors that live on."""
+    watches_rests: bool = False
+    """Whether it wants to be told of steps after which it was not asked (`Drafter.watch_rests`)..."""
     reads_rests: bool = False
-    """Whether it reads what the target computed in steps after which it was not asked (`Drafter.watch_rests`)."""
+    """...and reads what the target computed in them."""
     linears: tuple[Linear, ...] = ()
     """Its projections that adapters' draft weights may target."""
     max_drafts: int = sys.maxsize
@@ -159,7 +161,8 @@ class Drafter(Proposer, Protocol):
         ...
 
     def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
-        """`watch` of steps after which nobody was asked for anything (`Resting`), oldest first, maybe a few later.
+        """`watch` of steps after which nobody was asked for anything (`Resting`), oldest first, maybe some later; of a
+        drafter that `ProposerNeeds.watches_rests`.
         Requests may have finished meanwhile, though none with an adapter."""
         ...
 

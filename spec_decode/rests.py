@@ -28,11 +28,11 @@ RestedStep = tuple["Sequence[RowPlan]", list[list[int]], TargetOutput]
 class Rests:
     """Those that are not taken in yet; some of them were not even looked at."""
 
-    __slots__ = ("_are_read", "_waited", "_waiting", "num_outputs", "num_prompts", "num_steps", "seconds")
+    __slots__ = ("_are_watched", "_waited", "_waiting", "num_outputs", "num_prompts", "num_steps", "seconds")
 
-    def __init__(self, *, are_read: bool) -> None:
-        """`are_read`: see `ProposerNeeds.reads_rests`; else steps are only counted."""
-        self._are_read = are_read
+    def __init__(self, *, are_watched: bool) -> None:
+        """`are_watched`: see `ProposerNeeds.watches_rests`; else steps are only counted."""
+        self._are_watched = are_watched
         self._waiting: list[RestedStep] = []
         self._waited = 0.0  # seconds since the last look
         self.taken_in()
@@ -43,7 +43,7 @@ class Rests:
         seconds = target.seconds
         self._waited += seconds
         may_wait = seconds < WORTH_WAITING and self._waited <= LONGEST_WAIT
-        if not self._are_read:
+        if not self._are_watched:
             self._count(rows, 1, seconds)
             return may_wait
         waiting, tables = self._waiting, []
@@ -59,7 +59,7 @@ class Rests:
         return may_wait and len(waiting) < most and num_tokens <= MOST_TOKENS
 
     def look(self) -> list[RestedSteps]:
-        """What nobody has looked at yet, if somebody reads it."""
+        """What nobody has looked at yet, if somebody wants to."""
         waiting, self._waiting, self._waited = self._waiting, [], 0.0
         spells = spells_of(waiting)
         for rows, _, targets in spells:

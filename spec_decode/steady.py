@@ -28,7 +28,8 @@ class SteadySteps:
         """Of the next steps, those that are like that."""
         self.usual = 0.0
         """Seconds that drafting, and all that belongs to it, took when it was measured last."""
-        self._seconds = 0.0
+        self.seconds = 0.0
+        """Of those that nobody was told of."""
         self._steps: list[SteadyStep] = []
 
     def add(
@@ -37,14 +38,14 @@ class SteadySteps:
         """A step of which the target took `seconds`, and what the first drafter made after it."""
         # Not the proposals: they may hold large tensors.
         self._steps.append((rows, states, [len(made.drafts.token_ids) for made in proposals]))
-        self._seconds += seconds + self.usual
+        self.seconds += seconds + self.usual
 
     def tell(self, controller: Controller, evidence: Evidence) -> None:
         """That so much time has passed; what was accepted and drafted is `evidence`."""
         if self._steps:
-            controller.stepped(self._seconds, len(self._steps))
+            controller.stepped(self.seconds, len(self._steps))
             evidence.note(learn, controller, self._steps)
-            self._steps, self._seconds = [], 0.0
+            self._steps, self.seconds = [], 0.0
 
 
 def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:

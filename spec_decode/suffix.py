@@ -189,8 +189,8 @@ class SuffixProposer:
 
     @property
     def needs(self) -> ProposerNeeds:
-        """Nothing."""
-        return ProposerNeeds()
+        """Nothing; it sees who runs."""
+        return ProposerNeeds(watches_rests=True)
 
     @property
     def stores(self) -> OutputStores:

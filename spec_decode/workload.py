@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
 """Tokens of answers over which it is averaged, and those that it takes to say anything."""
 
@@ -16,7 +18,7 @@ class Workload:
 
     def computed(self, prompt_tokens: int, output_tokens: int) -> None:
         """A step computed that many tokens of prompts, and brought that many of answers."""
-        keep = max(0.0, 1.0 - output_tokens / _MEMORY)
+        keep = math.exp(-output_tokens / _MEMORY)
         self._prompts = self._prompts * keep + prompt_tokens
         self._outputs = self._outputs * keep + output_tokens
 

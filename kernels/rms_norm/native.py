@@ -26,7 +26,7 @@ def _function() -> Any:
 
 
 def can_copy(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `rms_norm` can copy tensors of this kind."""
+    """Whether `rms_norm_copying` serves tensors of this kind."""
     return device.type == "cpu" and dtype in DTYPES and _function() is not None
 
 

@@ -159,9 +159,9 @@ class ModelRunner:
         seconds = launched.ticket.seconds() - queued.capture_seconds
         started = time.perf_counter() - self._capture_seconds
         target = TargetOutput(queued.output.hidden, queued.output.aux, seconds)
-        if plan.rests and (queued.place >= 0 or not self._reads_rests):  # that no tensor lives on is the use of it
-            target = TargetOutput(seconds=seconds, place=queued.place)
         if plan.rests:
+            if queued.place >= 0 or not self._reads_rests:
+                target = TargetOutput(seconds=seconds, place=queued.place)  # no tensor is to live on
             return self._rested(plan, sampled, queued.prompt_logprobs, target)
         rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
         if queued.proposals is None:

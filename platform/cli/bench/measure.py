@@ -146,10 +146,13 @@ def _run_with_one_draft(
     contestant: _Contestant, requests: Sequence[EngineRequest], batch_size: int, plan: Plan
 ) -> Round:
     tokens = min(plan.max_tokens, _CALIBRATION_TOKENS)
-    some = requests[: max(batch_size, 4)]
     salt = f"{batch_size} {contestant.kind} single"
-    changed = _addressed(some, contestant, salt, speculative=1, min_tokens=0, max_tokens=tokens)
-    return contestant.engine.run(list(changed), batch_size)
+    turns = []
+    for first in range(0, min(len(requests), max(batch_size, 4)), batch_size):
+        some = requests[first : first + batch_size]
+        changed = _addressed(some, contestant, salt, speculative=1, min_tokens=0, max_tokens=tokens)
+        turns.append(contestant.engine.run(list(changed), batch_size))
+    return Round.of(turns)
 
 
 def adapter_paths(tasks: Sequence[Task]) -> Mapping[str, str]:

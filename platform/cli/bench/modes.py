@@ -60,7 +60,9 @@ def make_modes(
     modes = [Mode(OFF, OFF, {"method": OFF})]
     for name in dict.fromkeys(names):
         if name not in _KNOWN:
-            raise InvalidRequestError(f"unknown mode {name!r}; known are {', '.join(MODES)}", param="modes")
+            raise InvalidRequestError(
+                f"unknown mode {name!r}; known are {', '.join(MODES)}, adaptive:METHOD", param="modes"
+            )
         if name == OFF:
             continue
         if name == CONTROL:

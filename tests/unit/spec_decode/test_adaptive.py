@@ -40,7 +40,7 @@ class Recording(NoProposer):
 
     @property
     def needs(self) -> ProposerNeeds:
-        return ProposerNeeds(aux_layers=(self.number,), reads_rests=True)
+        return ProposerNeeds(aux_layers=(self.number,), watches_rests=True)
 
     def bind(self, kv, prepare_adapters):
         self.bound = kv

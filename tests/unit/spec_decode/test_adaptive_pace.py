@@ -232,3 +232,34 @@ def test_what_was_noted_while_held_is_no_part_of_the_first_decision(engine):
     proposer._evidence.note(proposer._controller.costs.add_step, 1, 1, engine.seconds)
     proposer.release()
     assert engine.told["add_step"], "release takes it in"
+
+
+def test_who_is_drafted_for_by_another_is_learned_from_all_the_same(engine):
+    """Steps go on unmeasured where prompt lookup drafts; whose drafts they are is known when they are verified."""
+    one, proposer = engine.request(), engine.proposer
+    engine.run([one], 4)
+    assert proposer._steady.left > 3
+    state, noted = proposer._states[0], []
+    proposer._drafters._drafters.append(Network(engine.clock))
+    state.drafter = 1
+    proposer._controller.proposed = lambda drafter, answers: [
+        (noted.append(drafter), setattr(row, "proposed_by", drafter)) for row, _, _ in answers
+    ]
+    proposer._controller.verified = lambda row, *counts: noted.append(("of", row.proposed_by))
+    snapshot, proposer.snapshot = proposer.snapshot, lambda: None  # nothing is taken in before it must be
+    for _ in range(3):
+        state.drafter = 1
+        engine.run([one], 1)
+    snapshot()
+    assert noted == [("of", 0), 1, ("of", 1), 1, ("of", 1), 1]
+
+
+def test_busy_time_that_was_not_told_yet_counts_for_who_joins(engine):
+    one, other, asked = engine.request(), engine.request(), []
+    engine.run([one], 4)
+    proposer = engine.proposer
+    proposer._controller.due = lambda *args: asked.append(args) or False
+    proposer.snapshot = lambda: None  # nobody looks
+    engine.run([one], 2)
+    engine.run([one, other], 1)
+    assert asked == [(2, False, pytest.approx(2 * (engine.seconds + DRAFTING), rel=0.2))]

@@ -7,6 +7,7 @@ from outrider.spec_decode.lanes import LASTING, LEAVE, MOST_STEPS, Modes, RowSta
 from outrider.spec_decode.pace import DECIDING_SHARE, MOST_PERIOD
 from outrider.spec_decode.probing import HEAD_START, NOISE
 from outrider.spec_decode.step_costs import DraftSize
+from outrider.spec_decode.workload import Workload
 
 NEURAL, LOOKUP = DrafterTraits("eagle3", True), DrafterTraits("ngram", False)
 
@@ -119,3 +120,15 @@ def test_decisions_are_as_far_apart_as_makes_them_a_share_of_the_time():
 
     assert (period(0.02), period(0.0005)) == (16, MOST_PERIOD)
     assert period(0.004) == pytest.approx(1e-3 / DECIDING_SHARE / 0.004, abs=8)
+
+
+def test_what_requests_are_like_does_not_depend_on_how_many_steps_are_told_at_once():
+    found = []
+    for at_once in (1, 16, 160):
+        workload = Workload()
+        for _ in range(20):
+            for _ in range(160 // at_once):
+                workload.computed(2048 * at_once // 160, 32 * at_once)
+        found.append(workload.prompts_per_token)
+    assert min(found) > 0.25, "all that was before is not forgotten at once"
+    assert max(found) < 0.5

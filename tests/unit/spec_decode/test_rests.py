@@ -105,14 +105,14 @@ def test_every_step_is_looked_at_once_in_order(seed):
     assert looked_at == computed
 
 
-@pytest.mark.parametrize("are_read", [True, False])
-def test_rests_are_summed(are_read):
-    rests, one, other = Rests(are_read=are_read), request(), request()
+@pytest.mark.parametrize("are_watched", [True, False])
+def test_rests_are_summed(are_watched):
+    rests, one, other = Rests(are_watched=are_watched), request(), request()
     prompts = [plan(one), plan(other, 0, 9), plan(request(), 0, 5, False)]
     for rows in ([plan(one, 2), plan(other, 5)], [plan(one, 3), plan(other, 6)], prompts):
         rests.add(rows, SHORT)
     spells = rests.look()
-    assert [len(steps.targets) for steps in spells] == ([2, 1] if are_read else [])
+    assert [len(steps.targets) for steps in spells] == ([2, 1] if are_watched else [])
     assert (rests.num_steps, rests.num_prompts, rests.num_outputs) == (3, 14, 4 + 2)
     assert rests.seconds == pytest.approx(3 * SHORT.seconds)
     rests.taken_in()
@@ -121,7 +121,7 @@ def test_rests_are_summed(are_read):
 
 
 def test_steps_that_nobody_reads_are_not_kept():
-    rests, one = Rests(are_read=False), request(adapter=object())
+    rests, one = Rests(are_watched=False), request(adapter=object())
     steps = int(LONGEST_WAIT / SHORT.seconds)
     for number in range(steps - 1):
         assert rests.add([plan(one, number)], SHORT), "nor does it matter whose they are"

@@ -6,10 +6,12 @@ import random
 
 import pytest
 
+from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode import suffix
+from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.proposer import DraftRow, TargetOutput
 from outrider.spec_decode.suffix import OutputStores, SuffixProposer, longest_suffix
 
@@ -298,3 +300,18 @@ def test_the_longest_suffix_is_found():
             if any(tokens[-length:] == o[i : i + length] for o in past for i in range(len(o)))
         ]
         assert (0 if place is None else place.length) == max(lengths, default=0)
+
+
+def test_requests_that_nobody_was_asked_for_are_remembered_too():
+    """They come and go in rests of the adaptive proposer: others may be answered the same."""
+    config = parse_speculative({"method": "suffix", "num_speculative_tokens": 3, "adaptive": True})
+    proposer = SuffixProposer(config)
+    adaptive, gone = make_adaptive(proposer, config), make_request(prompt=[1, 2])
+    adaptive._rest = 50
+    adaptive.rested([RowPlan(gone, 0, 2, 0, True, 0)], TargetOutput(seconds=0.001))
+    gone.tokens += SECRET
+    adaptive.forget_adapter(b"another")  # looks at the rests
+    gone.status = Status.FINISHED
+    assert propose(proposer, make_request("next", prompt=[9])) == [[]]
+    proposer.stores.work(1000)
+    assert propose(proposer, make_request("same", prompt=[5, *SECRET[:4]]))[0][:3] == SECRET[4:7]
