@@ -206,8 +206,9 @@ def test_a_rest_goes_on_while_nothing_is_new_whoever_comes_and_goes(parts):
     assert proposer.rest == 0, "it is drafted for"
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(parts, adapter):
+@pytest.fixture
+def resting(parts):
+    """A proposer that rests for long, its first drafter, and the request that runs."""
     proposer, (first, _) = parts
     controller = proposer.controller
     controller.due = lambda *args: False
@@ -216,6 +217,12 @@ def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(parts, adapte
     proposer.propose([row(one)], SHORT)
     controller._next_decision = controller._step + 10 * MOST_WAITING
     proposer.propose([row(one)], SHORT)
+    return proposer, first, one
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(resting, adapter):
+    proposer, first, one = resting
     one.adapter = object() if adapter else None
     seen = []
     for _ in range(2 * MOST_WAITING + 1):
@@ -240,15 +247,8 @@ def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(parts, adapte
         (TargetOutput(seconds=LONGEST_WAIT / 19.5), 20),  # drafts might help who came first
     ],
 )
-def test_how_many_steps_of_a_rest_wait(parts, target, most):
-    proposer, (first, _) = parts
-    controller = proposer.controller
-    controller.due = lambda *args: False
-    controller._mode.drafting = False
-    one = request()
-    proposer.propose([row(one)], SHORT)
-    controller._next_decision = controller._step + 10 * MOST_WAITING
-    proposer.propose([row(one)], SHORT)
+def test_how_many_steps_of_a_rest_wait(resting, target, most):
+    proposer, first, one = resting
     seen = []
     for _ in range(2 * most):
         proposer.rested([plan(one)], target)
