@@ -29,11 +29,14 @@ from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeed
 from .rests import WORTH_WAITING, Rests
 from .steady import MEASURED_ONE_IN, SteadySteps
 from .step_costs import MIXED
-from .stopwatch import LONGEST_GAP, Stopwatch
+from .stopwatch import LONGEST_GAP, Stopwatch, begin_all
 
 if TYPE_CHECKING:
     from ..models.batch import LayerKV
     from ..platform.core.batch import RowPlan
+
+HELD_RESTS = 4
+"""Steps without drafts between two looks, while it is measured what they take."""
 
 
 class AdaptiveProposer:
@@ -57,10 +60,11 @@ class AdaptiveProposer:
         self._drafters = Drafters(
             [drafter for _, drafter in drafters], self._controller, self._evidence, self._watch, timer
         )
+        self._first = drafters[0][1]
         self._known: dict[Request, RowState] = {}  # of live requests only
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
-        self._rest, self._on_trial = 0, False  # and whether it is a trial of no drafts, while drafting
+        self._rest, self._on_trial = 0, False  # and whether each of these steps is measured
         self._paused = False  # nothing was drafted once, though drafting goes on
         self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
         self._drafted = False  # the last step that somebody asked after
@@ -71,7 +75,7 @@ class AdaptiveProposer:
     @property
     def needs(self) -> ProposerNeeds:
         """Those of the first drafter; the fallback needs nothing."""
-        return self._drafters.first.needs
+        return self._first.needs
 
     @property
     def controller(self) -> Controller:
@@ -94,28 +98,33 @@ class AdaptiveProposer:
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
-        batch = [row.request for row in rows]
-        is_same = batch == self._batch
         steady = self._steady
         if steady.left > 0:
             steady.left -= 1
-            if is_same or self._is_joined(batch, rows):
+            fitting = steady.fit(rows)
+            if fitting is not None:
+                proposals = self._first.propose(fitting, target)
+                steady.add(fitting, proposals, target.seconds)
+                if steady.left == 0:
+                    self._measure_next(proposals)
+                return proposals
+            if self._is_joined(rows):
                 return self._go_on(rows, target)
             steady.left = 0
+        began = self._watch.clock()
         steady.tell(self._controller, self._evidence)
         self._watch_rests()
         drafting = self._take_in_drafting()
-        began = self._watch.clock()
-        gap = self._gap_before(began, target.seconds + drafting)
+        gap = self._gap_before(began, target.seconds + drafting) if not begin_all(rows) else None
         self._take_in_rest()
-        if not is_same:
-            self._batch = batch
+        batch = [row.request for row in rows]
+        if batch != self._batch:
             self._update_states(batch)
         self._drafters.seconds = self._deciding = 0.0
         proposals = self._propose(rows, target)
         ended = self._watch.clock()
         if gap is not None:
-            self._take_in_gap(gap)
+            self._take_in_gap(len(rows), gap)
         self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
         if self._drafted:
             self._paused = False
@@ -124,13 +133,19 @@ class AdaptiveProposer:
         steady.usual = ended - began - self._deciding
         self._stepped(drafting + target.seconds + ended - began)
         self._rest = self._next_rest(rows)
-        self._on_trial = self._controller.drafting
+        self._on_trial = self._controller.drafting or self._held is not None
         steady.left = self._next_unmeasured(rows, target.seconds)
         if steady.left:
+            steady.begin(batch, self._states)
             self._watch.lose()
         else:
-            self._watch.end()
+            self._end()
         return proposals
+
+    def _end(self) -> None:
+        """A step ends now: gaps are measured from here."""
+        self._watch.end()
+        self._rests.time_anew()
 
     def _next_unmeasured(self, rows: Sequence[DraftRow], seconds: float) -> int:
         """How many of the next steps need not be measured, after one of so many seconds that was."""
@@ -140,34 +155,37 @@ class AdaptiveProposer:
             return 0
         return max(0, min(MEASURED_ONE_IN - 1, self._controller.steps_left - 1))
 
-    def _is_joined(self, batch: list[Request], rows: Sequence[DraftRow]) -> bool:
+    def _is_joined(self, rows: Sequence[DraftRow]) -> bool:
         """Take over another batch; whether it, too, is drafted for as was decided before."""
+        batch = [row.request for row in rows]
+        if batch == self._batch:
+            return True
         if not all(row.sampled for row in rows):
             return False
-        self._batch = batch
         self._update_states(batch)
+        self._steady.begin(batch, self._states)
         return not self._controller.due(len(batch), False, self._steady.seconds)
 
     def _go_on(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """After a step that is not measured, draft as was decided before. What was accepted is all that counts."""
-        states, steady = self._states, self._steady
-        if any(state.drafter and state.num_drafts for state in states):
-            steady.add(rows, states, (), target.seconds)
+        steady = self._steady
+        fitting = steady.fit(rows)
+        if fitting is not None:
+            proposals = self._first.propose(fitting, target)
+            steady.add(fitting, proposals, target.seconds)
+        else:
+            steady.add(rows, (), target.seconds)
             steady.tell(self._controller, self._evidence)  # who drafts now is noted after it
             proposals = self._draft(rows, target, measures=False)
-        else:
-            counts = [state.num_drafts for state in states]
-            rows = [
-                row if row.max_drafts <= count else row._replace(max_drafts=count)
-                for row, count in zip(rows, counts, strict=True)
-            ]
-            proposals = self._drafters.first.propose(rows, target)
-            steady.add(rows, states, proposals, target.seconds)
-        if steady.left == 0:  # the next one is to be measured
-            self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
-            self._watch.unsettle()
-            self._watch.end()
+        if steady.left == 0:
+            self._measure_next(proposals)
         return proposals
+
+    def _measure_next(self, proposals: Sequence[Proposal]) -> None:
+        """After a step that was not measured."""
+        self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
+        self._watch.unsettle()
+        self._end()
 
     def _take_in_notes(self) -> None:
         """Have the controller know all that happened."""
@@ -183,48 +201,60 @@ class AdaptiveProposer:
         """See `Resting`."""
         self._rest -= 1
         may_wait = self._rests.add(rows, target)
-        if not may_wait or self._rest <= 0 or self._on_trial:
+        if begin_all(rows):
+            self._end()  # the engine may have waited for them
+        if not may_wait or self._rest <= 0 or (self._on_trial and not self._is_of_batch(rows)):
             self._look_at_rests(rows, target)
+        elif self._on_trial:  # each step counts, not the last alone
+            self._take_in_resting(rows, target.seconds)
+
+    def _is_of_batch(self, rows: Sequence[RowPlan]) -> bool:
+        """Whether they are of the same requests as before."""
+        batch = self._batch
+        return len(rows) == len(batch) and all(row.request is batch[at] for at, row in enumerate(rows))
 
     def _look_at_rests(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """Take in the steps that were put off, of which the last one was just computed."""
+        gap = self._gap_before(self._watch.clock())
+        if gap is not None:
+            self._take_in_gap(len(rows), gap)
         self._watch_rests()
         batch = [row.request for row in rows]
         if batch != self._batch:
-            self._batch = batch
             self._update_states(batch)
             if self._are_drafted_for or self._controller.due(len(batch), False, self._rests.seconds):
                 self._rest = 0
         if self._rest <= 0:
             self._rest = self._rest_on(rows, target)
-        elif self._on_trial:  # each step counts, not the last alone
+        elif self._on_trial:
             self._take_in_resting(rows, target.seconds)
+        self._end()
 
     def _watch_rests(self) -> None:
         """Look at the steps that were put off."""
         spells = self._rests.look()
         if spells:
-            self._drafters.first.watch_rests(spells)
+            self._first.watch_rests(spells)
 
     def _rest_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> int:
         """For how many steps nobody need ask, still: as far as a look tells that is much shorter than a decision."""
         if not all(row.samples for row in rows):
             return 0
-        gap = self._gap_before(self._watch.clock(), 0.0, 0)
-        if gap is not None:
-            self._take_in_gap(gap)
         if self._watch.is_undisturbed:
             self._take_in_resting(rows, target.seconds)
         self._take_in_rest()
-        self._watch.end()
         if self._are_drafted_for:
             return 0
+        if self._held is not None:
+            return HELD_RESTS
         self._evidence.take_in()
         return self._controller.rest_on(self._states)
 
     def _take_in_resting(self, rows: Sequence[RowPlan], seconds: float) -> None:
         """Learn what such a step takes, once it is like those that follow."""
         if self._watch.has_settled(seconds):
+            if not self._watch.was_settled:
+                self._end()
             num_tokens = sum(row.num_tokens for row in rows)
             mixed = num_tokens > len(rows)
             self._evidence.note(self._controller.costs.add_step, MIXED if mixed else len(rows), num_tokens, seconds)
@@ -236,8 +266,10 @@ class AdaptiveProposer:
 
     def _next_rest(self, rows: Sequence[DraftRow]) -> int:
         """After a step: until something is decided."""
-        if self._drafted or self._held is not None or self._are_drafted_for or not all(row.sampled for row in rows):
+        if self._drafted or self._are_drafted_for or not all(row.sampled for row in rows):
             return 0
+        if self._held is not None:
+            return HELD_RESTS
         if self._controller.is_steady and not self._paused:
             self._paused = True  # all may be at their end: who comes next is drafted for at once
             return 0
@@ -247,7 +279,7 @@ class AdaptiveProposer:
         """The steps after which nobody asked have passed all the same."""
         rests = self._rests
         if rests.num_steps:
-            self._evidence.note(self._learn, (), rests.num_prompts, rests.num_outputs, True)
+            self._evidence.note(self._learn, (), rests.num_prompts, rests.num_outputs, self._held is None)
             self._stepped(rests.seconds, rests.num_steps)
             rests.taken_in()
 
@@ -255,15 +287,22 @@ class AdaptiveProposer:
         if self._held is None:
             self._controller.stepped(seconds, steps)
 
-    def _gap_before(self, began: float, computing: float, num_steps: int = 1) -> float | None:
-        """Seconds between two steps: see `Stopwatch`. `num_steps` of them that took `computing` come after rests."""
-        return self._watch.gap_before(began, computing + self._rests.seconds, num_steps + self._rests.num_steps)
+    def _gap_before(self, began: float, computing: float | None = None) -> float | None:
+        """Seconds between two steps: see `Stopwatch`. The last one took `computing`; None: it was one of the rests."""
+        rests = self._rests
+        steps, seconds = rests.timed_steps, rests.timed_seconds
+        if computing is not None:
+            steps, seconds = steps + 1, seconds + computing
+        return self._watch.gap_before(began, seconds, steps)
 
-    def _take_in_gap(self, seconds: float) -> None:
+    def _take_in_gap(self, num_rows: int, seconds: float) -> None:
         """Time since the last step that is neither the target's nor a drafter's."""
         if seconds < LONGEST_GAP and (self._drafted or self._watch.was_settled):
             costs = self._controller.costs
-            self._evidence.note(costs.add_drafting_gap if self._drafted else costs.add_gap, seconds)
+            if self._drafted:
+                self._evidence.note(costs.add_drafting_gap, num_rows, seconds)
+            else:
+                self._evidence.note(costs.add_gap, num_rows, seconds, max(1, self._rests.timed_steps))
 
     @property
     def choices(self) -> list[tuple[int, int]]:
@@ -276,7 +315,9 @@ class AdaptiveProposer:
         """Until `release`, every row gets `num_drafts` by that drafter, so far as it may: to measure what that takes.
         Nothing is learned of acceptance."""
         self._held = (drafter, num_drafts)
-        self._steady.left = 0
+        self._steady.left = self._rest = 0
+        for state in self._states:
+            state.drafter, state.num_drafts = drafter, num_drafts
 
     @property
     def is_settling(self) -> bool:
@@ -294,13 +335,13 @@ class AdaptiveProposer:
 
     # ------------------------------------------------------------------ evidence
 
-    def _update_states(self, batch: Sequence[Request]) -> None:
+    def _update_states(self, batch: list[Request]) -> None:
         for request in [request for request in self._known if request.status is Status.FINISHED]:
             del self._known[request]
         for request in batch:
             if request not in self._known:
                 self._known[request] = self._controller.new_row(request.text_namespace[1])
-        self._states = [self._known[request] for request in batch]
+        self._batch, self._states = batch, [self._known[request] for request in batch]
 
     def _propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         states = self._states

@@ -25,7 +25,7 @@ from .drafters import USUAL_LAG, Launched
 from .lanes import Lane
 from .proposer import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
 from .step_costs import DraftSize
-from .stopwatch import LONGEST_GAP
+from .stopwatch import LONGEST_GAP, begin_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,9 +100,9 @@ class LateAdaptive(AdaptiveProposer):
     def landed(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: Sequence[Proposal]) -> None:
         """See `LateChooser`."""
         drafting = self._take_in_drafting()
-        gap = self._gap_before(self._watch.clock(), target.seconds + drafting)
+        gap = self._gap_before(self._watch.clock(), target.seconds + drafting) if not begin_all(rows) else None
         if gap is not None:
-            self._take_in_gap(gap)
+            self._take_in_gap(len(rows), gap)
         states = [self._known.get(row.request) for row in rows]
         self._take_in(rows, states, target.seconds)
         answers = []
@@ -122,7 +122,7 @@ class LateAdaptive(AdaptiveProposer):
                 break
         if self._held is None:
             self._unbooked += drafting + target.seconds
-        self._watch.end()
+        self._end()
 
     @property
     def rest(self) -> int:
@@ -169,10 +169,10 @@ class LateAdaptive(AdaptiveProposer):
         self._drafters.launched = [entry for entry in launched if entry.drafter == 0]
         return super()._take_in_drafting()
 
-    def _take_in_gap(self, seconds: float) -> None:
+    def _take_in_gap(self, num_rows: int, seconds: float) -> None:
         """Steps after which prompt lookup drafts do not overlap: that the device waits is part of its price."""
         if not self._looked_up:
-            super()._take_in_gap(seconds)
+            super()._take_in_gap(num_rows, seconds)
         waited = max(0.0, seconds) if seconds < LONGEST_GAP else 0.0
         for drafter, size, on_host, _ in self._looked_up:
             self._evidence.note(self._controller.costs.add_draft, drafter, size, on_host + waited)

@@ -35,6 +35,7 @@ from .probing import (
     MOST_SAVED,
     PROBE_ROWS,
     SLOW_INTERVAL,
+    SURPRISED_ROWS,
     SURPRISING,
     TRIAL,
     TRIAL_WITHOUT,
@@ -273,10 +274,10 @@ class Controller:
             return False
         if not self._decided <= outlook.promises.keys() or outlook.is_outdone:
             return False
+        if any(lane.surprising >= 0 for lane in self._decided):
+            return False  # what is refused to others may be lent to these
         if not self._budget.may_suffice:
             return True
-        if any(lane.surprising >= 0 for lane in self._decided):
-            return False
         drafting = self._with.get(kind)
         if drafting is not None and drafting.due(self._step, MAX_INTERVAL if outlook.gain < -CLEARLY else 0):
             return False
@@ -341,7 +342,8 @@ class Controller:
             for lane, rows in due.items():
                 if lane.on_trial or (self._is_saving and lane.surprising != drafter):
                     continue
-                rows = sorted(rows, key=lambda row: row.lag)[:PROBE_ROWS]
+                most = SURPRISED_ROWS if lane.surprising == drafter else PROBE_ROWS
+                rows = sorted(rows, key=lambda row: row.lag)[:most]
                 cost = self._pricing.probe_cost(drafter, rows, plan, prices)
                 if self.drafting:  # else decisions are charged themselves
                     cost += self.costs.decision_seconds

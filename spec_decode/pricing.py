@@ -57,12 +57,12 @@ class Pricing:
             served = sum(row.drafter == drafter for row in offering)
             one = costs.draft_curve(drafter, 1)
             drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
-        extra = costs.drafting_seconds
+        extra = costs.drafting_seconds(num_rows)
         if not drafting and not self._token_extra:
             extra += self.catch_up(offering) / AMORTISED_OVER
         target = costs.target_curve(MIXED if prompt_tokens else num_rows)
-        base = num_rows + prompt_tokens
-        return Prices(num_rows, base, costs.host_seconds, target, drafts, self._has_passes, extra, self._token_extra)
+        base, host = num_rows + prompt_tokens, costs.host_seconds(num_rows)
+        return Prices(num_rows, base, host, target, drafts, self._has_passes, extra, self._token_extra)
 
     def catch_up(self, rows: Iterable[RowState]) -> float:
         """Seconds that it takes until the neural drafter can draft for those that are given to it."""
@@ -85,6 +85,7 @@ class Pricing:
             costs = self.costs
             target = costs.target_curve(MIXED if prompt_tokens else num_rows)
             drafts = [costs.draft_curve(drafter, num_rows) for drafter in range(len(self._has_passes))]
+            fixed = costs.host_seconds(num_rows) + costs.drafting_seconds(num_rows)
             for lane in {row.lane for row in offering}:
                 values = [
                     mean_goodput(
@@ -92,7 +93,7 @@ class Pricing:
                         batch,
                         target,
                         draft,
-                        (costs.host_seconds + costs.drafting_seconds, 0.0 if drafter else self._token_extra),
+                        (fixed, 0.0 if drafter else self._token_extra),
                     )
                     for drafter, draft in enumerate(drafts)
                 ]

@@ -43,6 +43,8 @@ CLEARLY = 0.25
 PROBE_DRAFTS, PROBE_ROWS = 2, 2
 """Drafts and rows of a trial of a drafter, at most; one draft where each costs a pass. Few rows: what a trial costs
 says how soon the next one comes, and a text that has changed shows in any of its requests."""
+SURPRISED_ROWS = 8
+"""Rows of a trial that repeats one which showed something new: if it is true, they are all to be drafted for."""
 SURPRISING = 0.2
 """Accepted drafts of a trial, beyond those expected, as a share: then it is repeated at once."""
 SLOW_INTERVAL = 128

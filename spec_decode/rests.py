@@ -28,7 +28,17 @@ RestedStep = tuple["Sequence[RowPlan]", list[list[int]], TargetOutput]
 class Rests:
     """Those that are not taken in yet; some of them were not even looked at."""
 
-    __slots__ = ("_are_watched", "_waited", "_waiting", "num_outputs", "num_prompts", "num_steps", "seconds")
+    __slots__ = (
+        "_are_watched",
+        "_waited",
+        "_waiting",
+        "num_outputs",
+        "num_prompts",
+        "num_steps",
+        "seconds",
+        "timed_seconds",
+        "timed_steps",
+    )
 
     def __init__(self, *, are_watched: bool) -> None:
         """`are_watched`: see `ProposerNeeds.watches_rests`; else steps are only counted."""
@@ -36,12 +46,15 @@ class Rests:
         self._waiting: list[RestedStep] = []
         self._waited = 0.0  # seconds since the last look
         self.taken_in()
+        self.time_anew()
 
     def add(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
         """A step; whether it may wait to be looked at together with others."""
         # As little as can be: all that is done after such a step is to cost a small model nothing.
         seconds = target.seconds
         self._waited += seconds
+        self.timed_steps += 1
+        self.timed_seconds += seconds
         may_wait = seconds < WORTH_WAITING and self._waited <= LONGEST_WAIT
         if not self._are_watched:
             self._count(rows, 1, seconds)
@@ -70,6 +83,10 @@ class Rests:
         """What was looked at is known."""
         self.num_steps = self.num_prompts = self.num_outputs = 0  # of prompts and outputs: tokens
         self.seconds = 0.0  # that the target took
+
+    def time_anew(self) -> None:
+        """Time is taken from now on: of so many steps, in which the target was computing for so long."""
+        self.timed_steps, self.timed_seconds = 0, 0.0
 
     def _count(self, rows: Sequence[RowPlan], num_steps: int, seconds: float) -> None:
         self.num_steps += num_steps

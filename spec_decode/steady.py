@@ -10,6 +10,7 @@ from .lanes import RowState
 from .proposer import DraftRow, Proposal
 
 if TYPE_CHECKING:
+    from ..platform.core.request import Request
     from .controller import Controller
 
 MEASURED_ONE_IN = 16
@@ -31,13 +32,35 @@ class SteadySteps:
         self.seconds = 0.0
         """Of those that nobody was told of."""
         self._steps: list[SteadyStep] = []
+        self._batch: Sequence[Request] = ()
+        self._states: Sequence[RowState] = ()
+        self._counts: list[int] = []
 
-    def add(
-        self, rows: Sequence[DraftRow], states: Sequence[RowState], proposals: Sequence[Proposal], seconds: float
-    ) -> None:
-        """A step of which the target took `seconds`, and what the first drafter made after it."""
+    def begin(self, batch: Sequence[Request], states: Sequence[RowState]) -> None:
+        """The next steps are of these requests; none, if another than the first drafter drafts for one of them."""
+        self._states, self._counts = states, [state.num_drafts for state in states]
+        self._batch = batch if not any(state.drafter and state.num_drafts for state in states) else ()
+
+    def fit(self, rows: Sequence[DraftRow]) -> Sequence[DraftRow] | None:
+        """The rows, asking for as many drafts as was decided; None: they are of other requests."""
+        # As little as can be, for a small model: after a forward pass no code is in the processor's caches.
+        batch, counts, fitting = self._batch, self._counts, rows
+        if len(rows) != len(batch):
+            return None
+        at = 0
+        for row in rows:
+            if row.request is not batch[at]:
+                return None
+            if row.max_drafts > counts[at]:
+                fitting = [*fitting[:at], row._replace(max_drafts=counts[at]), *fitting[at + 1 :]]
+            at += 1
+        return fitting
+
+    def add(self, rows: Sequence[DraftRow], proposals: Sequence[Proposal], seconds: float) -> None:
+        """A step of which the target took `seconds`, and what the first drafter made after it; nothing where others
+        may have drafted too."""
         # Not the proposals: they may hold large tensors.
-        self._steps.append((rows, states, [len(made.drafts.token_ids) for made in proposals]))
+        self._steps.append((rows, self._states, [len(made.drafts.token_ids) for made in proposals]))
         self.seconds += seconds + self.usual
 
     def tell(self, controller: Controller, evidence: Evidence) -> None:

@@ -1,6 +1,6 @@
 """What steps take, measured while they run.
 
-    seconds of a step = host + target(rows, tokens) + sum over drafters of draft(rows served, passes)
+    seconds of a step = host(rows) + target(rows, tokens) + sum over drafters of draft(rows served, passes)
 
 `TimeTable` holds such a function of (rows, size) as a table of cells, one for each size (about 4% wide from 64 on) in
 each class of rows (two an octave).
@@ -35,6 +35,8 @@ GUESSED_DRAFT_SHARE = 0.03
 """A draft pass, before one was measured, over a step of the target."""
 GUESSED_LOOKUP_SHARE = 0.002
 """The same for a drafter without passes."""
+SHORTEST_GAP = 1e-5
+"""Between two steps: what is less is nothing, though not in proportion."""
 MIXED = 0
 """Class of rows of the steps that also computed prompt tokens."""
 _STEPS_A_DECISION = 12
@@ -42,6 +44,8 @@ _STEPS_A_DECISION = 12
 _EXACT = 64
 _TRUSTED_AFTER = 12
 """Times of a cell after which it weighs as much as the plane."""
+_MOST_AT_ONCE = 4
+"""For how many times a mean of many counts, at most."""
 _MOST_STALE = 128
 """Times after which points, and the plane, are made anew; sooner while there are few..."""
 _MUCH = 0.02
@@ -101,10 +105,11 @@ class TimeTable:
     """Seconds as a function of (rows, size), learned from single times. Memory is bounded by the classes of sizes
     that occur: a few hundred cells."""
 
-    def __init__(self, speed: Speed | None = None, *, by_row: bool = True) -> None:
-        """`speed`: what all tables of a machine share. `by_row`: sizes are sums over the rows, twice
-        as many rows are like others at twice the size; else they are passes of a drafter, none at 0."""
+    def __init__(self, speed: Speed | None = None, *, by_row: bool = True, leads: bool = True) -> None:
+        """`speed`: what all tables of a machine share. `by_row`: sizes are sums over the rows, twice as many rows are
+        like others at twice the size; else they are passes of a drafter, none at 0. `leads`: the speed follows it."""
         self._speed = speed or Speed()
+        self._leads = leads
         self.reach = 0.0
         """The largest size that was seen in decoding; 0: none."""
         self._by_row = by_row
@@ -128,7 +133,7 @@ class TimeTable:
         cell = series.cells.get(_size_class(size))
         if cell is None:
             cell = series.cells[_size_class(size)] = Cell(size)
-        if rows != MIXED and cell.is_in_use(self._num_added):
+        if self._leads and rows != MIXED and cell.is_in_use(self._num_added):
             self._speed.follow(seconds / cell.value, cell.gain)
         before = cell.value
         self._num_added += 1
@@ -257,29 +262,28 @@ class StepCosts:
         # Prompt lookup takes microseconds, which depend on what the caches hold: they say nothing of the machine.
         self._drafters = [TimeTable(self._speed if passes else None, by_row=False) for passes in has_passes]
         self._shares = [GUESSED_DRAFT_SHARE if passes else GUESSED_LOOKUP_SHARE for passes in has_passes]
+        # Gaps between steps, and those after steps that drafted: each of size 1.
+        self._gaps = TimeTable(self._speed, by_row=False, leads=False)
+        self._drafting_gaps = TimeTable(self._speed, by_row=False, leads=False)
         # What follows, in seconds, is kept over the machine's speed, as cells are.
         self._catch_up: list[deque[float]] = [deque(maxlen=8) for _ in has_passes]  # seconds a token that it lags
         self._caught_up = [False for _ in has_passes]  # whether it ever did: as with sizes, the first time is left out
-        self._gaps = Cell(0.0)
-        self._drafting_gaps = Cell(0.0)  # after steps that drafted
-        self._num_gaps = 0  # of both
         self._bookkeeping: deque[float] = deque(maxlen=16)
         self._decisions: deque[float] = deque(maxlen=16)
         self._step = 0.0  # seconds of a step of the target, smoothed, whatever it computed
 
-    @property
-    def host_seconds(self) -> float:
-        """From the end of one step's drafting to the start of the next step: of the lower ones, since an engine that
-        waits for work is not busy. Never more than after drafting, of which more is known while there is drafting."""
-        known = [gaps.value for gaps in (self._gaps, self._drafting_gaps) if gaps.count]
-        return min(known, default=0.0) * self._speed.factor
+    def host_seconds(self, rows: int) -> float:
+        """From the end of one step's drafting to the start of the next step, of `rows` rows. Never more than after
+        drafting, of which more is known while there is drafting."""
+        known = [curve(1) for curve in (self._gaps.curve(rows), self._drafting_gaps.curve(rows)) if curve is not None]
+        return min(known, default=0.0)
 
-    @property
-    def drafting_seconds(self) -> float:
+    def drafting_seconds(self, rows: int) -> float:
         """What a step that drafts takes more of all that is neither the target's nor a drafter's: a large part of the
         step of a small model."""
-        gap = self._drafting_gaps.value * self._speed.factor
-        return max(0.0, gap - self.host_seconds) + self.bookkeeping_seconds
+        gap = self._drafting_gaps.curve(rows)
+        longer = max(0.0, gap(1) - self.host_seconds(rows)) if gap is not None else 0.0
+        return longer + self.bookkeeping_seconds
 
     @property
     def bookkeeping_seconds(self) -> float:
@@ -291,15 +295,14 @@ class StepCosts:
         """A decision, with all that is taken in before it."""
         return _low(self._decisions) * self._speed.factor
 
-    def add_gap(self, seconds: float) -> None:
-        """Time between two steps, of which the first did not draft."""
-        self._num_gaps += 1
-        self._gaps.add(0.0, max(seconds, 0.0) / self._speed.factor, self._num_gaps)
+    def add_gap(self, rows: int, seconds: float, num_steps: int = 1) -> None:
+        """Time between two steps of `rows` rows, of which the first did not draft: the mean of so many such times."""
+        for _ in range(min(num_steps, _MOST_AT_ONCE)):
+            self._gaps.add(rows, 1, max(seconds, SHORTEST_GAP))
 
-    def add_drafting_gap(self, seconds: float) -> None:
-        """Time between two steps, of which the first drafted."""
-        self._num_gaps += 1
-        self._drafting_gaps.add(0.0, max(seconds, 0.0) / self._speed.factor, self._num_gaps)
+    def add_drafting_gap(self, rows: int, seconds: float) -> None:
+        """Time between two steps of `rows` rows, of which the first drafted."""
+        self._drafting_gaps.add(rows, 1, max(seconds, SHORTEST_GAP))
 
     def add_bookkeeping(self, seconds: float) -> None:
         """Time of counting in a step that drafted."""

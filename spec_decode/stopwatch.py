@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from .probing import SETTLING, SOON_SETTLED
+
+if TYPE_CHECKING:
+    from ..platform.core.request import Request
 
 LONGEST_GAP = 1.0
 """Seconds between two steps after which the engine was idle, not slow."""
 _UNDISTURBED = 0.8
 """Share of its time that a thread must have been running, for that time to count: another process had the rest."""
+
+
+class Row(Protocol):
+    """What a step computed of a request."""
+
+    @property
+    def request(self) -> Request:
+        """Whose tokens they are."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """Position of the first one."""
+        ...
+
+
+def begin_all(rows: Sequence[Row]) -> bool:
+    """Whether all rows of a step are in their prompts: the engine may have waited for them, however busy it is now."""
+    for row in rows:
+        if row.start >= row.request.num_prompt_tokens:
+            return False
+    return True
 
 
 class Stopwatch:
@@ -36,8 +62,9 @@ class Stopwatch:
 
     def gap_before(self, began: float, computing: float, num_steps: int) -> float | None:
         """Seconds that each of `num_steps` steps took, since the last end and until `began`, beyond those that they
-        were `computing` together; None where no end was noted. An idle time is not divided by any number of steps."""
-        if self._ended is None:
+        were `computing` together; None where no end was noted, or no step came after it. An idle time is not divided by
+        any number of steps."""
+        if self._ended is None or num_steps == 0:
             return None
         spent = began - self._ended[0]
         self.is_undisturbed = self.has_run(self._ended[1], spent)

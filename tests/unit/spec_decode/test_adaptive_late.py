@@ -118,7 +118,7 @@ def made():
 
 
 def request(name="r"):
-    return Request(name, [1, 2, 3], 3, SamplingParams(), seed_key=1, status=Status.RUNNING)
+    return Request(name, [1, 2, 3], 2, SamplingParams(), seed_key=1, status=Status.RUNNING)
 
 
 def decide(proposer, count, drafter=0):

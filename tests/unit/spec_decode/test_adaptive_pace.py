@@ -138,6 +138,7 @@ def test_parts_of_prompts_and_caps_are_no_matter_of_going_on(engine):
     make = network.propose
     network.propose = lambda rows, target: asked.append([row.max_drafts for row in rows]) or make(rows, target)
     proposer._states[0].num_drafts = 1
+    proposer._steady.begin([one], proposer._states)
     proposer.propose([row(one)], TargetOutput(seconds=engine.seconds))
     proposer.propose([row(one, max_drafts=0)], TargetOutput(seconds=engine.seconds))
     assert asked == [[1], [0]]
@@ -167,7 +168,7 @@ def test_what_is_measured_is_right_whoever_comes_and_goes(engine):
     requests = [engine.request() for _ in range(3)]
     for number in range(1, 40):
         engine.run(requests[: 1 + number % 3], 1 + number % 5)
-    gaps = [seconds for (seconds,) in engine.told["add_drafting_gap"]]
+    gaps = [seconds for _, seconds in engine.told["add_drafting_gap"]]
     assert len(gaps) > 5
     assert gaps == pytest.approx([GAP] * len(gaps)), "no step is taken for a gap"
     drafting = [seconds for _, _, seconds in engine.told["add_draft"]]
@@ -249,6 +250,7 @@ def test_who_is_drafted_for_by_another_is_learned_from_all_the_same(engine):
     snapshot, proposer.snapshot = proposer.snapshot, lambda: None  # nothing is taken in before it must be
     for _ in range(3):
         state.drafter = 1
+        proposer._steady.begin([one], [state])
         engine.run([one], 1)
     snapshot()
     assert noted == [("of", 0), 1, ("of", 1), 1, ("of", 1), 1]

@@ -51,14 +51,14 @@ def test_the_devices_seconds_count_for_drafts_and_not_as_a_gap(monkeypatch):
     drafts, gaps, steps = [], [], []
     monkeypatch.setattr(StepCosts, "add_draft", lambda self, drafter, size, seconds: drafts.append(seconds))
     for name in ("add_gap", "add_drafting_gap"):
-        monkeypatch.setattr(StepCosts, name, lambda self, seconds: gaps.append(seconds))
+        monkeypatch.setattr(StepCosts, name, lambda self, rows, seconds, *more: gaps.append(seconds))
     clock = Clock()
     proposer = AdaptiveProposer([(DrafterTraits("draft_model", True), Launching(clock))], 2, clock, timer=Timer)
     controller = proposer.controller
     monkeypatch.setattr(controller, "stepped", lambda seconds, number: steps.append(seconds))
     monkeypatch.setattr(controller, "due", lambda *args: False)
-    request = Request("r", [1, 2, 3], 3, SamplingParams(), seed_key=1)
-    row = DraftRow(request, request.tokens, 2, 2, 2, [], True, 1)
+    request = Request("r", [1, 2, 3], 2, SamplingParams(), seed_key=1)
+    row = DraftRow(request, request.tokens, 2, 2, 2, [], True, 2)
     proposer.propose([row], TargetOutput(seconds=3.0))
     Timer.made.clear()
     for state in proposer._states:

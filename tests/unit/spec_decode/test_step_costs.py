@@ -106,18 +106,18 @@ def test_more_tokens_never_take_less(times, rows):
 def test_the_hosts_time_ignores_idle_gaps():
     costs = StepCosts([True])
     for index in range(40):
-        costs.add_gap(0.5 if index % 3 == 0 else 0.002)
-    assert costs.host_seconds == pytest.approx(0.002, rel=0.02)
+        costs.add_gap(4, 0.5 if index % 3 == 0 else 0.002)
+    assert costs.host_seconds(4) == pytest.approx(0.002, rel=0.02)
 
 
 def test_what_drafting_takes_beside_the_drafter_is_priced():
     costs = StepCosts([True])
     for index in range(40):
-        costs.add_gap(0.002)
-        costs.add_drafting_gap(0.5 if index % 3 == 0 else 0.003)
+        costs.add_gap(4, 0.002)
+        costs.add_drafting_gap(4, 0.5 if index % 3 == 0 else 0.003)
         costs.add_bookkeeping(0.5 if index % 3 == 0 else 0.0005)
-    assert costs.host_seconds == pytest.approx(0.002, rel=0.02)
-    assert costs.drafting_seconds == pytest.approx(0.0015, rel=0.05)
+    assert costs.host_seconds(4) == pytest.approx(0.002, rel=0.02)
+    assert costs.drafting_seconds(4) == pytest.approx(0.0015, rel=0.05)
 
 
 def test_catching_up_is_priced_by_the_token_and_kept_out_of_the_table():
