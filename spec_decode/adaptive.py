@@ -65,6 +65,7 @@ class AdaptiveProposer:
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
         self._rest, self._on_trial = 0, False  # and whether each of these steps is measured
+        self._resting: set[bytes] = set()  # adapters of the last batch that was looked at
         self._paused = False  # nothing was drafted once, though drafting goes on
         self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
         self._drafted = False  # the last step that somebody asked after
@@ -201,12 +202,20 @@ class AdaptiveProposer:
         """See `Resting`."""
         self._rest -= 1
         may_wait = self._rests.add(rows, target)
-        if begin_all(rows):
-            self._end()  # the engine may have waited for them
+        last = rows[-1]
+        if last.start < last.request.num_prompt_tokens:
+            if self._bring_news(rows):
+                may_wait = False
+            if begin_all(rows):
+                self._end()  # the engine may have waited for them
         if not may_wait or self._rest <= 0 or (self._on_trial and not self._is_of_batch(rows)):
             self._look_at_rests(rows, target)
         elif self._on_trial:  # each step counts, not the last alone
             self._take_in_resting(rows, target.seconds)
+
+    def _bring_news(self, rows: Sequence[RowPlan]) -> bool:
+        """Whether a request has come of an adapter that nobody rested for at the last look."""
+        return any(row.request.text_namespace[1] not in self._resting for row in rows)
 
     def _is_of_batch(self, rows: Sequence[RowPlan]) -> bool:
         """Whether they are of the same requests as before."""
@@ -342,6 +351,7 @@ class AdaptiveProposer:
             if request not in self._known:
                 self._known[request] = self._controller.new_row(request.text_namespace[1])
         self._batch, self._states = batch, [self._known[request] for request in batch]
+        self._resting = {request.text_namespace[1] for request in batch}
 
     def _propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         states = self._states

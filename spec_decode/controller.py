@@ -235,7 +235,7 @@ class Controller:
                 row.lane.trials[row.drafter].used(self._step)
             elif not row.num_drafts:
                 row.rates[row.drafter].fade(0.9)
-            if row.limit == self._max_drafts:
+            if row.limit == self._max_drafts and (row.is_usual or not row.lane.num_drafts):
                 row.lane.num_drafts = row.num_drafts
         if shown and self.drafting and not self._is_saving:
             self._try_more(offering, plan)

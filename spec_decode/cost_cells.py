@@ -19,7 +19,7 @@ SHORTEST = 1e-9
 """No time is less: clocks have a resolution, and times are divided by."""
 _FIRST = 8
 """Times of a cell before which it only collects."""
-_GAIN, _DOWNWARDS = 0.01, 3.0
+_GAIN, _DOWNWARDS = 0.03, 2.0
 _MOST_GAIN = 0.5
 _REMEMBERED = 500.0
 """Times of its table over which what a cell knows fades."""

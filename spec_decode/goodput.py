@@ -24,7 +24,7 @@ from .acceptance import Rates
 from .step_costs import Curve
 
 _PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32)
-STAY = 1.01
+STAY = 1.02
 """Another number of passes must promise this much more than the present one."""
 
 

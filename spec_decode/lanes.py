@@ -24,6 +24,8 @@ NOTABLE = 0.05
 """...beyond this, of gain."""
 NOTICED = 0.5
 """Share of what drafting lacks to pay that is not to come unnoticed."""
+USUAL = 0.1
+"""By how much a request's drafts are right more often than its lane's, or less, where it is like others."""
 MAX_LANES = 4096
 """Adapters remembered, by last use."""
 
@@ -83,6 +85,11 @@ class RowState:
         """Tokens that the neural drafter lags behind it, set before each decision."""
         self.proposed_by = -1
         """Whose drafts the next step verifies; -1: there are none."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether its drafts are about as often right as those of its lane: it says how a new one is to begin."""
+        return abs(self.rates_of(self.drafter).factor - 1.0) <= USUAL
 
     def rates_of(self, drafter: int) -> RequestRates:
         """How it differs from its lane; nothing is known of that when the lane's text has changed."""

@@ -9,9 +9,9 @@ PERIOD = 8
 so nothing is learned; four times when nothing was drafted for long."""
 DECIDING_SHARE = 0.005
 """Of busy time, for decisions: for a small model one is no trifle."""
-MOST_PERIOD = 128
+MOST_PERIOD = 256
 """Steps between decisions, even so."""
-IDLE_SECONDS = 0.1
+IDLE_SECONDS = 0.25
 """Between two looks at whether there is something to decide, while nothing is drafted, in as many steps at most: for a
 small model a look is no trifle either."""
 DISTURBANCE = 1.5

@@ -13,7 +13,7 @@ import math
 
 SHARE = 0.01
 """Of busy time, for all trials together..."""
-CALM, CALM_SHARE = 1024, 0.005
+CALM, CALM_SHARE = 1024, 0.0025
 """...and steps without a change of any mode after which it is only that."""
 HEAD_START = 4.0
 """Steps' worth of trials before any time has passed."""

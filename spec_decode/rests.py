@@ -11,12 +11,12 @@ from .proposer import RestedSteps, TargetOutput
 if TYPE_CHECKING:
     from ..platform.core.batch import RowPlan
 
-MOST_WAITING, MOST_TOKENS = 128, 512
+MOST_WAITING, MOST_TOKENS = 256, 512
 """Steps that are put off together, at most, and tokens of each."""
 MOST_KEPT = 16
 """Steps whose hidden states are tensors, which live on meanwhile."""
-LONGEST_WAIT = 0.1
-"""Seconds of such steps, for somebody may have come whom drafts would help. A look takes some 0.3 ms, and the
+LONGEST_WAIT = 0.25
+"""Seconds of such steps: text may have become one that drafts would help. A look takes some 0.3 ms, and the
 steps after it 0.15 ms more until the processor's caches have what they need."""
 WORTH_WAITING = 0.01
 """Seconds of a step up to which it is worth it to put off what is to be done after it: that takes tens of

@@ -244,7 +244,7 @@ def test_short_steps_of_a_rest_wait_and_those_with_adapters_do_not(resting, adap
     [
         (TargetOutput(seconds=1e-5, place=3), MOST_WAITING),
         (TargetOutput(torch.zeros(1, 4), seconds=1e-5), MOST_KEPT),  # its memory is kept meanwhile
-        (TargetOutput(seconds=LONGEST_WAIT / 19.5), 20),  # drafts might help who came first
+        (TargetOutput(seconds=LONGEST_WAIT / 39.5), 40),  # drafts might help who came first
     ],
 )
 def test_how_many_steps_of_a_rest_wait(resting, target, most):
@@ -254,6 +254,21 @@ def test_how_many_steps_of_a_rest_wait(resting, target, most):
         proposer.rested([plan(one)], target)
         seen.append(first.rested_steps)
     assert seen == [0] * (most - 1) + [most] * most + [2 * most]
+
+
+def test_who_comes_with_another_adapter_ends_the_waiting(resting):
+    """Its drafts may be right where those of the others are not."""
+    proposer, first, one = resting
+    other, third = request(b"a"), request(b"a")
+    other.tokens += [4] * 5
+    proposer.rested([plan(one)], SHORT)
+    proposer.rested([plan(one), plan(other)], SHORT)
+    assert first.rested_steps == 0, "one that has begun before came with a look, or is preempted"
+    starting = RowPlan(third, 0, 3, 0, True, 0)
+    proposer.rested([plan(one), starting], SHORT)
+    assert first.rested_steps == 3
+    proposer.rested([plan(one), RowPlan(request(b"a"), 0, 3, 0, True, 0)], SHORT)
+    assert first.rested_steps == 3, "nothing is new about it"
 
 
 def test_while_drafting_goes_on_a_rest_waits_for_a_second_step_without_drafts(parts):

@@ -107,7 +107,7 @@ def test_the_hosts_time_ignores_idle_gaps():
     costs = StepCosts([True])
     for index in range(40):
         costs.add_gap(4, 0.5 if index % 3 == 0 else 0.002)
-    assert costs.host_seconds(4) == pytest.approx(0.002, rel=0.02)
+    assert costs.host_seconds(4) == pytest.approx(0.002, rel=0.04)
 
 
 def test_what_drafting_takes_beside_the_drafter_is_priced():
