@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..platform.core.request import Request, Status
@@ -25,6 +26,7 @@ from .device_timer import Timer
 from .drafters import USUAL_LAG, Drafters
 from .evidence import Evidence
 from .lanes import RowState
+from .outcome import StepOutcome
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .rests import WORTH_WAITING, Rests
 from .steady import MEASURED_ONE_IN, SteadySteps
@@ -103,14 +105,8 @@ class AdaptiveProposer:
         if steady.left > 0:
             steady.left -= 1
             fitting = steady.fit(rows)
-            if fitting is not None:
-                proposals = self._first.propose(fitting, target)
-                steady.add(fitting, proposals, target.seconds)
-                if steady.left == 0:
-                    self._measure_next(proposals)
-                return proposals
-            if self._is_joined(rows):
-                return self._go_on(rows, target)
+            if fitting is not None or self._is_joined(rows):
+                return self._go_on(rows, fitting, target)
             steady.left = 0
         began = self._watch.clock()
         steady.tell(self._controller, self._evidence)
@@ -167,10 +163,14 @@ class AdaptiveProposer:
         self._steady.begin(batch, self._states)
         return not self._controller.due(len(batch), False, self._steady.seconds)
 
-    def _go_on(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """After a step that is not measured, draft as was decided before. What was accepted is all that counts."""
+    def _go_on(
+        self, rows: Sequence[DraftRow], fitting: Sequence[DraftRow] | None, target: TargetOutput
+    ) -> list[Proposal]:
+        """After a step that is not measured, draft as was decided before. What was accepted is all that counts.
+        `fitting`: see `SteadySteps.fit`; None: others than before have just been taken over."""
         steady = self._steady
-        fitting = steady.fit(rows)
+        if fitting is None:
+            fitting = steady.fit(rows)
         if fitting is not None:
             proposals = self._first.propose(fitting, target)
             steady.add(fitting, proposals, target.seconds)
@@ -178,15 +178,11 @@ class AdaptiveProposer:
             steady.add(rows, (), target.seconds)
             steady.tell(self._controller, self._evidence)  # who drafts now is noted after it
             proposals = self._draft(rows, target, measures=False)
-        if steady.left == 0:
-            self._measure_next(proposals)
+        if steady.left == 0:  # the next one is to be measured
+            self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
+            self._watch.unsettle()
+            self._end()
         return proposals
-
-    def _measure_next(self, proposals: Sequence[Proposal]) -> None:
-        """After a step that was not measured."""
-        self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
-        self._watch.unsettle()
-        self._end()
 
     def _take_in_notes(self) -> None:
         """Have the controller know all that happened."""
@@ -204,23 +200,13 @@ class AdaptiveProposer:
         may_wait = self._rests.add(rows, target)
         last = rows[-1]
         if last.start < last.request.num_prompt_tokens:
-            if self._bring_news(rows):
-                may_wait = False
+            may_wait = may_wait and all(row.request.text_namespace[1] in self._resting for row in rows)
             if begin_all(rows):
                 self._end()  # the engine may have waited for them
-        if not may_wait or self._rest <= 0 or (self._on_trial and not self._is_of_batch(rows)):
+        if not may_wait or self._rest <= 0 or (self._on_trial and [row.request for row in rows] != self._batch):
             self._look_at_rests(rows, target)
         elif self._on_trial:  # each step counts, not the last alone
             self._take_in_resting(rows, target.seconds)
-
-    def _bring_news(self, rows: Sequence[RowPlan]) -> bool:
-        """Whether a request has come of an adapter that nobody rested for at the last look."""
-        return any(row.request.text_namespace[1] not in self._resting for row in rows)
-
-    def _is_of_batch(self, rows: Sequence[RowPlan]) -> bool:
-        """Whether they are of the same requests as before."""
-        batch = self._batch
-        return len(rows) == len(batch) and all(row.request is batch[at] for at, row in enumerate(rows))
 
     def _look_at_rests(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """Take in the steps that were put off, of which the last one was just computed."""
@@ -288,7 +274,7 @@ class AdaptiveProposer:
         """The steps after which nobody asked have passed all the same."""
         rests = self._rests
         if rests.num_steps:
-            self._evidence.note(self._learn, (), rests.num_prompts, rests.num_outputs, self._held is None)
+            self._note(StepOutcome(num_prompts=rests.num_prompts, num_outputs=rests.num_outputs))
             self._stepped(rests.seconds, rests.num_steps)
             rests.taken_in()
 
@@ -380,42 +366,18 @@ class AdaptiveProposer:
         return self._drafters.take_in_launched()
 
     def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState | None], seconds: float) -> int:
-        """Note what the step tells; returns how many tokens were computed of rows that are not through their prompt. Of
-        rows that were computed in vain, as their requests had ended, what they took is all that counts."""
-        num_tokens = num_drafts = prompt_tokens = num_prompts = num_outputs = 0
-        mixed = False
-        outcomes = []
-        for row, state in zip(rows, states, strict=True):
-            drafts = row.num_drafts
-            num_drafts += drafts
-            computed = row.num_valid + drafts - row.num_accepted - row.start
-            num_tokens += computed
-            if not row.sampled:
-                prompt_tokens += computed
-            if computed != 1 + drafts:
-                mixed = True
-                num_prompts += computed
-            if state is None or row.request.status is Status.FINISHED:
-                continue
-            if row.sampled:
-                num_outputs += len(row.tokens) - row.num_valid + row.num_accepted
-            outcomes.append((state, drafts, row.num_accepted))
-        self._evidence.note(self._learn, outcomes, num_prompts, num_outputs, self._held is None)
-        if num_drafts:
+        """Note what the step tells; returns how many tokens were computed of rows that are not through their prompt."""
+        outcome = StepOutcome.of(rows, states)
+        self._note(outcome)
+        if outcome.num_drafts:
             self._watch.unsettle()
-        if self._watch.is_undisturbed and (num_drafts or mixed or self._watch.has_settled(seconds)):
-            self._evidence.note(self._controller.costs.add_step, MIXED if mixed else len(rows), num_tokens, seconds)
-        return prompt_tokens
+        if self._watch.is_undisturbed and (outcome.num_drafts or outcome.is_mixed or self._watch.has_settled(seconds)):
+            kind = MIXED if outcome.is_mixed else len(rows)
+            self._evidence.note(self._controller.costs.add_step, kind, outcome.num_tokens, seconds)
+        return outcome.unfinished
 
-    def _learn(self, outcomes: Sequence[tuple[RowState, int, int]], prompts: int, outputs: int, counts: bool) -> None:
-        """From a step's (row, number of drafts, number of right ones), and its numbers of tokens, if it `counts`."""
-        controller = self._controller
-        if counts:
-            controller.workload.computed(prompts, outputs)
-        for state, num_drafts, num_accepted in outcomes:
-            if num_drafts and counts:
-                controller.verified(state, num_drafts, num_accepted)
-            state.proposed_by = -1
+    def _note(self, outcome: StepOutcome) -> None:
+        self._evidence.note(partial(outcome.tell, counts=self._held is None), self._controller)
 
     # ------------------------------------------------------------------ drafting
 

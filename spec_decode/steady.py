@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .evidence import Evidence
 from .lanes import RowState
+from .outcome import StepOutcome
 from .proposer import DraftRow, Proposal
 
 if TYPE_CHECKING:
@@ -44,17 +45,16 @@ class SteadySteps:
     def fit(self, rows: Sequence[DraftRow]) -> Sequence[DraftRow] | None:
         """The rows, asking for as many drafts as was decided; None: they are of other requests."""
         # As little as can be, for a small model: after a forward pass no code is in the processor's caches.
-        batch, counts, fitting = self._batch, self._counts, rows
+        batch, counts = self._batch, self._counts
         if len(rows) != len(batch):
             return None
-        at = 0
-        for row in rows:
-            if row.request is not batch[at]:
+        is_fitting = True
+        for row, request, count in zip(rows, batch, counts, strict=True):
+            if row.request is not request:
                 return None
-            if row.max_drafts > counts[at]:
-                fitting = [*fitting[:at], row._replace(max_drafts=counts[at]), *fitting[at + 1 :]]
-            at += 1
-        return fitting
+            if row.max_drafts > count:
+                is_fitting = False
+        return rows if is_fitting else [_with_most(row, count) for row, count in zip(rows, counts, strict=True)]
 
     def add(self, rows: Sequence[DraftRow], proposals: Sequence[Proposal], seconds: float) -> None:
         """A step of which the target took `seconds`, and what the first drafter made after it; nothing where others
@@ -73,17 +73,12 @@ class SteadySteps:
 
 def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:
     """Have `controller` know what was accepted in some steps, and drafted after them."""
-    prompts = outputs = 0
     for rows, states, counts in steps:
-        for row, state in zip(rows, states, strict=True):
-            computed = row.num_valid - row.num_accepted - row.start  # besides drafts
-            if computed != 1:
-                prompts += computed
-            outputs += row.sampled + row.num_accepted
-            if row.num_drafts:
-                controller.verified(state, row.num_drafts, row.num_accepted)
-            state.proposed_by = -1
+        StepOutcome.of(rows, states).tell(controller)
         if counts:
             made = [(s, row.max_drafts, n) for row, s, n in zip(rows, states, counts, strict=True) if row.max_drafts]
             controller.proposed(0, made)
-    controller.workload.computed(prompts, outputs)
+
+
+def _with_most(row: DraftRow, count: int) -> DraftRow:
+    return row if row.max_drafts <= count else row._replace(max_drafts=count)

@@ -32,10 +32,7 @@ class Row(Protocol):
 
 def begin_all(rows: Sequence[Row]) -> bool:
     """Whether all rows of a step are in their prompts: the engine may have waited for them, however busy it is now."""
-    for row in rows:
-        if row.start >= row.request.num_prompt_tokens:
-            return False
-    return True
+    return all(row.start < row.request.num_prompt_tokens for row in rows)
 
 
 class Stopwatch:

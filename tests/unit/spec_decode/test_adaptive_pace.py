@@ -156,8 +156,8 @@ def test_prompts_of_who_joins_are_counted(engine):
     proposer._controller.workload = SimpleNamespace(computed=lambda *counts: counted.append(counts))
     length = len(other.tokens)
     rows = [
-        DraftRow(one, one.tokens, len(one.tokens), len(one.tokens), 2, [], True, len(one.tokens) - 3, 0, 2, 2),
-        DraftRow(other, other.tokens, length, length, 2, [], True, 0),
+        DraftRow(one, [*one.tokens, 1], len(one.tokens), len(one.tokens), 2, [], True, len(one.tokens) - 3, 0, 2, 2),
+        DraftRow(other, [*other.tokens, 1], length, length, 2, [], True, 0),
     ]
     proposer.propose(rows, TargetOutput(seconds=engine.seconds))
     proposer.snapshot()

@@ -1,0 +1,63 @@
+"""What a step brought, as far as it says something of drafts and requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..platform.core.request import Status
+from .lanes import RowState
+from .proposer import DraftRow
+
+if TYPE_CHECKING:
+    from .controller import Controller
+
+
+class StepOutcome(NamedTuple):
+    """Of rows that were computed in vain, as their requests had ended, what they took is all that counts."""
+
+    num_tokens: int = 0
+    """That were computed, drafts among them."""
+    num_drafts: int = 0
+    unfinished: int = 0
+    """Tokens that were computed of rows that are not through their prompt."""
+    num_prompts: int = 0
+    """Tokens of all rows with more than one besides drafts: those of prompts..."""
+    num_outputs: int = 0
+    """...and of answers."""
+    is_mixed: bool = False
+    """Whether there was such a row."""
+    verified: Sequence[tuple[RowState, int, int]] = ()
+    """Requests, with their numbers of drafts and of right ones."""
+
+    @classmethod
+    def of(cls, rows: Sequence[DraftRow], states: Sequence[RowState | None]) -> StepOutcome:
+        """Of a step's rows; None: nobody knows the request any more."""
+        num_tokens = num_drafts = unfinished = num_prompts = num_outputs = 0
+        is_mixed = False
+        verified = []
+        for row, state in zip(rows, states, strict=True):
+            drafts = row.num_drafts
+            num_drafts += drafts
+            computed = row.num_valid + drafts - row.num_accepted - row.start
+            num_tokens += computed
+            if not row.sampled:
+                unfinished += computed
+            if computed != 1 + drafts:
+                is_mixed = True
+                num_prompts += computed
+            if state is None or row.request.status is Status.FINISHED:
+                continue
+            if row.sampled:
+                num_outputs += len(row.tokens) - row.num_valid + row.num_accepted
+            verified.append((state, drafts, row.num_accepted))
+        return cls(num_tokens, num_drafts, unfinished, num_prompts, num_outputs, is_mixed, verified)
+
+    def tell(self, controller: Controller, *, counts: bool = True) -> None:
+        """Have `controller` know it, if it `counts`; the next step verifies what is proposed after this."""
+        if counts:
+            controller.workload.computed(self.num_prompts, self.num_outputs)
+        for state, num_drafts, num_accepted in self.verified:
+            if num_drafts and counts:
+                controller.verified(state, num_drafts, num_accepted)
+            state.proposed_by = -1
