@@ -5,7 +5,7 @@ import pytest
 from outrider.spec_decode.controller import Controller, DrafterTraits
 from outrider.spec_decode.lanes import LASTING, LEAVE, MOST_STEPS, Modes, RowState
 from outrider.spec_decode.pace import DECIDING_SHARE, MOST_PERIOD
-from outrider.spec_decode.probing import HEAD_START, NOISE
+from outrider.spec_decode.probing import HEAD_START, NOISE, PROBE_ROWS, SURPRISED_ROWS
 from outrider.spec_decode.step_costs import DraftSize
 from outrider.spec_decode.workload import Workload
 
@@ -132,3 +132,76 @@ def test_what_requests_are_like_does_not_depend_on_how_many_steps_are_told_at_on
         found.append(workload.prompts_per_token)
     assert min(found) > 0.25, "all that was before is not forgotten at once"
     assert max(found) < 0.5
+
+
+def test_one_request_out_of_the_common_is_not_how_others_begin():
+    """Decided once in many requests, a bad one would have all of them drafted for badly until the next time."""
+    controller = Controller([NEURAL], 4)
+    lane = controller.lane(b"a")
+
+    def run(row, steps, is_right):
+        for _ in range(steps):
+            count = row.num_drafts
+            if controller.due(1, False):
+                row.limit = 4
+                controller.decide([row], 0)
+            controller.costs.add_step(1, 1 + count, 0.01 + 0.0005 * count)
+            if count:
+                controller.proposed(0, [(row, count, count)])
+                controller.costs.add_draft(0, DraftSize(1, count), 0.002 * count)
+                controller.verified(row, count, count if is_right else 0)
+            controller.stepped(0.01)
+
+    run(controller.new_row(b"a"), 300, is_right=True)
+    most = lane.num_drafts
+    assert most >= 3
+    bad = controller.new_row(b"a")
+    assert bad.num_drafts == most
+    controller._next_decision = controller._step + 5
+    run(bad, 5, is_right=False)
+    run(bad, 1, is_right=False)
+    assert not bad.is_usual
+    assert bad.num_drafts < most, "what is left of it"
+    assert controller.new_row(b"a").num_drafts == most
+
+
+def test_what_seems_new_is_repeated_with_more_rows_although_nothing_else_can_be_paid():
+    controller = Controller([NEURAL], 4)
+    rows = [RowState(controller.lane(b"a")) for _ in range(2 * SURPRISED_ROWS)]
+    lane = rows[0].lane
+
+    def decide():
+        for row in rows:
+            row.limit = 4
+        controller.decide(rows, 0)
+        return sum(row.num_drafts > 0 for row in rows)
+
+    for _ in range(600):
+        if controller.due(len(rows), False):
+            decide()
+        drafts = sum(row.num_drafts for row in rows)
+        controller.costs.add_step(len(rows), len(rows) + drafts, 0.001 + 0.0001 * drafts)
+        drafting = [row for row in rows if row.num_drafts]
+        if drafting:
+            controller.proposed(0, [(row, row.num_drafts, row.num_drafts) for row in drafting])
+            controller.costs.add_draft(0, DraftSize(len(drafting), 1), 0.001)
+            for row in drafting:
+                controller.verified(row, row.num_drafts, 0)
+        controller.stepped(0.001)
+    assert not controller.drafting
+    controller._budget.passed(1.0)
+    controller._step += 3000
+    controller._budget._enough = None
+    found = decide()
+    while controller._batch and not lane.on_trial:  # drafting as a whole is tried first
+        controller._step = controller._next_decision
+        controller._budget.passed(1.0)
+        found = decide()
+    assert found == PROBE_ROWS
+    for row in rows:
+        if row.num_drafts:
+            row.proposed_by = 0
+            controller.verified(row, 1, 1)
+    controller._step += 1
+    controller._budget._enough = controller._budget._earned + 1.0  # somebody was refused
+    assert decide() == SURPRISED_ROWS
