@@ -98,6 +98,7 @@ class AdaptiveProposer:
         for drafter in self._drafters:
             drafter.forget_adapter(digest)
         self._controller.forget(digest)
+        self._resting.discard(digest)
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
@@ -112,7 +113,9 @@ class AdaptiveProposer:
         steady.tell(self._controller, self._evidence)
         self._watch_rests()
         drafting = self._take_in_drafting()
-        gap = self._gap_before(began, target.seconds + drafting) if not begin_all(rows) else None
+        gap = self._watch.gap_before(began, *self._rests.timed(target.seconds + drafting))
+        if begin_all(rows):
+            gap = None  # the engine may have waited for them
         self._take_in_rest()
         batch = [row.request for row in rows]
         if batch != self._batch:
@@ -199,6 +202,8 @@ class AdaptiveProposer:
         self._rest -= 1
         may_wait = self._rests.add(rows, target)
         last = rows[-1]
+        if self._rests.is_other_class(len(rows)):
+            self._end()  # gaps are those of one class of rows
         if last.start < last.request.num_prompt_tokens:
             may_wait = may_wait and all(row.request.text_namespace[1] in self._resting for row in rows)
             if begin_all(rows):
@@ -210,7 +215,7 @@ class AdaptiveProposer:
 
     def _look_at_rests(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """Take in the steps that were put off, of which the last one was just computed."""
-        gap = self._gap_before(self._watch.clock())
+        gap = self._watch.gap_before(self._watch.clock(), *self._rests.timed())
         if gap is not None:
             self._take_in_gap(len(rows), gap)
         self._watch_rests()
@@ -223,6 +228,7 @@ class AdaptiveProposer:
             self._rest = self._rest_on(rows, target)
         elif self._on_trial:
             self._take_in_resting(rows, target.seconds)
+        self._on_trial = self._controller.drafting or self._held is not None
         self._end()
 
     def _watch_rests(self) -> None:
@@ -282,14 +288,6 @@ class AdaptiveProposer:
         if self._held is None:
             self._controller.stepped(seconds, steps)
 
-    def _gap_before(self, began: float, computing: float | None = None) -> float | None:
-        """Seconds between two steps: see `Stopwatch`. The last one took `computing`; None: it was one of the rests."""
-        rests = self._rests
-        steps, seconds = rests.timed_steps, rests.timed_seconds
-        if computing is not None:
-            steps, seconds = steps + 1, seconds + computing
-        return self._watch.gap_before(began, seconds, steps)
-
     def _take_in_gap(self, num_rows: int, seconds: float) -> None:
         """Time since the last step that is neither the target's nor a drafter's."""
         if seconds < LONGEST_GAP and (self._drafted or self._watch.was_settled):
@@ -321,6 +319,9 @@ class AdaptiveProposer:
 
     def release(self) -> None:
         """Decide again."""
+        self._rest = 0
+        self._watch_rests()
+        self._take_in_rest()
         self._held = None
         self._evidence.take_in()  # so much is no part of what the next decision takes
 
@@ -367,7 +368,8 @@ class AdaptiveProposer:
 
     def _take_in(self, rows: Sequence[DraftRow], states: Sequence[RowState | None], seconds: float) -> int:
         """Note what the step tells; returns how many tokens were computed of rows that are not through their prompt."""
-        outcome = StepOutcome.of(rows, states)
+        going_on = [None if row.request.status is Status.FINISHED else s for row, s in zip(rows, states, strict=True)]
+        outcome = StepOutcome.of(rows, going_on)
         self._note(outcome)
         if outcome.num_drafts:
             self._watch.unsettle()

@@ -62,7 +62,6 @@ class LateAdaptive(AdaptiveProposer):
         self._chosen = False
         batch = [row.request for row in rows]
         if batch != self._batch:
-            self._batch = batch
             self._update_states(batch)
             self._lanes = {state.lane for state in self._states}
         if self._held is not None:
@@ -100,8 +99,8 @@ class LateAdaptive(AdaptiveProposer):
     def landed(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: Sequence[Proposal]) -> None:
         """See `LateChooser`."""
         drafting = self._take_in_drafting()
-        gap = self._gap_before(self._watch.clock(), target.seconds + drafting) if not begin_all(rows) else None
-        if gap is not None:
+        gap = self._watch.gap_before(self._watch.clock(), *self._rests.timed(target.seconds + drafting))
+        if gap is not None and not begin_all(rows):
             self._take_in_gap(len(rows), gap)
         states = [self._known.get(row.request) for row in rows]
         self._take_in(rows, states, target.seconds)

@@ -32,6 +32,7 @@ from .probing import (
     CALM,
     CLEARLY,
     MAX_INTERVAL,
+    MOST_PAYABLE,
     MOST_SAVED,
     PROBE_ROWS,
     SLOW_INTERVAL,
@@ -230,12 +231,13 @@ class Controller:
             self._passes = plan.passes
             for row, count in zip(offering, plan.num_drafts, strict=True):
                 row.num_drafts = count
+        begins_with = {row.lane: row.lane.num_drafts for row in offering}
         for row in offering:
             if row.num_drafts and self.drafting:
                 row.lane.trials[row.drafter].used(self._step)
             elif not row.num_drafts:
                 row.rates[row.drafter].fade(0.9)
-            if row.limit == self._max_drafts and (row.is_usual or not row.lane.num_drafts):
+            if row.limit == self._max_drafts and (not shown or row.is_usual or not begins_with[row.lane]):
                 row.lane.num_drafts = row.num_drafts
         if shown and self.drafting and not self._is_saving:
             self._try_more(offering, plan)
@@ -342,14 +344,19 @@ class Controller:
             for lane, rows in due.items():
                 if lane.on_trial or (self._is_saving and lane.surprising != drafter):
                     continue
-                most = SURPRISED_ROWS if lane.surprising == drafter else PROBE_ROWS
-                rows = sorted(rows, key=lambda row: row.lag)[:most]
-                cost = self._pricing.probe_cost(drafter, rows, plan, prices)
-                if self.drafting:  # else decisions are charged themselves
-                    cost += self.costs.decision_seconds
-                if self._budget.spend(cost, prices.idle_seconds, borrow=lane.surprising == drafter):
-                    self._start_probe(drafter, lane, rows)
-                    self._on_trial += 0.0 if self.drafting else cost
+                rows.sort(key=lambda row: row.lag)
+                is_surprising = lane.surprising == drafter
+                for most in (SURPRISED_ROWS, PROBE_ROWS) if is_surprising else (PROBE_ROWS,):
+                    cost = self._pricing.probe_cost(drafter, rows[:most], plan, prices)
+                    if self.drafting:  # else decisions are charged themselves
+                        cost += self.costs.decision_seconds
+                    if self._budget.spend(cost, prices.idle_seconds, borrow=is_surprising):
+                        self._start_probe(drafter, lane, rows[:most])
+                        self._on_trial += 0.0 if self.drafting else cost
+                        break
+                else:
+                    if is_surprising and cost > MOST_PAYABLE * prices.idle_seconds:
+                        lane.surprising = -1  # it would be asked for for ever
 
     def _start_probe(self, drafter: int, lane: Lane, rows: Sequence[RowState]) -> None:
         lane.trials[drafter].tried(self._step)

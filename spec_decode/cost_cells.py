@@ -1,7 +1,7 @@
 """Times of one kind of step, followed as they change; and what changes for all of them at once.
 
 - What disturbs a step makes it longer, so times are judged by the lower ones: a cell is the lower third of its first
-  eight times. Then it follows slowly, downwards three times as fast as upwards (an expectile), by steps that are
+  eight times. Then it follows slowly, downwards twice as fast as upwards (an expectile), by steps that are
   clipped to three mean deviations: one time ten times too long moves it little. After long without any it follows
   sooner: a few times of a trial then say more than many from another minute.
 - What changes sooner is mostly common to all cells, the machine's speed. It is followed by one factor for all tables,
@@ -81,7 +81,7 @@ class Cell:
         self.first = []
         gain = self.gain
         error = seconds - self.value
-        most = 3.0 * self.deviation + max(gain, 0.02) * self.value
+        most = 3.0 * self.deviation + gain * self.value
         error = max(-most, min(most, error))
         self.value += (gain if error > 0.0 else min(_MOST_GAIN, _DOWNWARDS * gain)) * error
         self.deviation += gain * (abs(error) - self.deviation)

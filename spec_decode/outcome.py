@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..platform.core.request import Status
 from .lanes import RowState
 from .proposer import DraftRow
 
@@ -32,7 +31,7 @@ class StepOutcome(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[DraftRow], states: Sequence[RowState | None]) -> StepOutcome:
-        """Of a step's rows; None: nobody knows the request any more."""
+        """Of a step's rows; None: the request had ended."""
         num_tokens = num_drafts = unfinished = num_prompts = num_outputs = 0
         is_mixed = False
         verified = []
@@ -46,10 +45,11 @@ class StepOutcome(NamedTuple):
             if computed != 1 + drafts:
                 is_mixed = True
                 num_prompts += computed
-            if state is None or row.request.status is Status.FINISHED:
+            if state is None:
                 continue
             if row.sampled:
-                num_outputs += len(row.tokens) - row.num_valid + row.num_accepted
+                new = len(row.tokens) - row.num_valid  # none where a draft ended it; they may have grown since
+                num_outputs += min(new, 1) + row.num_accepted
             verified.append((state, drafts, row.num_accepted))
         return cls(num_tokens, num_drafts, unfinished, num_prompts, num_outputs, is_mixed, verified)
 

@@ -21,6 +21,8 @@ MOST_BORROWED = 8.0
 """Steps' worth of trials that may be borrowed, to repeat one that showed something new."""
 MOST_SAVED = 16.0
 """Steps' worth of trials that may be saved up: after a long time without any, they do not come all at once."""
+MOST_PAYABLE = HEAD_START + MOST_BORROWED + MOST_SAVED
+"""Steps' worth of a trial that could ever be paid."""
 CHARGED, MOST_CHARGED = 0.5, 8.0
 """Share of the budget that may go to what is spent in any case, and steps' worth of it that may come at once. The rest
 stays for trials: else decisions that have other reasons, as adapters that come and go, would put these off for ever."""

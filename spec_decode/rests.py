@@ -7,6 +7,7 @@ from operator import is_
 from typing import TYPE_CHECKING
 
 from .proposer import RestedSteps, TargetOutput
+from .step_costs import row_class
 
 if TYPE_CHECKING:
     from ..platform.core.batch import RowPlan
@@ -30,6 +31,7 @@ class Rests:
 
     __slots__ = (
         "_are_watched",
+        "_rows",
         "_waited",
         "_waiting",
         "num_outputs",
@@ -45,6 +47,7 @@ class Rests:
         self._are_watched = are_watched
         self._waiting: list[RestedStep] = []
         self._waited = 0.0  # seconds since the last look
+        self._rows = 0  # of the last step
         self.taken_in()
         self.time_anew()
 
@@ -87,6 +90,17 @@ class Rests:
     def time_anew(self) -> None:
         """Time is taken from now on: of so many steps, in which the target was computing for so long."""
         self.timed_steps, self.timed_seconds = 0, 0.0
+
+    def timed(self, computing: float | None = None) -> tuple[float, int]:
+        """These seconds, and steps; with one more that was none of the rests, and took `computing`."""
+        if computing is None:
+            return self.timed_seconds, self.timed_steps
+        return self.timed_seconds + computing, self.timed_steps + 1
+
+    def is_other_class(self, num_rows: int) -> bool:
+        """Whether a step has so many rows that its gap is not like that before the last one."""
+        before, self._rows = self._rows, num_rows
+        return num_rows != before and row_class(num_rows) != row_class(before)
 
     def _count(self, rows: Sequence[RowPlan], num_steps: int, seconds: float) -> None:
         self.num_steps += num_steps

@@ -88,7 +88,7 @@ def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) 
 
 def _tokens(num_drafts: int) -> int:
     """That measuring a choice takes of a dummy."""
-    return _STEPS * (1 + num_drafts) + (0 if num_drafts else MOST_SETTLING)
+    return 1 + _STEPS * (1 + num_drafts) + (0 if num_drafts else MOST_SETTLING)
 
 
 def _measure(
@@ -109,7 +109,10 @@ def _measure(
                 return
             step(scheduler, runner)
         for number, count in choices:
+            is_planned = drafter.rest > 0  # the next step, and without drafts
             drafter.hold(number, count)
+            if is_planned and in_time():
+                step(scheduler, runner)
             settling = 0 if count else MOST_SETTLING
             while settling and drafter.is_settling and in_time():
                 step(scheduler, runner)

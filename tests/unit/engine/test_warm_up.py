@@ -20,6 +20,7 @@ class Drafter:
 
     choices = ((0, 0), (0, 1))
     is_settling = False
+    rest = 0
 
     def __init__(self):
         self.held = []
@@ -96,6 +97,17 @@ def test_steps_without_drafts_are_measured_once_they_have_settled(scheduler):
     assert all(orders.count(order) == warming._STEPS for order in orders)
     assert all(without.count(order) == warming._STEPS + warming.MOST_SETTLING for order in without)
     assert without
+
+
+def test_a_step_that_was_planned_as_a_rest_is_none_of_those_that_are_measured(scheduler):
+    drafter = Drafter()
+    runner = Runner(drafter)
+    drafter.rest = 4
+    warm_up(scheduler, runner, drafter, seconds=1.0, clock=lambda: 0.0)
+    orders = [order for order, _ in runner.steps]
+    measured = [order for order in set(orders) if drafter.held[order - 1] == (0, 1)]
+    assert measured
+    assert all(orders.count(order) == warming._STEPS + 1 for order in measured)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 6])

@@ -205,3 +205,41 @@ def test_what_seems_new_is_repeated_with_more_rows_although_nothing_else_can_be_
     controller._step += 1
     controller._budget._enough = controller._budget._earned + 1.0  # somebody was refused
     assert decide() == SURPRISED_ROWS
+
+
+def test_what_cannot_ever_be_paid_is_not_asked_for_again_and_again():
+    controller = Controller([NEURAL], 4)
+    rows = [RowState(controller.lane(b"a")) for _ in range(2)]
+    lane = rows[0].lane
+    for row in rows:
+        row.limit = 4
+    controller.costs.add_step(2, 2, 0.001)
+    controller.costs.add_draft(0, DraftSize(2, 1), 0.001)
+    controller._mode.drafting = False
+    for row in rows:
+        row.lag = 10**6
+    controller._modes.enter(2, 0)
+    controller._mode.drafting = False
+    lane.surprising = 0
+    controller._step = 3000
+    controller.decide(rows, 0)
+    assert not lane.on_trial
+    assert lane.surprising == -1
+
+
+def test_in_a_trial_of_none_new_requests_begin_with_none():
+    """However unusual those are that run."""
+    controller = Controller([NEURAL], 4)
+    row = controller.new_row(b"a")
+    controller.lane(b"a").num_drafts = 3
+    rates = row.rates_of(0)
+    rates.count([0.9] * 4, 4, 0)
+    rates.count([0.9] * 4, 4, 0)
+    assert not row.is_usual
+    controller._trial_of_the_other = lambda *args: False
+    row.limit = 4
+    for _ in range(2):
+        controller.costs.add_step(1, 5, 0.001)
+    controller.decide([row], 0)
+    assert controller.drafting
+    assert controller.new_row(b"a").num_drafts == 0

@@ -145,6 +145,23 @@ def test_rests_after_idleness_are_timed_from_their_first_step(engine):
     assert gaps[-1] == (1, pytest.approx(IDLE_GAP)), "not a 20th of the time that nobody was there"
 
 
+def test_a_gap_is_that_of_its_number_of_rows(engine):
+    """A batch that has drained leaves nothing of its gaps with the one request that is left."""
+    engine.controller.due = lambda *args: False
+    engine.controller.rest_on = lambda states: 50
+    engine.controller._mode.drafting = False
+    batch = [engine.request() for _ in range(8)]
+    engine.step(batch)
+    engine.controller._next_decision = engine.controller._step + 30
+    engine.step(batch)
+    for _ in range(15):
+        engine.step(batch, waited=1e-3)  # such a batch takes the host so long
+    while engine.rest != 50:
+        engine.step(batch[:1])
+    gaps, _ = engine.told()
+    assert gaps[-1] == (1, pytest.approx(IDLE_GAP))
+
+
 def test_while_held_without_drafts_gaps_are_those_of_rests(engine):
     """As they will be: whoever is not asked for drafts takes less time."""
     one = engine.request()
