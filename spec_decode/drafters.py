@@ -59,11 +59,6 @@ class Drafters:
     def __len__(self) -> int:
         return len(self._drafters)
 
-    @property
-    def first(self) -> Drafter:
-        """The one asked for."""
-        return self._drafters[0]
-
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Nobody is asked for anything: what the first drafter answers then."""
         for drafter in self._drafters:

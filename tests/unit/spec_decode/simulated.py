@@ -66,6 +66,15 @@ def expected_tokens(p: float, count: int) -> float:
 CURVES = {curve.__name__: curve for curve in (flat, sloped, bound, stairs)}
 
 
+class Clock:
+    """Seconds, which pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
 @dataclass
 class World:
     """What the engine does to a proposer. Milliseconds."""

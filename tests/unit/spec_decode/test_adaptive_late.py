@@ -13,6 +13,8 @@ from outrider.spec_decode.adaptive_late import LateAdaptive
 from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.proposer import DraftRow, LateChooser, LateDrafter, NoProposer, Proposal, TargetOutput
 
+from .simulated import Clock
+
 MOST = 4
 OUTPUT = TargetOutput(seconds=0.01)
 
@@ -38,13 +40,6 @@ class Network(NoProposer):
 class Lookup(NoProposer):
     def propose(self, rows, target):
         return [Proposal(Drafts([9] * row.max_drafts), len(row.tokens)) for row in rows]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Engine:

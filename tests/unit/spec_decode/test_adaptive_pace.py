@@ -12,14 +12,9 @@ from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, Target
 from outrider.spec_decode.rests import WORTH_WAITING
 from outrider.spec_decode.steady import MEASURED_ONE_IN
 
+from .simulated import Clock
+
 GAP, DRAFTING = 2e-4, 3e-4
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Network(NoProposer):
@@ -134,7 +129,7 @@ def test_parts_of_prompts_and_caps_are_no_matter_of_going_on(engine):
         return DraftRow(request, request.tokens, length, length, block_table=[], **given)
 
     asked = []
-    network = proposer._drafters.first
+    network = proposer._first
     make = network.propose
     network.propose = lambda rows, target: asked.append([row.max_drafts for row in rows]) or make(rows, target)
     proposer._states[0].num_drafts = 1

@@ -11,6 +11,8 @@ from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, TargetOutput
 from outrider.spec_decode.step_costs import StepCosts
 
+from .simulated import Clock
+
 
 class Launching(NoProposer):
     """Takes a second of the host to launch two drafts for each row."""
@@ -21,13 +23,6 @@ class Launching(NoProposer):
     def propose(self, rows, target):
         self._clock.now += 1.0
         return [Proposal(Drafts([5, 6]), len(row.tokens)) for row in rows]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Timer:

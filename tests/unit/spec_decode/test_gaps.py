@@ -11,14 +11,9 @@ from outrider.spec_decode.probing import SETTLING
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
 from outrider.spec_decode.step_costs import StepCosts
 
+from .simulated import Clock
+
 STEP, IDLE_GAP, DRAFTING_GAP, LOOK, DRAFTS = 5e-4, 6e-5, 2e-4, 3e-4, 4e-4
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Watching(NoProposer):
