@@ -10,7 +10,9 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
 3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
    than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost exceeds
    what a change costs, `NOISE` seconds and `LEAST_REGRET` steps: soon where much is lost, late where little is; of the
-   last, twice as many each time that the last change did not last.
+   last, twice as many each time that the last change did not last. It is on to begin with, which ends at once where
+   the first prediction for so many rows is that it loses; and where a trial has just shown another text, it begins
+   without regard to noise.
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 
@@ -26,7 +28,7 @@ from typing import NamedTuple
 
 from .goodput import Plan, Prices, best_plan
 from .lanes import ENTER, Before, Lane, Lanes, Mode, Modes, Outlook, RowState
-from .pace import DECIDING_SHARE, DISTURBANCE, period
+from .pace import DISTURBANCE, Pace
 from .pricing import Pricing
 from .probing import (
     CALM,
@@ -81,12 +83,11 @@ class Controller:
         self._modes = Modes()
         self._step = 0
         self._next_decision = 0
-        self._step_seconds = 0.0  # as the last decision thought; 0: not known yet
+        self._pace = Pace()
         self._is_saving = False  # for a trial of the other mode, which is worth more than those of drafters
         self._trial_ends = 0
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
-        self._decided_at = 0.0  # busy time
         self._idle_seconds = 0.0
         """Of a step without drafts, as the last decision thought; 0: it found that nothing was new."""
         self._decided: set[Lane] = set()  # those of the last decision's rows...
@@ -178,7 +179,7 @@ class Controller:
         mode = self._modes.get(MIXED if mixed else row_class(num_rows))
         if mode is None or mode.drafting != self.drafting:
             return True
-        return self._budget.elapsed + untold - self._decided_at >= self.costs.decision_seconds / DECIDING_SHARE
+        return self._pace.is_worth_deciding(self._step, self._budget.elapsed + untold, self.costs.decision_seconds)
 
     def decided(self, seconds: float) -> None:
         """The last decision took that long, with all that was taken in before it. While nothing is drafted, it was made
@@ -196,8 +197,8 @@ class Controller:
         self._batch = (len(rows), prompt_tokens > 0)
         self._decided, self._has_news = {row.lane for row in rows}, False
         kind = MIXED if prompt_tokens else row_class(len(rows))
-        self._next_decision = self._step + self._period()
-        self._decided_at = self._budget.elapsed
+        self._decide_later()
+        self._pace.decided(self._budget.elapsed)
         self._on_trial = self._idle_seconds = 0.0
         self._end_trials()
         self._modes.enter(kind, self._step)
@@ -210,21 +211,25 @@ class Controller:
         for row in rows:
             row.num_drafts = 0
         if not offering:
+            self._next_decision = min(self._next_decision, self._step + self._pace.found_nobody())
             return
-        self._pricing.choose_drafters(offering, batch)
+        # What was asked for is tried before it is judged.
+        is_unknown = self.drafting and self._lanes.is_new and self._step < UNKNOWN
+        if not is_unknown and self._pricing.choose_drafters(offering, batch):
+            self._modes.changed_at = self._step
         offers = [self._pricing.offer(row) for row in offering]
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
         self._idle_seconds = prices.idle_seconds
-        change = self._pricing.change(offering, drafting=self.drafting) + self._modes.noise(self._step)
-        cost = change / prices.idle_seconds
-        is_unknown = self.drafting and self._is_unknown(offering, plan)
-        if not is_unknown and self._mode.is_outdone(plan.gain, cost):
+        change = self._pricing.change(offering, drafting=self.drafting)
+        cost = (change + (0.0 if self._is_surprised else self._modes.noise(self._step))) / prices.idle_seconds
+        length = plan.seconds / prices.idle_seconds if self.drafting else 1.0
+        if not is_unknown and self._mode.is_outdone(plan.gain, cost, length):
             self._modes.change(self._step)
         before = None if self.drafting else self._outlooks.get(kind)
         self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, before)
-        self._step_seconds = plan.seconds if self.drafting else prices.idle_seconds
-        self._next_decision = self._step + self._period()
+        self._pace.found(plan.seconds if self.drafting else prices.idle_seconds, self._mode.loss(plan.gain))
+        self._decide_later()
         self._is_saving = False
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
         if shown:
@@ -256,8 +261,8 @@ class Controller:
             if not self._nothing_new():
                 return 0
             self._batch, self._has_news = (len(rows), False), False
-            self._decided_at = self._budget.elapsed
-            self._next_decision = self._step + self._period()
+            self._decide_later()
+            self._pace.decided(self._budget.elapsed)
             self._draft_nothing(rows)
         return self.steps_left
 
@@ -276,7 +281,7 @@ class Controller:
             return False
         if not self._decided <= outlook.promises.keys() or outlook.is_outdone:
             return False
-        if any(lane.surprising >= 0 for lane in self._decided):
+        if self._is_surprised:
             return False  # what is refused to others may be lent to these
         if not self._budget.may_suffice:
             return True
@@ -285,15 +290,13 @@ class Controller:
             return False
         return not any(trial.due(self._step) for lane in self._decided for trial in lane.trials)
 
-    def _is_unknown(self, offering: Sequence[RowState], plan: Plan) -> bool:
-        """Whether the plan uses the drafter that was asked for, and nobody knows it yet: it is tried before judged."""
-        if not self._lanes.is_new or self._step >= UNKNOWN:
-            return False
-        return any(count and row.drafter == 0 for row, count in zip(offering, plan.num_drafts, strict=True))
+    @property
+    def _is_surprised(self) -> bool:
+        """Whether a trial has just shown an adapter's text to be another, which is no noise of the machine's."""
+        return any(lane.surprising >= 0 for lane in self._decided)
 
-    def _period(self) -> int:
-        """Steps until the next decision."""
-        return period(self._step, self._mode, self.costs.decision_seconds, self._step_seconds)
+    def _decide_later(self) -> None:
+        self._next_decision = self._step + self._pace.steps(self._step, self._mode, self.costs.decision_seconds)
 
     # ------------------------------------------------------------------ trials
 

@@ -14,7 +14,7 @@ LEAST_REGRET, MOST_REGRET = 0.2, 3.2
 LASTING = 200
 """Steps after which a change has lasted."""
 MOST_STEPS = 64
-"""Steps for which one prediction counts, at most."""
+"""Steps without drafts, or as long, for which one prediction counts, at most."""
 FEW_VERIFIED = 8.0
 """Verified rows that say something of a drafter."""
 LEAST_OUTLOOK, MOST_OUTLOOK = 256, 2048
@@ -160,7 +160,7 @@ class Mode:
     What the other way would have saved since the last change is added up, and what it would have cost is taken off
     again (a cumulative sum: Page 1954): the change comes when the sum exceeds what a change costs."""
 
-    __slots__ = ("_limit", "_passed", "_saved", "_since", "drafting")
+    __slots__ = ("_is_new", "_limit", "_passed", "_saved", "_since", "drafting")
 
     def __init__(self, drafting: bool, step: int) -> None:
         self.drafting = drafting
@@ -168,6 +168,7 @@ class Mode:
         self._saved = 0.0  # by the other way, in steps
         self._since = step - LASTING
         self._passed = 1  # steps of this class since the last prediction
+        self._is_new = True  # nothing was predicted yet
 
     def passed(self, steps: int) -> None:
         """So many steps had this number of rows."""
@@ -177,13 +178,24 @@ class Mode:
         """Whether the last change was long ago."""
         return step - self._since >= LASTING
 
-    def is_outdone(self, gain: float, cost: float) -> bool:
+    def is_outdone(self, gain: float, cost: float, length: float = 1.0) -> bool:
         """Take in what drafting is predicted to gain now, which also tells what was lost in the steps that have passed;
-        returns whether a change is due, which costs `cost` steps."""
-        steps, self._passed = min(self._passed, MOST_STEPS), 0
-        better = -gain - LEAVE if self.drafting else gain - ENTER
+        returns whether a change is due. That drafting was on before anything was predicted was nobody's decision: it
+        ends at once if it loses.
+
+        Args:
+            cost: of a change, in steps without drafts.
+            length: of a step of the present mode, in such steps.
+        """
+        steps, self._passed = min(self._passed * length, MOST_STEPS), 0
+        is_first, self._is_new = self._is_new, False
+        better = self.loss(gain)
         self._saved = max(0.0, self._saved + better * steps)
-        return better > 0.0 and self._saved >= self._limit + cost
+        return better > 0.0 and (self._saved >= self._limit + cost or (is_first and self.drafting))
+
+    def loss(self, gain: float) -> float:
+        """What the present mode loses where drafting gains so much, as a share of its time, beyond what is borne."""
+        return -gain - LEAVE if self.drafting else gain - ENTER
 
     def change(self, step: int) -> None:
         """To the other way."""
@@ -196,7 +208,7 @@ class Mode:
 class Modes:
     """Those of all classes of rows."""
 
-    __slots__ = ("_counted", "_last_change", "_modes", "current", "kind", "num_changes")
+    __slots__ = ("_counted", "_last_change", "_modes", "changed_at", "current", "kind", "num_changes")
 
     def __init__(self) -> None:
         self._modes: dict[int, Mode] = {}
@@ -205,13 +217,10 @@ class Modes:
         self.kind = -1
         """...and their class."""
         self.num_changes = 0
+        self.changed_at = 0
+        """Step in which one of them, or an adapter's drafter, became another; 0: never."""
         self._counted = 0  # steps that were counted for their class of rows
         self._last_change = (True, -LASTING)  # of any mode: whether it drafts since, and when it was
-
-    @property
-    def changed_at(self) -> int:
-        """Step of the last change of any; 0: none has changed."""
-        return max(0, self._last_change[1])
 
     def get(self, kind: int) -> Mode | None:
         """That of a class of rows; None: nothing was decided for it yet."""
@@ -232,6 +241,7 @@ class Modes:
         """The present mode changes."""
         self.current.change(step)
         self.num_changes += 1
+        self.changed_at = step
         self._last_change = (self.current.drafting, step)
 
 

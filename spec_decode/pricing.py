@@ -78,9 +78,10 @@ class Pricing:
         lag = sum(num_steps for row in rows if row.drafter == 0 and self._has_layers)
         return self.costs.catch_up(0, lag)
 
-    def choose_drafters(self, offering: Sequence[RowState], batch: tuple[int, int]) -> None:
-        """Every lane's drafter, as if the whole `batch`, see `prices`, were like it."""
+    def choose_drafters(self, offering: Sequence[RowState], batch: tuple[int, int]) -> bool:
+        """Every lane's drafter, as if the whole `batch`, see `prices`, were like it; returns whether one is another."""
         num_rows, prompt_tokens = batch
+        changes = False
         if len(self._has_passes) > 1:
             costs = self.costs
             target = costs.target_curve(MIXED if prompt_tokens else num_rows)
@@ -99,9 +100,10 @@ class Pricing:
                 ]
                 best = max(range(len(values)), key=values.__getitem__)
                 if values[best] > values[lane.drafter] * (1.0 + SWITCH):
-                    lane.drafter = best
+                    lane.drafter, changes = best, True
         for row in offering:
             row.drafter = row.lane.drafter
+        return changes
 
     def probe_drafts(self, drafter: int, row: RowState) -> int:
         """Drafts that the trial of a drafter takes."""

@@ -3,8 +3,16 @@
 import pytest
 
 from outrider.spec_decode.controller import Controller, DrafterTraits
-from outrider.spec_decode.lanes import LASTING, LEAVE, MOST_STEPS, Modes, RowState
-from outrider.spec_decode.pace import DECIDING_SHARE, MOST_PERIOD
+from outrider.spec_decode.lanes import LASTING, LEAVE, MOST_STEPS, Mode, Modes, RowState
+from outrider.spec_decode.pace import (
+    DECIDING_SHARE,
+    EARLY,
+    EARLY_SHARE,
+    IDLE_SECONDS,
+    MOST_PERIOD,
+    URGENCY,
+    Pace,
+)
 from outrider.spec_decode.probing import HEAD_START, NOISE, PROBE_ROWS, SURPRISED_ROWS
 from outrider.spec_decode.step_costs import DraftSize
 from outrider.spec_decode.workload import Workload
@@ -12,31 +20,36 @@ from outrider.spec_decode.workload import Workload
 NEURAL, LOOKUP = DrafterTraits("eagle3", True), DrafterTraits("ngram", False)
 
 
+def steps_until_off(seconds, good=0):
+    """Of steps of so many seconds, after `good` of them in which all drafts were right; later drafts lose some 6%."""
+    controller = Controller([NEURAL], 4)
+    row = RowState(controller.lane(b"a"))
+    for step in range(good + 3000):
+        count = row.num_drafts
+        if controller.due(1, False):
+            row.limit = 1
+            controller.decide([row], 0)
+        controller.costs.add_step(1, 1 + count, seconds * (1.0 + 0.2 * count))
+        if count:
+            controller.proposed(0, [(row, 1, 1)])
+            controller.costs.add_draft(0, DraftSize(1, 1), 0.4 * seconds)
+            controller.verified(row, 1, 1 if step < good else step % 2)
+        controller.stepped(seconds)
+        if not controller.drafting:
+            return step - good
+    return -1
+
+
 def test_a_change_must_save_more_than_the_machines_noise():
-    """Drafts lose some 6%. Steps of a tenth of a second: they are given up once they are known; of a millisecond: once
-    they have cost 20 ms."""
+    """Steps of a tenth of a second: drafts are given up once they are known to lose; of a millisecond: once they have
+    cost 20 ms."""
+    known = steps_until_off(0.1, good=200)
+    assert 0 < known < 300
+    assert steps_until_off(0.001, good=200) > known + 100
 
-    def steps_until_off(seconds):
-        controller = Controller([NEURAL], 4)
-        row = RowState(controller.lane(b"a"))
-        for step in range(3000):
-            count = row.num_drafts
-            if controller.due(1, False):
-                row.limit = 1
-                controller.decide([row], 0)
-            controller.costs.add_step(1, 1 + count, seconds * (1.0 + 0.2 * count))
-            if count:
-                controller.proposed(0, [(row, 1, 1)])
-                controller.costs.add_draft(0, DraftSize(1, 1), 0.4 * seconds)
-                controller.verified(row, 1, step % 2)
-            controller.stepped(seconds)
-            if not controller.drafting:
-                return step
-        return -1
 
-    known = steps_until_off(0.1)
-    assert 0 < known < 200
-    assert steps_until_off(0.001) > known + 200
+def test_drafting_that_nobody_decided_on_ends_as_soon_as_it_is_known_to_lose():
+    assert 0 < steps_until_off(0.001) < 40
 
 
 def test_trials_of_drafters_wait_for_that_of_no_drafts_which_costs_more():
@@ -81,6 +94,7 @@ def test_a_prediction_counts_for_the_steps_of_its_class_of_rows():
         modes.enter(2, step + 15)
     modes.enter(1, 400)
     one, two = modes.get(1), modes.get(2)
+    one._is_new = two._is_new = False
     assert not one.is_outdone(-0.1, 1e9)
     assert not two.is_outdone(-0.1, 1e9)
     assert one._saved == pytest.approx(MOST_STEPS * (0.1 - LEAVE)), "no more than so many"
@@ -91,6 +105,105 @@ def test_a_prediction_counts_for_the_steps_of_its_class_of_rows():
     assert one._saved == pytest.approx((MOST_STEPS + 15) * (0.1 - LEAVE))
     assert not two.is_outdone(-0.1, 1e9)
     assert two._saved == pytest.approx((MOST_STEPS + 5) * (0.1 - LEAVE))
+
+
+def test_what_a_long_step_loses_counts_for_the_steps_that_it_takes_the_time_of():
+    mode = Mode(True, 0)
+    assert not mode.is_outdone(0.1, 1e9), "it gains"
+    mode.passed(4)
+    assert not mode.is_outdone(-0.1, 1e9, length=3.0)
+    assert mode._saved == pytest.approx(12 * (0.1 - LEAVE))
+    mode.passed(MOST_STEPS)
+    assert not mode.is_outdone(-0.1, 1e9, length=3.0)
+    assert mode._saved == pytest.approx((12 + MOST_STEPS) * (0.1 - LEAVE))
+
+
+def test_the_first_prediction_ends_drafting_at_once_but_does_not_begin_it():
+    assert Mode(True, 0).is_outdone(-0.1, 1e9)
+    assert not Mode(True, 0).is_outdone(0.0, 1e9)
+    assert not Mode(False, 0).is_outdone(0.5, 1e9)
+
+
+def test_a_loss_is_looked_at_again_sooner():
+    def steps(drafting, step, loss, step_seconds=1e-3, decision_seconds=1e-3):
+        pace = Pace()
+        pace.found(step_seconds, loss)
+        return pace.steps(step, Mode(drafting, 0), decision_seconds)
+
+    usual = steps(True, EARLY, 0.0)
+    assert usual == pytest.approx(1.0 / DECIDING_SHARE, abs=1)
+    assert steps(True, EARLY, 0.1) == pytest.approx(1.0 / (URGENCY * 0.1), abs=1)
+    assert steps(True, EARLY, 0.001) == steps(True, EARLY, -0.1) == usual
+    assert steps(True, EARLY - 1, 0.0) == pytest.approx(1.0 / EARLY_SHARE, abs=1)
+    assert steps(False, EARLY, 0.0, decision_seconds=1e-4) == pytest.approx(IDLE_SECONDS / 1e-3, abs=1)
+    assert steps(False, EARLY, 0.1, decision_seconds=1e-4) == steps(False, EARLY, 0.1, step_seconds=0.0)
+
+
+def test_a_loss_of_long_ago_is_none_of_the_next_decisions():
+    pace = Pace()
+    pace.found(1e-3, 0.1)
+    assert pace.is_worth_deciding(EARLY, 0.06, 1e-3)
+    pace.decided(0.0)
+    assert not pace.is_worth_deciding(EARLY, 0.06, 1e-3)
+
+
+def test_after_a_decision_for_nobody_the_next_ones_follow_at_growing_intervals():
+    """All requests may be at their ends; or none may ever have drafts."""
+    controller = Controller([NEURAL], 4)
+    row = RowState(controller.lane(b"a"))
+
+    def wait(limit):
+        row.limit = limit
+        controller._step = max(controller._step, controller._next_decision, controller._trial_ends)
+        controller.decide([row], 0)
+        return controller._next_decision - controller._step
+
+    controller._step = 2000
+    assert [wait(0) for _ in range(6)] == [1, 2, 4, 8, 16, 16]
+    wait(4)
+    assert wait(0) == 1
+
+
+def test_the_drafter_that_was_asked_for_is_tried_first_whatever_it_costs():
+    controller = Controller([NEURAL, LOOKUP], 4)
+    rows = [RowState(controller.lane(b"a"))]
+    controller.costs.add_step(1, 1, 0.001)
+    for _ in range(4):
+        controller.costs.add_step(1, 1, 0.001)
+        controller.costs.add_draft(0, DraftSize(1, 1), 0.01)
+        controller.costs.add_draft(1, DraftSize(1, 4), 1e-6)
+    rows[0].limit = 4
+    controller.decide(rows, 0)
+    assert (rows[0].drafter, rows[0].num_drafts > 0) == (0, True)
+    for _ in range(20):
+        controller.proposed(0, [(rows[0], 1, 1)])
+        controller.verified(rows[0], 1, 1)
+    controller._step = 1
+    controller.decide(rows, 0)
+    assert rows[0].drafter == 1, "known, and too expensive"
+    assert controller._modes.changed_at == 1, "which is a change"
+
+
+def test_another_text_is_no_noise_of_the_machines():
+    """Nothing is drafted, steps of a millisecond; a trial shows that all is right now."""
+
+    def is_drafting(surprising):
+        controller = Controller([NEURAL], 4)
+        row = RowState(controller.lane(b"a"))
+        for _ in range(20):
+            controller.proposed(0, [(row, 4, 4)])
+            controller.verified(row, 4, 4)
+            for count in range(5):
+                controller.costs.add_step(1, 1 + count, 0.001)
+                controller.costs.add_draft(0, DraftSize(1, 1 + count), 2e-4 * (1 + count))
+        controller._modes.enter(1, 2000)
+        controller._mode.drafting = False
+        controller._step, row.limit = 2000, 4
+        row.lane.surprising = 0 if surprising else -1
+        controller.decide([row], 0)
+        return controller.drafting
+
+    assert (is_drafting(True), is_drafting(False)) == (True, False)
 
 
 def test_what_was_no_noise_for_some_rows_is_none_for_others():
@@ -107,7 +220,7 @@ def test_what_was_no_noise_for_some_rows_is_none_for_others():
 def test_decisions_are_as_far_apart_as_makes_them_a_share_of_the_time():
     """Twenty milliseconds a step and a decision of one: as far as ever. Half a millisecond: as far as can be."""
 
-    def period(seconds):
+    def steps_between(seconds):
         controller = Controller([NEURAL], 4)
         row = RowState(controller.lane(b"a"))
         for _ in range(16):
@@ -118,8 +231,8 @@ def test_decisions_are_as_far_apart_as_makes_them_a_share_of_the_time():
         controller.decide([row], 0)
         return controller._next_decision - controller._step
 
-    assert (period(0.02), period(0.0005)) == (16, MOST_PERIOD)
-    assert period(0.004) == pytest.approx(1e-3 / DECIDING_SHARE / 0.004, abs=8)
+    assert (steps_between(0.02), steps_between(0.0005)) == (16, MOST_PERIOD)
+    assert steps_between(0.004) == pytest.approx(1e-3 / DECIDING_SHARE / 0.004, abs=8)
 
 
 def test_what_requests_are_like_does_not_depend_on_how_many_steps_are_told_at_once():
