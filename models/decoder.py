@@ -79,13 +79,24 @@ class DecoderLayer:
         """In the order of the computation."""
         return [self.qkv, self.o, self.gate_up, self.down]
 
+    def norms(self) -> list[RMSNorm]:
+        """All of them, in one order."""
+        return [norm for norm in (self.input_norm, self.post_norm, self.qk_norm) if norm is not None]
+
+    def share(self, other: DecoderLayer) -> None:
+        """Take the weights of `other`, which is loaded."""
+        for linear, its_linear in zip(self.linears(), other.linears(), strict=True):
+            linear.share(its_linear)
+        for norm, its_norm in zip(self.norms(), other.norms(), strict=True):
+            norm.share(its_norm)
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
         slots: dict[str, WeightSlot] = {}
         for linear in self.linears():
             slots |= linear.weight_slots()
-        for norm in (self.input_norm, self.post_norm, self.qk_norm):
-            slots |= norm.weight_slots() if norm is not None else {}
+        for norm in self.norms():
+            slots |= norm.weight_slots()
         return slots
 
 
@@ -114,6 +125,16 @@ class Decoder:
             **common,
         )
         self._final_norm = RMSNorm(["model.norm.weight"], config.hidden_size, config.rms_norm_eps, **common)
+
+    def twin(self) -> Decoder:
+        """Another model with the weights of this one, once they are loaded, in the same memory; its adapters are its
+        own. For engines side by side."""
+        twin = Decoder(self.config, self.device)
+        for layer, its_layer in zip(twin.layers, self.layers, strict=True):
+            layer.share(its_layer)
+        twin._embedding.share(self._embedding)
+        twin._final_norm.share(self._final_norm)
+        return twin
 
     @property
     def kv_layers(self) -> list[KVLayerSpec]:

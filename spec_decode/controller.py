@@ -10,9 +10,8 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
 3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
    than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost exceeds
    what a change costs, `NOISE` seconds and `LEAST_REGRET` steps: soon where much is lost, late where little is; of the
-   last, twice as many each time that the last change did not last. It is on to begin with, which ends at once where
-   the first prediction for so many rows is that it loses; and where a trial has just shown another text, it begins
-   without regard to noise.
+   last, twice as many each time that the last change did not last. It is on at first, and off at once where the first
+   prediction for so many rows is that it loses; where a trial has just shown another text, noise does not count.
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 

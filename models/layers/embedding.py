@@ -117,6 +117,10 @@ class Embedding:
                 return False
         return True
 
+    def share(self, other: Embedding) -> None:
+        """Take the weights of `other`, of the same shape, which is loaded; they stay in one place."""
+        self._table, self._head, self.head_squares = other._table, other._head, other.head_squares
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
         scale = self._shape[1] ** -0.5

@@ -96,6 +96,10 @@ class Linear:
         """x Wᵀ [T, out]: the base weights alone, without the bias; for any thread."""
         return self._packed.without_bias(x)  # type: ignore[union-attr]  # as in `forward`
 
+    def share(self, other: Linear) -> None:
+        """Take the weights of `other`, a layer of the same shape that is loaded; they stay in one place."""
+        self.bias, self.row_squares, self._packed = other.bias, other.row_squares, other._packed
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
         slots = {}

@@ -48,6 +48,10 @@ class RMSNorm:
             return rms_norm_copying(x, self._weight, copy)  # type: ignore[arg-type]  # as below
         return self._norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
 
+    def share(self, other: RMSNorm) -> None:
+        """Take the weight of `other`, a layer of the same shape that is loaded."""
+        self._weight = other._weight
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
         return {name: self._slot(name) for name in self._names}

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from ...kernels.threads import compute_alone
+from ...models.decoder import Decoder
 from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
@@ -33,12 +34,15 @@ class EngineCore:
         progress: bool = False,
         observe: Callable[[Proposer], Proposer] | None = None,
         wrap: Wrap | None = None,
+        twin_of: Decoder | None = None,
     ) -> None:
         """Load the model and allocate the KV cache; see `setup.build` for `observe` and the errors.
 
+        `twin_of`: the `model` of an engine with the same one, on the same device, whose weights this one uses, too.
+
         `wrap` may wrap the functions that make up a step, see `tracing.trace`.
         """
-        parts = build(args, progress=progress, observe=observe)
+        parts = build(args, progress=progress, observe=observe, twin_of=twin_of)
         if wrap is not None:
             trace(parts, wrap)
         self.info: EngineInfo = parts.info
@@ -50,6 +54,11 @@ class EngineCore:
         self._run_id = uuid4().hex
         self._pipeline = Pipeline(parts.scheduler, parts.runner, parts.adapters.wait)
         self._speculation = SpeculationTotals()
+
+    @property
+    def model(self) -> Decoder:
+        """The target."""
+        return self._runner.model
 
     def step(self) -> list[TokenDelta]:
         """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on. With

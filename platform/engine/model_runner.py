@@ -121,6 +121,11 @@ class ModelRunner:
             self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers)
 
     @property
+    def model(self) -> Decoder:
+        """The target."""
+        return self._model
+
+    @property
     def captures(self) -> bool:
         """Whether passes are captured in graphs."""
         return self._passes is not None

@@ -51,11 +51,17 @@ class EngineParts(NamedTuple):
 
 
 def build(
-    args: EngineArgs, *, progress: bool = False, observe: Callable[[Proposer], Proposer] | None = None
+    args: EngineArgs,
+    *,
+    progress: bool = False,
+    observe: Callable[[Proposer], Proposer] | None = None,
+    twin_of: Decoder | None = None,
 ) -> EngineParts:
     """Resolve the options, load the weights, allocate the memory and put the parts together.
 
-    `observe` may wrap the drafter, which sees every step and its times, in one that keeps what a measurement needs.
+    Args:
+        observe: may wrap the drafter, which sees every step and its times, in one that keeps what a measurement needs.
+        twin_of: the model that another engine made of these options; its weights are used, and none are loaded.
 
     Raises:
         InvalidRequestError: an option is wrong; `param` names it. NotFoundError: no such model.
@@ -66,15 +72,7 @@ def build(
     path = resolve_model_path(args.model) if args.model is not None else demo_model_path()
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = load_model(
-        path,
-        config.dtype,
-        config.device,
-        load_format=config.load_format,
-        progress=progress,
-        seed=config.seed,
-        batch_invariant=config.batch_invariant,
-    )
+    model = _load(config, path, progress) if twin_of is None else twin_of.twin()
     _choose_threads(model, dtype)
     graphs = make_graphs(config)
     drafter = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
@@ -108,6 +106,18 @@ def build(
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
     return EngineParts(config, info, scheduler, runner, adapters)
+
+
+def _load(config: EngineConfig, path: Path, progress: bool) -> Decoder:
+    return load_model(
+        path,
+        config.dtype,
+        config.device,
+        load_format=config.load_format,
+        progress=progress,
+        seed=config.seed,
+        batch_invariant=config.batch_invariant,
+    )
 
 
 def _resolve(args: EngineArgs, path: Path) -> EngineConfig:

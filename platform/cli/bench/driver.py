@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ....models.decoder import Decoder
 from ....spec_decode.proposer import Proposer
 from ...core.config import EngineArgs
 from ...core.errors import OutriderError
@@ -163,8 +164,8 @@ def settle() -> None:
 class BenchEngine:
     """One mode's engine."""
 
-    def __init__(self, mode: Mode, args: EngineArgs) -> None:
-        """Load it; see `EngineCore` for the errors."""
+    def __init__(self, mode: Mode, args: EngineArgs, twin_of: Decoder | None = None) -> None:
+        """Load it; see `EngineCore` for the errors, and for `twin_of`."""
         self.mode = mode
         observers: list[StepObserver] = []
 
@@ -172,7 +173,7 @@ class BenchEngine:
             observers.append(StepObserver(proposer))
             return observers[0]
 
-        self.core = EngineCore(args, observe=observe)
+        self.core = EngineCore(args, observe=observe, twin_of=twin_of)
         self._observer = observers[0]
         self._drafting: set[str] = set()
 

@@ -57,7 +57,9 @@ def measure_speculation(
     engines: list[BenchEngine] = []
     try:
         for mode in modes:
-            engines.append(BenchEngine(mode, EngineArgs(model=str(path), speculative_config=mode.config, **shared)))
+            args = EngineArgs(model=str(path), speculative_config=mode.config, **shared)
+            # One copy of the target's weights, as in use, where one engine has the processor's caches for itself.
+            engines.append(BenchEngine(mode, args, engines[0].core.model if engines else None))
             for name, folder in adapter_paths(tasks).items():
                 engines[-1].load_adapter(LoRARequest(name, path=folder))
         settle()

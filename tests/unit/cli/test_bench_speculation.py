@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.platform.cli.bench import session
 from outrider.platform.cli.bench.driver import Round
 from outrider.platform.cli.bench.limit import full_steps, measure_limit, trimmed_mean
 from outrider.platform.cli.bench.modes import MODES, Mode, available_modes, make_modes
@@ -12,7 +13,7 @@ from outrider.platform.cli.bench.observer import StepTimes
 from outrider.platform.cli.bench.steps import format_steps, steps_by_kind
 from outrider.platform.cli.bench.workload import Prompt, Task, read_prompts, without_draft_weights
 from outrider.platform.cli.main import main
-from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.errors import InvalidRequestError, OutriderError
 from outrider.platform.core.lora_request import LoRARequest
 
 # --- modes ----------------------------------------------------------------------------------------------------------
@@ -234,6 +235,20 @@ def test_synthetic_acceptance_says_so_first(capsys, tmp_path):
     fixed = next(row for row in report["rows"] if row["mode"] == "draft_model")
     assert fixed["acceptance_per_position"] == pytest.approx([1, 0.999, 0], abs=0.1)  # the last round is cut
     assert fixed["same_text_as_off"]["same"] < fixed["same_text_as_off"]["of"]
+
+
+def test_all_modes_use_one_copy_of_the_weights(monkeypatch):
+    found = []
+
+    def measure(engines, *_):
+        found.extend(engine.core.model.linears() for engine in engines)
+        raise OutriderError("that is enough")
+
+    monkeypatch.setattr(session, "measure", measure)
+    assert main(["bench", "speculation", "--modes", "control,ngram", "--tasks", "base", "--rounds", "1"]) == 1
+    assert len(found) == 3
+    for off, *others in zip(*found, strict=True):
+        assert all(other is not off and other._packed is off._packed for other in others)
 
 
 def test_dummy_weights_say_so_first(capsys):
