@@ -214,7 +214,7 @@ class Controller:
             return
         # What was asked for is tried before it is judged.
         is_unknown = self.drafting and self._lanes.is_new and self._step < UNKNOWN
-        if not is_unknown and self._pricing.choose_drafters(offering, batch):
+        if self._pricing.choose_drafters(offering, batch, keeps=is_unknown):
             self._modes.changed_at = self._step
         offers = [self._pricing.offer(row) for row in offering]
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)

@@ -78,11 +78,12 @@ class Pricing:
         lag = sum(num_steps for row in rows if row.drafter == 0 and self._has_layers)
         return self.costs.catch_up(0, lag)
 
-    def choose_drafters(self, offering: Sequence[RowState], batch: tuple[int, int]) -> bool:
-        """Every lane's drafter, as if the whole `batch`, see `prices`, were like it; returns whether one is another."""
+    def choose_drafters(self, offering: Sequence[RowState], batch: tuple[int, int], *, keeps: bool) -> bool:
+        """Every lane's drafter, as if the whole `batch`, see `prices`, were like it, and that of its rows; returns
+        whether one is another. `keeps`: lanes have what they had."""
         num_rows, prompt_tokens = batch
         changes = False
-        if len(self._has_passes) > 1:
+        if len(self._has_passes) > 1 and not keeps:
             costs = self.costs
             target = costs.target_curve(MIXED if prompt_tokens else num_rows)
             drafts = [costs.draft_curve(drafter, num_rows) for drafter in range(len(self._has_passes))]

@@ -172,7 +172,7 @@ def test_the_drafter_that_was_asked_for_is_tried_first_whatever_it_costs():
         controller.costs.add_step(1, 1, 0.001)
         controller.costs.add_draft(0, DraftSize(1, 1), 0.01)
         controller.costs.add_draft(1, DraftSize(1, 4), 1e-6)
-    rows[0].limit = 4
+    rows[0].limit, rows[0].drafter = 4, 1  # as after a trial
     controller.decide(rows, 0)
     assert (rows[0].drafter, rows[0].num_drafts > 0) == (0, True)
     for _ in range(20):
