@@ -25,7 +25,7 @@ from .controller import Controller, DrafterTraits
 from .device_timer import Timer
 from .drafters import USUAL_LAG, Drafters
 from .evidence import Evidence
-from .lanes import RowState
+from .lanes import LaneKey, RowState, lane_key
 from .outcome import StepOutcome
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .rests import WORTH_WAITING, Rests
@@ -67,7 +67,7 @@ class AdaptiveProposer:
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
         self._rest, self._on_trial = 0, False  # and whether each of these steps is measured
-        self._resting: set[bytes] = set()  # adapters of the last batch that was looked at
+        self._resting: set[LaneKey] = set()  # those of the last batch that was looked at
         self._paused = False  # nothing was drafted once, though drafting goes on
         self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
         self._drafted = False  # the last step that somebody asked after
@@ -97,8 +97,9 @@ class AdaptiveProposer:
         self._take_in_notes()
         for drafter in self._drafters:
             drafter.forget_adapter(digest)
-        self._controller.forget(digest)
-        self._resting.discard(digest)
+        for is_greedy in (False, True):
+            self._controller.forget((digest, is_greedy))
+            self._resting.discard((digest, is_greedy))
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
@@ -205,7 +206,7 @@ class AdaptiveProposer:
         if self._rests.is_other_class(len(rows)):
             self._end()  # gaps are those of one class of rows
         if last.start < last.request.num_prompt_tokens:
-            may_wait = may_wait and all(row.request.text_namespace[1] in self._resting for row in rows)
+            may_wait = may_wait and all(lane_key(row.request) in self._resting for row in rows)
             if begin_all(rows):
                 self._end()  # the engine may have waited for them
         if not may_wait or self._rest <= 0 or (self._on_trial and [row.request for row in rows] != self._batch):
@@ -326,7 +327,7 @@ class AdaptiveProposer:
         self._evidence.take_in()  # so much is no part of what the next decision takes
 
     def snapshot(self) -> dict[Hashable, dict[str, object]]:
-        """What the controller thinks of each adapter, by its content's digest (b"" is the base model)."""
+        """What the controller thinks of each lane, by `LaneKey`."""
         return self.controller.snapshot()
 
     # ------------------------------------------------------------------ evidence
@@ -336,9 +337,9 @@ class AdaptiveProposer:
             del self._known[request]
         for request in batch:
             if request not in self._known:
-                self._known[request] = self._controller.new_row(request.text_namespace[1])
+                self._known[request] = self._controller.new_row(lane_key(request))
         self._batch, self._states = batch, [self._known[request] for request in batch]
-        self._resting = {request.text_namespace[1] for request in batch}
+        self._resting = {lane_key(request) for request in batch}
 
     def _propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         states = self._states

@@ -2,16 +2,17 @@
 
 Every few steps, or when the batch has changed, `Controller.decide` does this:
 
-1. Each adapter (a *lane*) takes the drafter that promises most for its mean request at the batch's prices (`pricing`);
-   another than the present one must promise clearly more. So an adapter falls from the neural drafter to prompt lookup,
-   and back.
+1. Each adapter (more exactly, each *lane*: see `lanes`) takes the drafter that promises most for its mean request at the
+   batch's prices (`pricing`); another than the present one must promise clearly more. So an adapter falls from the
+   neural drafter to prompt lookup, and back.
 2. `goodput.best_plan` shares out drafts over the rows. A drafter with layers also costs its pass over every prompt, so
    much for each token of an answer as prompts are long beside answers lately.
 3. Drafting as a whole goes on while that plan loses less than `LEAVE` against no drafts, and starts when it gains more
    than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost exceeds
    what a change costs, `NOISE` seconds and `LEAST_REGRET` steps: soon where much is lost, late where little is; of the
    last, twice as many each time that the last change did not last. It is on at first, and off at once where the first
-   prediction for so many rows is that it loses; where a trial has just shown another text, noise does not count.
+   prediction for so many rows is that it loses; where a trial has just shown another text, or all requests are of
+   other lanes than the last, noise does not count.
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 
@@ -38,7 +39,6 @@ from .probing import (
     PROBE_ROWS,
     SLOW_INTERVAL,
     SURPRISED_ROWS,
-    SURPRISING,
     TRIAL,
     TRIAL_WITHOUT,
     Backoff,
@@ -91,6 +91,7 @@ class Controller:
         """Of a step without drafts, as the last decision thought; 0: it found that nothing was new."""
         self._decided: set[Lane] = set()  # those of the last decision's rows...
         self._has_news = False  # ...and whether a request came since that they say too little of
+        self._planned_for: set[Lane] = set()  # those of the last rows for which a plan was made
 
     @property
     def drafting(self) -> bool:
@@ -119,7 +120,7 @@ class Controller:
     # ------------------------------------------------------------------ evidence
 
     def new_row(self, key: Hashable) -> RowState:
-        """A request of an adapter that is new: a reason to try again what its lane has left."""
+        """A request that is new: a reason to try again what its lane has left."""
         lane = self.lane(key)
         for trial in lane.trials:
             trial.hasten()
@@ -127,11 +128,11 @@ class Controller:
         return RowState(lane)
 
     def lane(self, key: Hashable) -> Lane:
-        """The lane of an adapter."""
+        """What is known of requests of that kind."""
         return self._lanes.of(key, self._step)
 
     def forget(self, key: Hashable) -> None:
-        """An adapter is gone."""
+        """The adapter of a lane is gone."""
         self._lanes.forget(key)
 
     def verified(self, row: RowState, num_drafts: int, num_accepted: int) -> None:
@@ -199,7 +200,8 @@ class Controller:
         self._decide_later()
         self._pace.decided(self._budget.elapsed)
         self._on_trial = self._idle_seconds = 0.0
-        self._end_trials()
+        for lane in self._decided:
+            lane.end_trials(self._step)
         self._modes.enter(kind, self._step)
         if self._nothing_new():
             self._draft_nothing(rows)
@@ -221,7 +223,9 @@ class Controller:
         plan = best_plan(offers, prices, self._passes)
         self._idle_seconds = prices.idle_seconds
         change = self._pricing.change(offering, drafting=self.drafting)
-        cost = (change + (0.0 if self._is_surprised else self._modes.noise(self._step))) / prices.idle_seconds
+        is_other_text = self._is_surprised or (self._planned_for and self._decided.isdisjoint(self._planned_for))
+        self._planned_for = self._decided
+        cost = (change + (0.0 if is_other_text else self._modes.noise(self._step))) / prices.idle_seconds
         length = plan.seconds / prices.idle_seconds if self.drafting else 1.0
         if not is_unknown and self._mode.is_outdone(plan.gain, cost, length):
             self._modes.change(self._step)
@@ -370,26 +374,10 @@ class Controller:
             row.drafter, row.num_drafts = drafter, self._pricing.probe_drafts(drafter, row)
         self._trial_ends = self._next_decision = self._step + 1
 
-    def _end_trials(self) -> None:
-        for lane in self._decided:
-            for drafter, before in enumerate(lane.before):
-                if before is not None:
-                    lane.before[drafter] = None
-                    lane.surprising = -1
-                    rates = lane.rates[drafter]
-                    if rates.num_tried == before.num_tried:
-                        continue
-                    if rates.recent > before.probability + SURPRISING:
-                        lane.trials[drafter].surprised(self._step)
-                        rates.doubt()
-                        lane.surprising = drafter
-                    else:
-                        rates.trust()
-
     # ------------------------------------------------------------------ introspection
 
     def snapshot(self) -> dict[Hashable, dict[str, object]]:
-        """By adapter: its drafter, the drafts that its last request got, and the acceptance by position thought of."""
+        """By lane: its drafter, the drafts that its last request got, and the acceptance by position thought of."""
         return {
             key: {
                 "drafter": self._traits[lane.drafter].name,

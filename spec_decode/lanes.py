@@ -1,13 +1,19 @@
-"""What the controller of speculation remembers: of adapters, of requests, and of numbers of rows."""
+"""What the controller of speculation remembers: of adapters, of requests, and of numbers of rows.
+
+A *lane* is an adapter (or the base model) and whether its requests are greedy: what is sampled is harder to guess (EAGLE-2,
+arXiv:2406.16858, table 1: temperature 0 against 1), and is often of another kind, too."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .acceptance import FALLBACK, HOPEFUL, Rates, RequestRates
-from .probing import MIN_INTERVAL, NOISE, Backoff
+from .probing import MIN_INTERVAL, NOISE, SURPRISING, Backoff
+
+if TYPE_CHECKING:
+    from ..platform.core.request import Request
 
 ENTER, LEAVE = 0.025, 0.005
 LEAST_REGRET, MOST_REGRET = 0.2, 3.2
@@ -27,7 +33,14 @@ NOTICED = 0.5
 USUAL = 0.1
 """By how much a request's drafts are right more often than its lane's, or less, where it is like others."""
 MAX_LANES = 4096
-"""Adapters remembered, by last use."""
+"""Remembered, by last use."""
+LaneKey = tuple[bytes, bool]
+"""The digest of an adapter (b"": the base model), and whether requests are greedy."""
+
+
+def lane_key(request: Request) -> LaneKey:
+    """Whose text it writes, and how."""
+    return request.text_namespace[1], request.params.greedy
 
 
 class Before(NamedTuple):
@@ -40,7 +53,7 @@ class Before(NamedTuple):
 
 
 class Lane:
-    """What is known of one adapter (or of the base model): the prior of its requests."""
+    """What is known of requests of one kind: the prior of each."""
 
     __slots__ = ("before", "drafter", "num_drafts", "rates", "surprising", "trials")
 
@@ -65,6 +78,22 @@ class Lane:
     def on_trial(self) -> bool:
         """Whether the next step tries a drafter for it."""
         return any(before is not None for before in self.before)
+
+    def end_trials(self, step: int) -> None:
+        """What the last step tried is known now: whether it is so surprising that it is tried again at once."""
+        for drafter, before in enumerate(self.before):
+            if before is not None:
+                self.before[drafter] = None
+                self.surprising = -1
+                rates = self.rates[drafter]
+                if rates.num_tried == before.num_tried:
+                    continue
+                if rates.recent > before.probability + SURPRISING:
+                    self.trials[drafter].surprised(step)
+                    rates.doubt()
+                    self.surprising = drafter
+                else:
+                    rates.trust()
 
 
 class RowState:
@@ -100,7 +129,7 @@ class RowState:
 
 
 class Lanes:
-    """Those of all adapters, and what their requests have in common."""
+    """All of them, and what their requests have in common."""
 
     def __init__(self, num_drafters: int, max_drafts: int) -> None:
         """Of the drafters, the first is the one that was asked for."""
@@ -118,7 +147,7 @@ class Lanes:
         return iter(self._lanes.items())
 
     def of(self, key: Hashable, step: int) -> Lane:
-        """The lane of an adapter, which may be new in this step."""
+        """That lane, which may be new in this step."""
         lane = self._lanes.get(key)
         if lane is None:
             lane = Lane([Rates(self._max_drafts, mean) for mean in self._means], step)
@@ -130,7 +159,7 @@ class Lanes:
         return lane
 
     def forget(self, key: Hashable) -> None:
-        """An adapter is gone."""
+        """Its adapter is gone."""
         self._lanes.pop(key, None)
 
     def verified(self, row: RowState, num_drafts: int, num_accepted: int) -> None:

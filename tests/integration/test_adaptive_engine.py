@@ -158,5 +158,6 @@ def test_nothing_is_kept_of_finished_requests(models, make_engine, run, prompts,
     run(engine, [(prompts[1], SamplingParams(max_tokens=1))])
     assert len(proposer._known) == 1  # the last batch's, until the next
     known = proposer.snapshot()
-    assert len(known) == 4  # the base model and three adapters
+    assert len({adapter for adapter, _ in known}) == 4  # the base model and three adapters
+    assert set(known) > {(adapter, True) for adapter, _ in known}, "what is greedy is told from what is sampled"
     assert {entry["drafter"] for entry in known.values()} <= {"draft_model", "ngram"}

@@ -68,7 +68,7 @@ def test_good_and_bad_adapters_in_one_batch(rows):
     if rows == 8:
         assert good > 1.5
         assert bad < 0.25
-    assert proposer.snapshot()[b"good"]["acceptance"][0] > 0.8 > 0.4 > proposer.snapshot()[b"bad"]["acceptance"][0]
+    assert proposer.snapshot()[b"good", False]["acceptance"][0] > 0.8 > 0.4 > proposer.snapshot()[b"bad", False]["acceptance"][0]
 
 
 def test_falls_back_to_prompt_lookup_for_one_adapter_and_to_nothing_for_another():
@@ -81,8 +81,8 @@ def test_falls_back_to_prompt_lookup_for_one_adapter_and_to_nothing_for_another(
     proposer = adaptive(world, neural(world), lookup(world))
     world.run(proposer, 1500)
     known = proposer.snapshot()
-    assert known[b"good"]["drafter"] == "draft_model"
-    assert known[b"copies"]["drafter"] == "ngram"
+    assert known[b"good", False]["drafter"] == "draft_model"
+    assert known[b"copies", False]["drafter"] == "ngram"
     late = world.counts[-300:]
     good, copies, rest = (sum(counts[i] + counts[i + 3] for counts in late) / 600 for i in range(3))
     assert good > 0.8

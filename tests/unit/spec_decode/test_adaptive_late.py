@@ -160,7 +160,7 @@ def test_a_trial_is_over_when_its_drafts_are_verified(made):
     one = request()
     engine = Engine(proposer, [one])
     engine.run(60)
-    lane = proposer.controller.lane(b"")
+    lane = proposer.controller.lane((b"", False))
     before = lane.rates[1].evidence
     while not lane.on_trial:
         engine.run(1)
@@ -255,7 +255,7 @@ def test_while_held_every_row_gets_that_number(made):
         assert engine.counts[-2:] == [count] * 2
         assert (len(engine.in_turn) == mark) is late
     assert proposer.controller._step == 0
-    assert proposer.controller.lane(b"").rates[0].evidence == 0.0, "nothing is learned of acceptance"
+    assert proposer.controller.lane((b"", False)).rates[0].evidence == 0.0, "nothing is learned of acceptance"
     proposer.release()
     engine.run(10)
     assert proposer.controller._step > 5
@@ -278,7 +278,7 @@ def test_what_the_device_waits_for_the_host_is_part_of_prompt_lookups_price(made
     proposer, _ = made
     engine = Engine(proposer, [request()], host, lookup_is_right=True)
     engine.run(1500)
-    lane = proposer.controller.lane(b"")
+    lane = proposer.controller.lane((b"", False))
     assert lane.drafter == best
     assert proposer.controller.costs.draft_curve(1, 1)(2) == pytest.approx(host, abs=1e-3)
     mark = len(engine.in_turn)

@@ -100,7 +100,7 @@ def test_who_joins_is_drafted_for_without_being_measured(engine):
     one, other, third = (engine.request() for _ in range(3))
     engine.run([one], 4)
     proposer = engine.proposer
-    proposer._controller.lane(b"").num_drafts = 2
+    proposer._controller.lane((b"", False)).num_drafts = 2
     for told in engine.told.values():
         told.clear()
     assert proposer._steady.left > 2

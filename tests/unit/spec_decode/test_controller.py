@@ -302,8 +302,7 @@ def test_a_trial_that_verified_nothing_is_no_surprise(off):
         lane.before[0] = Before(0.1, lane.rates[0].num_tried)
         if verified:
             off.controller.verified(rows[0], 1, 1)
-        off.controller._decided = {lane}
-        off.controller._end_trials()
+        lane.end_trials(off.controller._step)
         assert lane.surprising == (0 if verified else -1)
 
 
