@@ -46,6 +46,9 @@ _RECENT_FADE, _FEW_RECENT = 1.0 - 1.0 / 24.0, 6.0
 _LARGE_CHANGE = 0.2
 _PRIOR_WEIGHT, _POSITION_WEIGHT = 6.0, 3.0
 _REQUEST_WEIGHT = 8.0
+_REQUEST_FADE = 1.0 - 1.0 / REQUEST_MEMORY
+Outcome = tuple[int, int]
+"""Of the drafts of one row that were verified: how many there were, and how many were right."""
 
 
 class Rates:
@@ -112,18 +115,25 @@ class Rates:
                 proposed[j] = proposed[j] * fade + more_proposed
         self._available = None
 
-    def count(self, num_drafts: int, num_accepted: int) -> None:
-        """`num_accepted` of `num_drafts` verified drafts were right."""
-        self.num_tried += 1
-        tried, accepted, fade = self._tried, self._accepted, self._fade
-        for j in range(min(num_accepted + 1, num_drafts)):
-            tried[j] = tried[j] * fade + 1.0
-            accepted[j] *= fade
-        for j in range(num_accepted):
-            accepted[j] += 1.0
-        recent = self._recent
-        recent[0] = recent[0] * _RECENT_FADE + 1.0
-        recent[1] = recent[1] * _RECENT_FADE + (num_accepted > 0)
+    def count(self, *outcomes: Outcome) -> None:
+        """Verified drafts of some rows. Of many at once, all count alike: it is not known which came last."""
+        num_positions = len(self._tried)
+        last_tried, last_accepted = [0] * (num_positions + 1), [0] * (num_positions + 1)
+        for num_drafts, num_accepted in outcomes:
+            last_tried[min(num_accepted + 1, num_drafts)] += 1
+            last_accepted[num_accepted] += 1
+        num_tried = num_accepted = 0
+        for j in range(num_positions - 1, -1, -1):
+            num_tried += last_tried[j + 1]
+            num_accepted += last_accepted[j + 1]
+            if num_tried:
+                keep, weight = _fading(self._fade, num_tried)
+                self._tried[j] = self._tried[j] * keep + weight * num_tried
+                self._accepted[j] = self._accepted[j] * keep + weight * num_accepted
+        self.num_tried += num_tried
+        keep, weight = _fading(_RECENT_FADE, num_tried)
+        tried, accepted = self._recent
+        self._recent = [tried * keep + weight * num_tried, accepted * keep + weight * num_accepted]
         self._stale = True
 
     @property
@@ -210,6 +220,12 @@ class Rates:
         return tokens
 
 
+def _fading(fade: float, count: int) -> tuple[float, float]:
+    """What is left of older evidence after `count` times, and what each of these counts then, in the mean."""
+    keep = fade**count
+    return keep, (1.0 - keep) / ((1.0 - fade) * count) if count else 1.0
+
+
 class RequestRates:
     """How one request differs from its adapter's mean, for one drafter."""
 
@@ -221,12 +237,18 @@ class RequestRates:
         self._accepted = 0.0
         self._expected = 0.0
 
-    def count(self, probabilities: Sequence[float], num_drafts: int, num_accepted: int) -> None:
+    def count(self, probabilities: Sequence[float], *outcomes: Outcome) -> None:
         """Take in verified drafts, with the adapter's estimate before them."""
-        num_tried = min(num_accepted + 1, num_drafts)
-        keep = max(0.0, 1.0 - num_tried / REQUEST_MEMORY)
-        self._accepted = self._accepted * keep + num_accepted
-        self._expected = self._expected * keep + sum(probabilities[:num_tried])
+        all_tried = all_accepted = 0
+        expected = 0.0
+        for num_drafts, num_accepted in outcomes:
+            num_tried = min(num_accepted + 1, num_drafts)
+            all_tried += num_tried
+            all_accepted += num_accepted
+            expected += sum(probabilities[:num_tried])
+        keep, weight = _fading(_REQUEST_FADE, all_tried)
+        self._accepted = self._accepted * keep + weight * all_accepted
+        self._expected = self._expected * keep + weight * expected
 
     def fade(self, keep: float) -> None:
         """Forget a part: nothing was verified for a while."""

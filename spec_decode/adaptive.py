@@ -25,7 +25,7 @@ from .controller import Controller, DrafterTraits
 from .device_timer import Timer
 from .drafters import USUAL_LAG, Drafters
 from .evidence import Evidence
-from .lanes import LaneKey, RowState, lane_key
+from .lanes import LaneKey, RowState, lane_key, lane_keys
 from .outcome import StepOutcome
 from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .rests import WORTH_WAITING, Rests
@@ -70,8 +70,7 @@ class AdaptiveProposer:
         self._resting: set[LaneKey] = set()  # those of the last batch that was looked at
         self._paused = False  # nothing was drafted once, though drafting goes on
         self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
-        self._drafted = False  # the last step that somebody asked after
-        self._deciding = 0.0  # seconds of this step
+        self._drafted, self._deciding = False, 0.0  # in the last step that somebody asked after: drafts, and seconds
         self._held: tuple[int, int] | None = None
         self._steady = SteadySteps()
 
@@ -97,9 +96,8 @@ class AdaptiveProposer:
         self._take_in_notes()
         for drafter in self._drafters:
             drafter.forget_adapter(digest)
-        for is_greedy in (False, True):
-            self._controller.forget((digest, is_greedy))
-            self._resting.discard((digest, is_greedy))
+        self._controller.forget(digest)
+        self._resting -= set(lane_keys(digest))
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
@@ -107,7 +105,9 @@ class AdaptiveProposer:
         if steady.left > 0:
             steady.left -= 1
             fitting = steady.fit(rows)
-            if fitting is not None or self._is_joined(rows):
+            if steady.are_in_vain(rows):
+                self._controller.decide_soon()
+            elif fitting is not None or self._is_joined(rows):
                 return self._go_on(rows, fitting, target)
             steady.left = 0
         began = self._watch.clock()
@@ -258,8 +258,8 @@ class AdaptiveProposer:
             if not self._watch.was_settled:
                 self._end()
             num_tokens = sum(row.num_tokens for row in rows)
-            mixed = num_tokens > len(rows)
-            self._evidence.note(self._controller.costs.add_step, MIXED if mixed else len(rows), num_tokens, seconds)
+            kind = MIXED if num_tokens > len(rows) else len(rows)
+            self._evidence.note(self._controller.costs.add_step, kind, num_tokens, seconds)
 
     @property
     def _are_drafted_for(self) -> bool:

@@ -2,8 +2,8 @@
 
 Every few steps, or when the batch has changed, `Controller.decide` does this:
 
-1. Each adapter (more exactly, each *lane*: see `lanes`) takes the drafter that promises most for its mean request at the
-   batch's prices (`pricing`); another than the present one must promise clearly more. So an adapter falls from the
+1. Each adapter (more exactly, each *lane*: see `lanes`) takes the drafter that promises most for its mean request at
+   the batch's prices (`pricing`); another than the present one must promise clearly more. So an adapter falls from the
    neural drafter to prompt lookup, and back.
 2. `goodput.best_plan` shares out drafts over the rows. A drafter with layers also costs its pass over every prompt, so
    much for each token of an answer as prompts are long beside answers lately.
@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from .acceptance import Outcome
 from .goodput import Plan, Prices, best_plan
 from .lanes import ENTER, Before, Lane, Lanes, Mode, Modes, Outlook, RowState
 from .pace import DISTURBANCE, Pace
@@ -131,13 +132,13 @@ class Controller:
         """What is known of requests of that kind."""
         return self._lanes.of(key, self._step)
 
-    def forget(self, key: Hashable) -> None:
-        """The adapter of a lane is gone."""
-        self._lanes.forget(key)
+    def forget(self, adapter: bytes) -> None:
+        """It is gone."""
+        self._lanes.forget(adapter)
 
-    def verified(self, row: RowState, num_drafts: int, num_accepted: int) -> None:
-        """The step verified drafts of `row` that `row.proposed_by` made."""
-        self._lanes.verified(row, num_drafts, num_accepted)
+    def verified(self, row: RowState, *outcomes: Outcome) -> None:
+        """A step, or several, verified drafts of `row` that `row.proposed_by` made."""
+        self._lanes.verified(row, *outcomes)
 
     def proposed(self, drafter: int, answers: Sequence[tuple[RowState, int, int]]) -> None:
         """`drafter` was asked for drafts: (row, number asked for, number proposed) of each."""
@@ -153,7 +154,7 @@ class Controller:
     def stepped(self, seconds: float, steps: int = 1) -> None:
         """So many steps have passed; with all that belongs to them, they took `seconds`."""
         self._step += steps
-        self._budget.passed(seconds, is_calm=self._step - self._modes.changed_at >= CALM)
+        self._budget.passed(seconds, is_calm=self._is_calm)
 
     # ------------------------------------------------------------------ decision
 
@@ -173,6 +174,10 @@ class Controller:
         has_news = self._has_news and num_rows <= FEW
         changed = row_class(num_rows) != row_class(rows) or mixed != was_mixed
         return (has_news or changed) and self._is_worth_deciding(num_rows, mixed, untold)
+
+    def decide_soon(self) -> None:
+        """What was accepted lately is not what was expected."""
+        self._next_decision = max(self._trial_ends, min(self._next_decision, self._step))
 
     def _is_worth_deciding(self, num_rows: int, mixed: bool, untold: float) -> bool:
         """Whether other rows are a reason to decide now: for a small model a decision is no trifle."""
@@ -299,7 +304,13 @@ class Controller:
         return any(lane.surprising >= 0 for lane in self._decided)
 
     def _decide_later(self) -> None:
-        self._next_decision = self._step + self._pace.steps(self._step, self._mode, self.costs.decision_seconds)
+        steps = self._pace.steps(self._step, self._mode, self.costs.decision_seconds, is_calm=self._is_calm)
+        self._next_decision = self._step + steps
+
+    @property
+    def _is_calm(self) -> bool:
+        """Whether nothing has changed for long."""
+        return self._step - self._modes.changed_at >= CALM
 
     # ------------------------------------------------------------------ trials
 

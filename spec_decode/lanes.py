@@ -1,7 +1,8 @@
 """What the controller of speculation remembers: of adapters, of requests, and of numbers of rows.
 
-A *lane* is an adapter (or the base model) and whether its requests are greedy: what is sampled is harder to guess (EAGLE-2,
-arXiv:2406.16858, table 1: temperature 0 against 1), and is often of another kind, too."""
+A *lane* is an adapter (or the base model) and whether its requests are greedy: what is sampled is harder to guess
+(EAGLE-2, arXiv:2406.16858, table 1: temperature 0 against 1), and is often of another kind, too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .acceptance import FALLBACK, HOPEFUL, Rates, RequestRates
+from .acceptance import FALLBACK, HOPEFUL, MAX_PROBABILITY, Outcome, Rates, RequestRates
 from .probing import MIN_INTERVAL, NOISE, SURPRISING, Backoff
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ LaneKey = tuple[bytes, bool]
 def lane_key(request: Request) -> LaneKey:
     """Whose text it writes, and how."""
     return request.text_namespace[1], request.params.greedy
+
+
+def lane_keys(adapter: bytes) -> tuple[LaneKey, LaneKey]:
+    """All that it may have."""
+    return (adapter, False), (adapter, True)
 
 
 class Before(NamedTuple):
@@ -120,6 +126,12 @@ class RowState:
         """Whether its drafts are about as often right as those of its lane: it says how a new one is to begin."""
         return abs(self.rates_of(self.drafter).factor - 1.0) <= USUAL
 
+    @property
+    def chance(self) -> float:
+        """That its first draft is right."""
+        chance = self.rates_of(self.drafter).factor * self.lane.rates[self.drafter].recent_probabilities[0]
+        return min(chance, MAX_PROBABILITY)
+
     def rates_of(self, drafter: int) -> RequestRates:
         """How it differs from its lane; nothing is known of that when the lane's text has changed."""
         epoch = self.lane.rates[drafter].epoch
@@ -158,19 +170,20 @@ class Lanes:
             self._lanes.move_to_end(key)
         return lane
 
-    def forget(self, key: Hashable) -> None:
-        """Its adapter is gone."""
-        self._lanes.pop(key, None)
+    def forget(self, adapter: bytes) -> None:
+        """It is gone."""
+        for key in lane_keys(adapter):
+            self._lanes.pop(key, None)
 
-    def verified(self, row: RowState, num_drafts: int, num_accepted: int) -> None:
+    def verified(self, row: RowState, *outcomes: Outcome) -> None:
         """See `Controller`."""
         drafter = row.proposed_by
-        if drafter < 0 or num_drafts < 1:
+        if drafter < 0:
             return
         rates = row.lane.rates[drafter]
-        row.rates_of(drafter).count(rates.recent_probabilities, num_drafts, num_accepted)
-        rates.count(num_drafts, num_accepted)
-        self._means[drafter].count(num_drafts, num_accepted)
+        row.rates_of(drafter).count(rates.recent_probabilities, *outcomes)
+        rates.count(*outcomes)
+        self._means[drafter].count(*outcomes)
 
     def proposed(self, drafter: int, answers: Sequence[tuple[RowState, int, int]]) -> None:
         """See `Controller`."""

@@ -59,5 +59,5 @@ class StepOutcome(NamedTuple):
             controller.workload.computed(self.num_prompts, self.num_outputs)
         for state, num_drafts, num_accepted in self.verified:
             if num_drafts and counts:
-                controller.verified(state, num_drafts, num_accepted)
+                controller.verified(state, (num_drafts, num_accepted))
             state.proposed_by = -1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .acceptance import Outcome
 from .evidence import Evidence
 from .lanes import RowState
 from .outcome import StepOutcome
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
     from ..platform.core.request import Request
     from .controller import Controller
 
-MEASURED_ONE_IN = 16
+MEASURED_ONE_IN = 32
 """Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
+UNLIKELY = 0.001
+"""Chance of so many steps without any draft accepted that what was decided is doubted."""
 
 
 SteadyStep = tuple[Sequence[DraftRow], Sequence[RowState], list[int]]
@@ -36,11 +40,14 @@ class SteadySteps:
         self._batch: Sequence[Request] = ()
         self._states: Sequence[RowState] = ()
         self._counts: list[int] = []
+        self._in_vain, self._most_in_vain = 0, 0  # steps that accepted nothing, of late and at most
 
     def begin(self, batch: Sequence[Request], states: Sequence[RowState]) -> None:
         """The next steps are of these requests; none, if another than the first drafter drafts for one of them."""
         self._states, self._counts = states, [state.num_drafts for state in states]
         self._batch = batch if not any(state.drafter and state.num_drafts for state in states) else ()
+        in_vain = math.prod([1.0 - state.chance for state in states if state.num_drafts])
+        self._most_in_vain = max(3, math.ceil(math.log(UNLIKELY) / math.log(min(in_vain, 0.9))))
 
     def fit(self, rows: Sequence[DraftRow]) -> Sequence[DraftRow] | None:
         """The rows, asking for as many drafts as was decided; None: they are of other requests."""
@@ -55,6 +62,21 @@ class SteadySteps:
             if row.max_drafts > count:
                 is_fitting = False
         return rows if is_fitting else [_with_most(row, count) for row, count in zip(rows, counts, strict=True)]
+
+    def are_in_vain(self, rows: Sequence[DraftRow]) -> bool:
+        """Whether drafts were accepted of none of the rows for so many steps that their text seems to be another: it is
+        not drafted for in vain until the next decision."""
+        num_drafts = 0
+        for row in rows:
+            if row.num_accepted:
+                self._in_vain = 0
+                return False
+            num_drafts += row.num_drafts
+        self._in_vain += num_drafts > 0
+        if self._in_vain < self._most_in_vain:
+            return False
+        self._in_vain = 0
+        return True
 
     def add(self, rows: Sequence[DraftRow], proposals: Sequence[Proposal], seconds: float) -> None:
         """A step of which the target took `seconds`, and what the first drafter made after it; nothing where others
@@ -72,12 +94,30 @@ class SteadySteps:
 
 
 def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:
-    """Have `controller` know what was accepted in some steps, and drafted after them."""
-    for rows, states, counts in steps:
-        StepOutcome.of(rows, states).tell(controller)
+    """Have `controller` know what was accepted in some steps, and drafted after them: of each request all at once."""
+    outcomes: dict[RowState, list[Outcome]] = {}
+    answers: list[tuple[RowState, int, int]] = []
+    num_prompts = num_outputs = 0
+    for number, (rows, states, counts) in enumerate(steps):
+        outcome = StepOutcome.of(rows, states)
+        if number == 0:
+            outcome.tell(controller)  # another than the first drafter may have drafted before it
+        else:
+            num_prompts += outcome.num_prompts
+            num_outputs += outcome.num_outputs
+            for state, num_drafts, num_accepted in outcome.verified:
+                if num_drafts:
+                    outcomes.setdefault(state, []).append((num_drafts, num_accepted))
         if counts:
-            made = [(s, row.max_drafts, n) for row, s, n in zip(rows, states, counts, strict=True) if row.max_drafts]
-            controller.proposed(0, made)
+            answers += [
+                (s, row.max_drafts, n) for row, s, n in zip(rows, states, counts, strict=True) if row.max_drafts
+            ]
+    for state, found in outcomes.items():
+        state.proposed_by = 0
+        controller.verified(state, *found)
+    if len(steps) > 1:
+        controller.workload.computed(num_prompts, num_outputs)
+    controller.proposed(0, answers)
 
 
 def _with_most(row: DraftRow, count: int) -> DraftRow:

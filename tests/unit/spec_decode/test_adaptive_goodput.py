@@ -68,7 +68,8 @@ def test_good_and_bad_adapters_in_one_batch(rows):
     if rows == 8:
         assert good > 1.5
         assert bad < 0.25
-    assert proposer.snapshot()[b"good", False]["acceptance"][0] > 0.8 > 0.4 > proposer.snapshot()[b"bad", False]["acceptance"][0]
+    known = proposer.snapshot()
+    assert known[b"good", False]["acceptance"][0] > 0.8 > 0.4 > known[b"bad", False]["acceptance"][0]
 
 
 def test_falls_back_to_prompt_lookup_for_one_adapter_and_to_nothing_for_another():

@@ -253,7 +253,7 @@ def off(monkeypatch):
                 controller.proposed(0, [(row, row.num_drafts, row.num_drafts) for row in rows if row.num_drafts])
             controller.costs.add_step(len(rows), len(rows) + drafts, 0.001 + 0.001 * drafts)
             for row in rows:
-                controller.verified(row, row.num_drafts, 0)
+                controller.verified(row, (row.num_drafts, 0))
             if drafts:
                 controller.drafted(0.002)
             controller.stepped(0.001)
@@ -284,7 +284,7 @@ def test_another_adapter_or_evidence_is_a_reason_to_decide(off):
         trials = [trial.last for trial in (*rows[0].lane.trials, *rows[1].lane.trials, *off.controller._with.values())]
         for _ in range(30):
             rows[1].proposed_by = 0
-            off.controller.verified(rows[1], 1, accepted)
+            off.controller.verified(rows[1], (1, accepted))
         decided = off(MOST_PERIOD, rows)
         tried = [trial.last for trial in (*rows[0].lane.trials, *rows[1].lane.trials, *off.controller._with.values())]
         if trials == tried:
@@ -301,7 +301,7 @@ def test_a_trial_that_verified_nothing_is_no_surprise(off):
         lane.rates[0].look_again()
         lane.before[0] = Before(0.1, lane.rates[0].num_tried)
         if verified:
-            off.controller.verified(rows[0], 1, 1)
+            off.controller.verified(rows[0], (1, 1))
         lane.end_trials(off.controller._step)
         assert lane.surprising == (0 if verified else -1)
 
@@ -321,7 +321,7 @@ def test_an_unknown_drafter_is_no_reason_to_use_the_other_one_for_ever():
         if count:
             controller.proposed(drafter, [(rows[0], count, count)])
             controller.costs.add_draft(drafter, DraftSize(1, count), 0.0 if drafter else 0.2 * count)
-            controller.verified(rows[0], count, 0)
+            controller.verified(rows[0], (count, 0))
         controller.stepped(0.01)
     assert not controller.drafting
     assert drafted < 100
@@ -352,11 +352,12 @@ def test_trials_that_show_nothing_become_rare_but_never_stop():
 def test_adapters_are_forgotten_and_bounded():
     controller = Controller([NEURAL, LOOKUP], 4)
     for index in range(MAX_LANES + 50):
-        controller.lane(index)
+        controller.lane((index, index % 2 == 0))
     assert len(controller.snapshot()) == MAX_LANES
-    assert 0 not in controller.snapshot()
-    controller.forget(MAX_LANES)
-    assert MAX_LANES not in controller.snapshot()
+    assert (0, True) not in controller.snapshot()
+    for adapter in (MAX_LANES, MAX_LANES + 1):
+        controller.forget(adapter)
+    assert len(controller.snapshot()) == MAX_LANES - 2, "greedy or not"
 
 
 @settings(deadline=None, max_examples=60)
@@ -374,5 +375,5 @@ def test_limits_hold_whatever_was_measured(data):
         for row, limit in zip(rows, limits, strict=True):
             assert 0 <= row.num_drafts <= limit
             controller.proposed(row.drafter, [(row, row.num_drafts, row.num_drafts)])
-            controller.verified(row, row.num_drafts, data.draw(st.integers(0, row.num_drafts)))
+            controller.verified(row, (row.num_drafts, data.draw(st.integers(0, row.num_drafts))))
         controller.stepped(0.01)

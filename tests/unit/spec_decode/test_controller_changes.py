@@ -33,7 +33,7 @@ def steps_until_off(seconds, good=0):
         if count:
             controller.proposed(0, [(row, 1, 1)])
             controller.costs.add_draft(0, DraftSize(1, 1), 0.4 * seconds)
-            controller.verified(row, 1, 1 if step < good else step % 2)
+            controller.verified(row, (1, 1 if step < good else step % 2))
         controller.stepped(seconds)
         if not controller.drafting:
             return step - good
@@ -64,7 +64,7 @@ def test_trials_of_drafters_wait_for_that_of_no_drafts_which_costs_more():
         if count:
             controller.proposed(drafter, [(rows[0], count, count)])
             controller.costs.add_draft(drafter, DraftSize(1, count), 0.001 if drafter else 0.01 * count)
-            controller.verified(rows[0], count, count if drafter == 0 else 0)
+            controller.verified(rows[0], (count, count if drafter == 0 else 0))
         controller.stepped(0.1)
     assert controller.drafting
     controller._trial_ends = 0
@@ -177,7 +177,7 @@ def test_the_drafter_that_was_asked_for_is_tried_first_whatever_it_costs():
     assert (rows[0].drafter, rows[0].num_drafts > 0) == (0, True)
     for _ in range(20):
         controller.proposed(0, [(rows[0], 1, 1)])
-        controller.verified(rows[0], 1, 1)
+        controller.verified(rows[0], (1, 1))
     controller._step = 1
     controller.decide(rows, 0)
     assert rows[0].drafter == 1, "known, and too expensive"
@@ -193,7 +193,7 @@ def test_another_text_is_no_noise_of_the_machines():
         row = RowState(controller.lane(b"a"))
         for _ in range(20):
             controller.proposed(0, [(row, 4, 4)])
-            controller.verified(row, 4, 4)
+            controller.verified(row, (4, 4))
             for count in range(5):
                 controller.costs.add_step(1, 1 + count, 0.001)
                 controller.costs.add_draft(0, DraftSize(1, 1 + count), 2e-4 * (1 + count))
@@ -266,7 +266,7 @@ def test_one_request_out_of_the_common_is_not_how_others_begin():
             if count:
                 controller.proposed(0, [(row, count, count)])
                 controller.costs.add_draft(0, DraftSize(1, count), 0.002 * count)
-                controller.verified(row, count, count if is_right else 0)
+                controller.verified(row, (count, count if is_right else 0))
             controller.stepped(0.01)
 
     run(controller.new_row(b"a"), 300, is_right=True)
@@ -303,7 +303,7 @@ def test_what_seems_new_is_repeated_with_more_rows_although_nothing_else_can_be_
             controller.proposed(0, [(row, row.num_drafts, row.num_drafts) for row in drafting])
             controller.costs.add_draft(0, DraftSize(len(drafting), 1), 0.001)
             for row in drafting:
-                controller.verified(row, row.num_drafts, 0)
+                controller.verified(row, (row.num_drafts, 0))
         controller.stepped(0.001)
     assert not controller.drafting
     controller._budget.passed(1.0)
@@ -318,7 +318,7 @@ def test_what_seems_new_is_repeated_with_more_rows_although_nothing_else_can_be_
     for row in rows:
         if row.num_drafts:
             row.proposed_by = 0
-            controller.verified(row, 1, 1)
+            controller.verified(row, (1, 1))
     controller._step += 1
     controller._budget._enough = controller._budget._earned + 1.0  # somebody was refused
     assert decide() == SURPRISED_ROWS
@@ -350,8 +350,8 @@ def test_in_a_trial_of_none_new_requests_begin_with_none():
     row = controller.new_row(b"a")
     controller.lane(b"a").num_drafts = 3
     rates = row.rates_of(0)
-    rates.count([0.9] * 4, 4, 0)
-    rates.count([0.9] * 4, 4, 0)
+    rates.count([0.9] * 4, (4, 0))
+    rates.count([0.9] * 4, (4, 0))
     assert not row.is_usual
     controller._trial_of_the_other = lambda *args: False
     row.limit = 4
