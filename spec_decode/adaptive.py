@@ -105,9 +105,7 @@ class AdaptiveProposer:
         if steady.left > 0:
             steady.left -= 1
             fitting = steady.fit(rows)
-            if steady.are_in_vain(rows):
-                self._controller.decide_soon()
-            elif fitting is not None or self._is_joined(rows):
+            if fitting is not None or self._is_joined(rows):
                 return self._go_on(rows, fitting, target)
             steady.left = 0
         began = self._watch.clock()

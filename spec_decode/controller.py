@@ -175,10 +175,6 @@ class Controller:
         changed = row_class(num_rows) != row_class(rows) or mixed != was_mixed
         return (has_news or changed) and self._is_worth_deciding(num_rows, mixed, untold)
 
-    def decide_soon(self) -> None:
-        """What was accepted lately is not what was expected."""
-        self._next_decision = max(self._trial_ends, min(self._next_decision, self._step))
-
     def _is_worth_deciding(self, num_rows: int, mixed: bool, untold: float) -> bool:
         """Whether other rows are a reason to decide now: for a small model a decision is no trifle."""
         mode = self._modes.get(MIXED if mixed else row_class(num_rows))

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .acceptance import FALLBACK, HOPEFUL, MAX_PROBABILITY, Outcome, Rates, RequestRates
+from .acceptance import FALLBACK, HOPEFUL, Outcome, Rates, RequestRates
 from .probing import MIN_INTERVAL, NOISE, SURPRISING, Backoff
 
 if TYPE_CHECKING:
@@ -125,12 +125,6 @@ class RowState:
     def is_usual(self) -> bool:
         """Whether its drafts are about as often right as those of its lane: it says how a new one is to begin."""
         return abs(self.rates_of(self.drafter).factor - 1.0) <= USUAL
-
-    @property
-    def chance(self) -> float:
-        """That its first draft is right."""
-        chance = self.rates_of(self.drafter).factor * self.lane.rates[self.drafter].recent_probabilities[0]
-        return min(chance, MAX_PROBABILITY)
 
     def rates_of(self, drafter: int) -> RequestRates:
         """How it differs from its lane; nothing is known of that when the lane's text has changed."""

@@ -10,7 +10,7 @@ so nothing is learned; four times when nothing was drafted for long."""
 DECIDING_SHARE = 0.005
 """Of busy time, for decisions: for a small model one is no trifle."""
 CALM_SHARE = 0.0025
-"""When nothing has changed for long: drafts that are suddenly in vain are noticed before (`steady.are_in_vain`)."""
+"""When nothing has changed for long."""
 EARLY, EARLY_SHARE = 512, 0.02
 """Steps after the start in which it may be more: little is known, and much of it wrong."""
 URGENCY = 0.2

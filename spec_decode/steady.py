@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 MEASURED_ONE_IN = 32
 """Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
-UNLIKELY = 0.001
-"""Chance of so many steps without any draft accepted that what was decided is doubted."""
 
 
 SteadyStep = tuple[Sequence[DraftRow], Sequence[RowState], list[int]]
@@ -40,14 +37,11 @@ class SteadySteps:
         self._batch: Sequence[Request] = ()
         self._states: Sequence[RowState] = ()
         self._counts: list[int] = []
-        self._in_vain, self._most_in_vain = 0, 0  # steps that accepted nothing, of late and at most
 
     def begin(self, batch: Sequence[Request], states: Sequence[RowState]) -> None:
         """The next steps are of these requests; none, if another than the first drafter drafts for one of them."""
         self._states, self._counts = states, [state.num_drafts for state in states]
         self._batch = batch if not any(state.drafter and state.num_drafts for state in states) else ()
-        in_vain = math.prod([1.0 - state.chance for state in states if state.num_drafts])
-        self._most_in_vain = max(3, math.ceil(math.log(UNLIKELY) / math.log(min(in_vain, 0.9))))
 
     def fit(self, rows: Sequence[DraftRow]) -> Sequence[DraftRow] | None:
         """The rows, asking for as many drafts as was decided; None: they are of other requests."""
@@ -62,21 +56,6 @@ class SteadySteps:
             if row.max_drafts > count:
                 is_fitting = False
         return rows if is_fitting else [_with_most(row, count) for row, count in zip(rows, counts, strict=True)]
-
-    def are_in_vain(self, rows: Sequence[DraftRow]) -> bool:
-        """Whether drafts were accepted of none of the rows for so many steps that their text seems to be another: it is
-        not drafted for in vain until the next decision."""
-        num_drafts = 0
-        for row in rows:
-            if row.num_accepted:
-                self._in_vain = 0
-                return False
-            num_drafts += row.num_drafts
-        self._in_vain += num_drafts > 0
-        if self._in_vain < self._most_in_vain:
-            return False
-        self._in_vain = 0
-        return True
 
     def add(self, rows: Sequence[DraftRow], proposals: Sequence[Proposal], seconds: float) -> None:
         """A step of which the target took `seconds`, and what the first drafter made after it; nothing where others

@@ -10,7 +10,7 @@ from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, TargetOutput
 from outrider.spec_decode.rests import WORTH_WAITING
-from outrider.spec_decode.steady import MEASURED_ONE_IN, SteadySteps
+from outrider.spec_decode.steady import MEASURED_ONE_IN
 
 from .simulated import Clock
 
@@ -263,37 +263,3 @@ def test_busy_time_that_was_not_told_yet_counts_for_who_joins(engine):
     engine.run([one], 2)
     engine.run([one, other], 1)
     assert asked == [(2, False, pytest.approx(2 * (engine.seconds + DRAFTING), rel=0.2))]
-
-
-def test_a_text_that_is_another_is_noticed_by_what_is_not_accepted():
-    """The fewer drafts were right before, the later."""
-
-    def steps_in_vain(chance):
-        steady = SteadySteps()
-        steady.begin([None], [SimpleNamespace(drafter=0, num_drafts=2, chance=chance)])
-        wrong, right, none = (SimpleNamespace(num_drafts=d, num_accepted=a) for d, a in ((2, 0), (2, 1), (0, 0)))
-        assert not any(steady.are_in_vain([row]) for row in (wrong, wrong, right, none) * 50)
-        assert not any(steady.are_in_vain([wrong, right]) for _ in range(50))
-        return next(number for number in range(1, 100) if steady.are_in_vain([wrong]))
-
-    assert [steps_in_vain(chance) for chance in (0.99, 0.8, 0.5, 0.0)] == [3, 5, 10, 66]
-
-
-def test_what_is_in_vain_is_decided_about_at_once(engine):
-    one, proposer = engine.request(), engine.proposer
-    engine.run([one], 34)
-    controller, decided = proposer._controller, []
-    controller.due = lambda *args: controller.is_time
-    controller.decide = lambda rows, prompt_tokens: decided.append(controller._step)
-    controller._next_decision = before = controller._step + 100
-    for _ in range(8):
-        one.tokens = [*one.tokens, 7]
-        length = len(one.tokens)
-        row = DraftRow(one, one.tokens, length - 1, length - 1, 2, [], True, length - 2, 0, 2, 0)
-        proposer.propose([row], TargetOutput(seconds=engine.seconds))
-        for state in proposer._states:
-            state.drafter, state.num_drafts = 0, 2
-        if decided:
-            break
-    assert decided
-    assert decided[0] < before - 90
