@@ -100,7 +100,8 @@ class Rates:
         if self._always and all(num_proposed >= num_asked for num_asked, num_proposed in counts):
             return
         self._always = False
-        asked, proposed, fade = self._asked, self._proposed, self._fade ** len(counts)
+        asked, proposed = self._asked, self._proposed
+        keep, weight = _fading(self._fade, len(counts))
         num_positions = len(asked)
         last_asked, last_proposed = [0] * (num_positions + 1), [0] * (num_positions + 1)
         for num_asked, num_proposed in counts:
@@ -111,12 +112,12 @@ class Rates:
             more_asked += last_asked[j + 1]
             more_proposed += last_proposed[j + 1]
             if more_asked:
-                asked[j] = asked[j] * fade + more_asked
-                proposed[j] = proposed[j] * fade + more_proposed
+                asked[j] = asked[j] * keep + weight * more_asked
+                proposed[j] = proposed[j] * keep + weight * more_proposed
         self._available = None
 
-    def count(self, *outcomes: Outcome) -> None:
-        """Verified drafts of some rows. Of many at once, all count alike: it is not known which came last."""
+    def count(self, outcomes: Sequence[Outcome]) -> None:
+        """Verified drafts. Of many at once, all count alike: it is not known which came last."""
         num_positions = len(self._tried)
         last_tried, last_accepted = [0] * (num_positions + 1), [0] * (num_positions + 1)
         for num_drafts, num_accepted in outcomes:
@@ -237,7 +238,7 @@ class RequestRates:
         self._accepted = 0.0
         self._expected = 0.0
 
-    def count(self, probabilities: Sequence[float], *outcomes: Outcome) -> None:
+    def count(self, probabilities: Sequence[float], outcomes: Sequence[Outcome]) -> None:
         """Take in verified drafts, with the adapter's estimate before them."""
         all_tried = all_accepted = 0
         expected = 0.0

@@ -16,7 +16,7 @@ Text does not depend on any of this: whatever is drafted is verified.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -324,7 +324,7 @@ class AdaptiveProposer:
         self._held = None
         self._evidence.take_in()  # so much is no part of what the next decision takes
 
-    def snapshot(self) -> dict[Hashable, dict[str, object]]:
+    def snapshot(self) -> dict[LaneKey, dict[str, object]]:
         """What the controller thinks of each lane, by `LaneKey`."""
         return self.controller.snapshot()
 

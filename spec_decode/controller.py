@@ -11,8 +11,8 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    than `ENTER`: between the two nothing changes. Beyond, it changes when what staying is thought to have cost exceeds
    what a change costs, `NOISE` seconds and `LEAST_REGRET` steps: soon where much is lost, late where little is; of the
    last, twice as many each time that the last change did not last. It is on at first, and off at once where the first
-   prediction for so many rows is that it loses; where a trial has just shown another text, or all requests are of
-   other lanes than the last, noise does not count.
+   prediction for so many rows is that it loses; where all are of other lanes than the last ones, it changes at once,
+   and where a trial has just shown another text, noise does not count.
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 
@@ -23,12 +23,12 @@ what its lane was given. Nothing here reads a clock or a token: time comes in as
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .acceptance import Outcome
 from .goodput import Plan, Prices, best_plan
-from .lanes import ENTER, Before, Lane, Lanes, Mode, Modes, Outlook, RowState
+from .lanes import ENTER, Before, Lane, LaneKey, Lanes, Mode, Modes, Outlook, RowState
 from .pace import DISTURBANCE, Pace
 from .pricing import Pricing
 from .probing import (
@@ -120,7 +120,7 @@ class Controller:
 
     # ------------------------------------------------------------------ evidence
 
-    def new_row(self, key: Hashable) -> RowState:
+    def new_row(self, key: LaneKey) -> RowState:
         """A request that is new: a reason to try again what its lane has left."""
         lane = self.lane(key)
         for trial in lane.trials:
@@ -128,7 +128,7 @@ class Controller:
         self._has_news |= not self.drafting or lane not in self._decided  # else it begins with what its lane has
         return RowState(lane)
 
-    def lane(self, key: Hashable) -> Lane:
+    def lane(self, key: LaneKey) -> Lane:
         """What is known of requests of that kind."""
         return self._lanes.of(key, self._step)
 
@@ -136,9 +136,9 @@ class Controller:
         """It is gone."""
         self._lanes.forget(adapter)
 
-    def verified(self, row: RowState, *outcomes: Outcome) -> None:
-        """A step, or several, verified drafts of `row` that `row.proposed_by` made."""
-        self._lanes.verified(row, *outcomes)
+    def verified(self, outcomes: Mapping[RowState, Sequence[Outcome]]) -> None:
+        """A step, or several, verified drafts of rows that `RowState.proposed_by` made."""
+        self._lanes.verified(outcomes)
 
     def proposed(self, drafter: int, answers: Sequence[tuple[RowState, int, int]]) -> None:
         """`drafter` was asked for drafts: (row, number asked for, number proposed) of each."""
@@ -154,7 +154,7 @@ class Controller:
     def stepped(self, seconds: float, steps: int = 1) -> None:
         """So many steps have passed; with all that belongs to them, they took `seconds`."""
         self._step += steps
-        self._budget.passed(seconds, is_calm=self._is_calm)
+        self._budget.passed(seconds, is_calm=self._step - self._modes.changed_at >= CALM)
 
     # ------------------------------------------------------------------ decision
 
@@ -224,11 +224,11 @@ class Controller:
         plan = best_plan(offers, prices, self._passes)
         self._idle_seconds = prices.idle_seconds
         change = self._pricing.change(offering, drafting=self.drafting)
-        is_other_text = self._is_surprised or (self._planned_for and self._decided.isdisjoint(self._planned_for))
-        self._planned_for = self._decided
-        cost = (change + (0.0 if is_other_text else self._modes.noise(self._step))) / prices.idle_seconds
+        cost = (change + (0.0 if self._is_surprised else self._modes.noise(self._step))) / prices.idle_seconds
         length = plan.seconds / prices.idle_seconds if self.drafting else 1.0
-        if not is_unknown and self._mode.is_outdone(plan.gain, cost, length):
+        are_others = bool(self._planned_for) and self._decided.isdisjoint(self._planned_for)
+        self._planned_for = self._decided
+        if not is_unknown and self._mode.is_outdone(plan.gain, cost, length, are_others=are_others):
             self._modes.change(self._step)
         before = None if self.drafting else self._outlooks.get(kind)
         self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, before)
@@ -300,13 +300,7 @@ class Controller:
         return any(lane.surprising >= 0 for lane in self._decided)
 
     def _decide_later(self) -> None:
-        steps = self._pace.steps(self._step, self._mode, self.costs.decision_seconds, is_calm=self._is_calm)
-        self._next_decision = self._step + steps
-
-    @property
-    def _is_calm(self) -> bool:
-        """Whether nothing has changed for long."""
-        return self._step - self._modes.changed_at >= CALM
+        self._next_decision = self._step + self._pace.steps(self._step, self._mode, self.costs.decision_seconds)
 
     # ------------------------------------------------------------------ trials
 
@@ -383,7 +377,7 @@ class Controller:
 
     # ------------------------------------------------------------------ introspection
 
-    def snapshot(self) -> dict[Hashable, dict[str, object]]:
+    def snapshot(self) -> dict[LaneKey, dict[str, object]]:
         """By lane: its drafter, the drafts that its last request got, and the acceptance by position thought of."""
         return {
             key: {

@@ -7,7 +7,7 @@ A *lane* is an adapter (or the base model) and whether its requests are greedy: 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .acceptance import FALLBACK, HOPEFUL, Outcome, Rates, RequestRates
@@ -61,16 +61,18 @@ class Before(NamedTuple):
 class Lane:
     """What is known of requests of one kind: the prior of each."""
 
-    __slots__ = ("before", "drafter", "num_drafts", "rates", "surprising", "trials")
+    __slots__ = ("before", "drafter", "means", "num_drafts", "rates", "surprising", "trials")
 
-    def __init__(self, rates: list[Rates], step: int) -> None:
-        self.rates = rates
-        """By drafter."""
-        self.trials = [Backoff(step - MIN_INTERVAL // 2) for _ in rates]
+    def __init__(self, means: Sequence[Rates], max_drafts: int, step: int) -> None:
+        self.means = means
+        """By drafter: of all adapters' requests of the kind..."""
+        self.rates = [Rates(max_drafts, mean) for mean in means]
+        """...and of these."""
+        self.trials = [Backoff(step - MIN_INTERVAL // 2) for _ in means]
         self.drafter = 0
         self.num_drafts = 0
         """What a request of it was given last: where a new one starts."""
-        self.before: list[Before | None] = [None] * len(rates)
+        self.before: list[Before | None] = [None] * len(means)
         """While a drafter is on trial."""
         self.surprising = -1
         """The drafter whose last trial showed much more than was expected."""
@@ -140,23 +142,25 @@ class Lanes:
     def __init__(self, num_drafters: int, max_drafts: int) -> None:
         """Of the drafters, the first is the one that was asked for."""
         priors = [HOPEFUL, *[FALLBACK] * (num_drafters - 1)]
-        self._means = [Rates(max_drafts, prior, memory=512.0) for prior in priors]
+        self._means = {
+            is_greedy: [Rates(max_drafts, prior, memory=512.0) for prior in priors] for is_greedy in (False, True)
+        }
         self._max_drafts = max_drafts
-        self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
+        self._lanes: OrderedDict[LaneKey, Lane] = OrderedDict()
 
     @property
     def is_new(self) -> bool:
         """Whether the drafter that was asked for has hardly been tried: nobody knows what it is worth."""
-        return self._means[0].evidence < FEW_VERIFIED
+        return sum(means[0].evidence for means in self._means.values()) < FEW_VERIFIED
 
-    def __iter__(self) -> Iterator[tuple[Hashable, Lane]]:
+    def __iter__(self) -> Iterator[tuple[LaneKey, Lane]]:
         return iter(self._lanes.items())
 
-    def of(self, key: Hashable, step: int) -> Lane:
+    def of(self, key: LaneKey, step: int) -> Lane:
         """That lane, which may be new in this step."""
         lane = self._lanes.get(key)
         if lane is None:
-            lane = Lane([Rates(self._max_drafts, mean) for mean in self._means], step)
+            lane = Lane(self._means[key[1]], self._max_drafts, step)
             self._lanes[key] = lane
             if len(self._lanes) > MAX_LANES:
                 self._lanes.popitem(last=False)
@@ -169,15 +173,18 @@ class Lanes:
         for key in lane_keys(adapter):
             self._lanes.pop(key, None)
 
-    def verified(self, row: RowState, *outcomes: Outcome) -> None:
-        """See `Controller`."""
-        drafter = row.proposed_by
-        if drafter < 0:
-            return
-        rates = row.lane.rates[drafter]
-        row.rates_of(drafter).count(rates.recent_probabilities, *outcomes)
-        rates.count(*outcomes)
-        self._means[drafter].count(*outcomes)
+    def verified(self, outcomes: Mapping[RowState, Sequence[Outcome]]) -> None:
+        """See `Controller`. Rows of one lane count together: which of their drafts were verified last is not known."""
+        by_rates: dict[Rates, list[Outcome]] = {}
+        for row, found in outcomes.items():
+            drafter, lane = row.proposed_by, row.lane
+            if drafter >= 0:
+                rates = lane.rates[drafter]
+                row.rates_of(drafter).count(rates.recent_probabilities, found)
+                by_rates.setdefault(rates, []).extend(found)
+                by_rates.setdefault(lane.means[drafter], []).extend(found)
+        for rates, found in by_rates.items():
+            rates.count(found)
 
     def proposed(self, drafter: int, answers: Sequence[tuple[RowState, int, int]]) -> None:
         """See `Controller`."""
@@ -187,7 +194,7 @@ class Lanes:
             by_lane.setdefault(row.lane, []).append((num_asked, num_proposed))
         for lane, counts in by_lane.items():
             lane.rates[drafter].count_proposals(counts)
-            self._means[drafter].count_proposals(counts)
+            lane.means[drafter].count_proposals(counts)
 
 
 class Mode:
@@ -214,7 +221,7 @@ class Mode:
         """Whether the last change was long ago."""
         return step - self._since >= LASTING
 
-    def is_outdone(self, gain: float, cost: float, length: float = 1.0) -> bool:
+    def is_outdone(self, gain: float, cost: float, length: float = 1.0, *, are_others: bool = False) -> bool:
         """Take in what drafting is predicted to gain now, which also tells what was lost in the steps that have passed;
         returns whether a change is due. That drafting was on before anything was predicted was nobody's decision: it
         ends at once if it loses.
@@ -222,7 +229,12 @@ class Mode:
         Args:
             cost: of a change, in steps without drafts.
             length: of a step of the present mode, in such steps.
+            are_others: the steps that have passed were none of these requests, nor of any like them. What those made of
+                them says nothing.
         """
+        if are_others:
+            self._passed, self._saved = 0, 0.0
+            return self.loss(gain) > 0.0
         steps, self._passed = min(self._passed * length, MOST_STEPS), 0
         is_first, self._is_new = self._is_new, False
         better = self.loss(gain)

@@ -57,7 +57,6 @@ class StepOutcome(NamedTuple):
         """Have `controller` know it, if it `counts`; the next step verifies what is proposed after this."""
         if counts:
             controller.workload.computed(self.num_prompts, self.num_outputs)
-        for state, num_drafts, num_accepted in self.verified:
-            if num_drafts and counts:
-                controller.verified(state, (num_drafts, num_accepted))
+            controller.verified({state: [(n, accepted)] for state, n, accepted in self.verified if n})
+        for state, _, _ in self.verified:
             state.proposed_by = -1

@@ -9,8 +9,6 @@ PERIOD = 8
 so nothing is learned; four times when nothing was drafted for long."""
 DECIDING_SHARE = 0.005
 """Of busy time, for decisions: for a small model one is no trifle."""
-CALM_SHARE = 0.0025
-"""When nothing has changed for long."""
 EARLY, EARLY_SHARE = 512, 0.02
 """Steps after the start in which it may be more: little is known, and much of it wrong."""
 URGENCY = 0.2
@@ -55,19 +53,17 @@ class Pace:
         """Whether another batch is a reason to decide now."""
         return elapsed - self._decided_at >= decision_seconds / self._share(step)
 
-    def steps(self, step: int, mode: Mode, decision_seconds: float, *, is_calm: bool = False) -> int:
-        """From `step` on, until the next one. `decision_seconds`: what a decision costs. `is_calm`: nothing has changed
-        for long."""
+    def steps(self, step: int, mode: Mode, decision_seconds: float) -> int:
+        """From `step` on, until the next one. `decision_seconds`: what a decision costs."""
         steps = min(PERIOD, 2 + step // 8) * (1 if mode.drafting else 2)
         if mode.has_lasted(step):
             steps *= 2
         if self.step_seconds:
-            worth = decision_seconds / self._share(step, is_calm=is_calm)
+            worth = decision_seconds / self._share(step)
             if not mode.drafting and not self.loss:
                 worth = max(worth, IDLE_SECONDS)
             steps = max(steps, min(MOST_PERIOD, int(worth / self.step_seconds)))
         return steps
 
-    def _share(self, step: int, *, is_calm: bool = False) -> float:
-        share = EARLY_SHARE if step < EARLY else CALM_SHARE if is_calm else DECIDING_SHARE
-        return max(share, URGENCY * self.loss)
+    def _share(self, step: int) -> float:
+        return max(EARLY_SHARE if step < EARLY else DECIDING_SHARE, URGENCY * self.loss)

@@ -91,11 +91,10 @@ def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:
             answers += [
                 (s, row.max_drafts, n) for row, s, n in zip(rows, states, counts, strict=True) if row.max_drafts
             ]
-    for state, found in outcomes.items():
+    for state in outcomes:
         state.proposed_by = 0
-        controller.verified(state, *found)
-    if len(steps) > 1:
-        controller.workload.computed(num_prompts, num_outputs)
+    controller.verified(outcomes)
+    controller.workload.computed(num_prompts, num_outputs)
     controller.proposed(0, answers)
 
 

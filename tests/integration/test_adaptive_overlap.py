@@ -187,10 +187,12 @@ def test_evidence_is_taken_in_once(models, make_engine, run, prompts, method, mo
     seen, outputs, steps = Counter(), [], []
     verified, controller = Controller.verified, engine._runner._proposer.controller
 
-    def noted(self, row, num_drafts, num_accepted):
-        seen[row.proposed_by] += num_drafts
-        seen["accepted"] += num_accepted
-        verified(self, row, num_drafts, num_accepted)
+    def noted(self, outcomes):
+        for row, found in outcomes.items():
+            for num_drafts, num_accepted in found:
+                seen[row.proposed_by] += num_drafts
+                seen["accepted"] += num_accepted
+        verified(self, outcomes)
 
     monkeypatch.setattr(Controller, "verified", noted)
     monkeypatch.setattr(Stopwatch, "has_settled", lambda self, seconds: True)

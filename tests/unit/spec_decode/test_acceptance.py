@@ -15,7 +15,7 @@ def verify(rates, p, times, num_drafts=4, seed=0):
         accepted = 0
         while accepted < num_drafts and generator.random() < p[accepted]:
             accepted += 1
-        rates.count((num_drafts, accepted))
+        rates.count([(num_drafts, accepted)])
 
 
 def test_conditional_probabilities_by_position_are_found():
@@ -36,7 +36,7 @@ def test_a_change_is_followed_within_the_memory():
 def test_a_position_never_tried_is_like_the_one_before():
     rates = Rates(4, Prior(0.5, 1.0))
     for _ in range(300):
-        rates.count((1, 1))
+        rates.count([(1, 1)])
     first, *rest = rates.probabilities
     assert first > 0.95
     assert rest == pytest.approx([first] * 3)
@@ -45,7 +45,7 @@ def test_a_position_never_tried_is_like_the_one_before():
 def test_a_new_adapter_starts_from_the_mean_of_all():
     mean = Rates(2, HOPEFUL)
     for _ in range(200):
-        mean.count((2, 0))
+        mean.count([(2, 0)])
         mean.count_proposals([(2, 0)])
     fresh = Rates(2, mean)
     assert fresh.probabilities[0] == pytest.approx(mean.probabilities[0])
@@ -59,11 +59,11 @@ def test_what_is_counted_at_once_is_counted_in_full():
     together, apart = Rates(4, HOPEFUL), Rates(4, HOPEFUL)
     requests = RequestRates(), RequestRates()
     expected = together.probabilities
-    together.count(*outcomes)
-    requests[0].count(expected, *outcomes)
+    together.count(outcomes)
+    requests[0].count(expected, outcomes)
     for outcome in outcomes:
-        apart.count(outcome)
-        requests[1].count(expected, outcome)
+        apart.count([outcome])
+        requests[1].count(expected, [outcome])
     assert together.evidence == pytest.approx(apart.evidence)
     assert together.num_tried == apart.num_tried == 24
     assert together.probabilities == pytest.approx(apart.probabilities, abs=0.03)
@@ -73,8 +73,8 @@ def test_what_is_counted_at_once_is_counted_in_full():
 
 def test_drafts_behind_the_first_rejected_one_say_nothing():
     one, other = Rates(4, HOPEFUL), Rates(4, HOPEFUL)
-    one.count((4, 1))
-    other.count((2, 1))
+    one.count([(4, 1)])
+    other.count([(2, 1)])
     assert one.probabilities == other.probabilities
 
 
@@ -98,8 +98,8 @@ def test_requests_of_one_adapter_are_told_apart():
     rates, good, bad = Rates(4, HOPEFUL), RequestRates(), RequestRates()
     for _ in range(40):
         for request, accepted in ((good, 4), (bad, 0)):
-            request.count(rates.probabilities, (4, accepted))
-            rates.count((4, accepted))
+            request.count(rates.probabilities, [(4, accepted)])
+            rates.count([(4, accepted)])
     assert good.factor > 1.1
     assert bad.factor < 0.4
     bad.fade(0.0)
@@ -116,8 +116,8 @@ def test_whatever_is_counted_probabilities_stay_probabilities(events, num_drafts
         proposed = min(asked, proposed)
         rates.count_proposals([(asked, proposed)])
         if proposed:
-            request.count(rates.probabilities, (proposed, min(accepted, proposed)))
-            rates.count((proposed, min(accepted, proposed)))
+            request.count(rates.probabilities, [(proposed, min(accepted, proposed))])
+            rates.count([(proposed, min(accepted, proposed))])
     assert all(0.0 <= p <= 1.0 for p in rates.probabilities)
     available = rates.available
     assert all(0.0 <= a <= 1.0 for a in available)

@@ -194,7 +194,9 @@ def test_numbers_are_those_decided_and_go_to_the_plan(made):
 def test_evidence_comes_in_order_and_is_booked_on_who_drafted(made):
     proposer, _ = made
     seen = []
-    proposer.controller.verified = lambda state, outcome: seen.append((state.proposed_by, *outcome))
+    proposer.controller.verified = lambda outcomes: [
+        seen.append((state.proposed_by, *found)) for state, (found,) in outcomes.items()
+    ]
     proposer.controller.due = lambda *args: True
     engine = Engine(proposer, [request()])
     script = [(0, 3), (0, 1), (1, 2), (1, 4), (0, 2), (0, 0), (0, 4)]
@@ -211,7 +213,7 @@ def test_evidence_comes_in_order_and_is_booked_on_who_drafted(made):
 def test_of_requests_that_have_ended_nothing_is_learned(made):
     proposer, _ = made
     seen = []
-    proposer.controller.verified = lambda state, outcome: seen.append(state)
+    proposer.controller.verified = seen.extend
     ends, stays = request("ends"), request("stays")
     engine = Engine(proposer, [ends, stays])
     engine.run(12)

@@ -173,7 +173,7 @@ def test_another_number_of_rows_is_decided_for_when_that_is_worth_its_time(secon
     """Steps of a millisecond: a decision of four is made after 1200 of them, one that costs nothing at once."""
     controller = Controller([NEURAL], 4)
     controller._step = EARLY
-    rows = [RowState(controller.lane(b"a")) for _ in range(8)]
+    rows = [RowState(controller.lane((b"a", False))) for _ in range(8)]
 
     def decide(number, steps):
         controller._next_decision = controller._step + 10**6
@@ -215,7 +215,7 @@ def test_trials_are_rarer_when_nothing_has_changed_for_long():
 
 
 def test_decisions_that_draft_nothing_share_the_budget_of_trials(off):
-    rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
+    rows = [RowState(off.controller.lane((b"a", False))) for _ in range(8)]
     off(3000, rows)
     controller = off.controller
     spent = controller._budget.spent
@@ -253,7 +253,7 @@ def off(monkeypatch):
                 controller.proposed(0, [(row, row.num_drafts, row.num_drafts) for row in rows if row.num_drafts])
             controller.costs.add_step(len(rows), len(rows) + drafts, 0.001 + 0.001 * drafts)
             for row in rows:
-                controller.verified(row, (row.num_drafts, 0))
+                controller.verified({row: [(row.num_drafts, 0)]})
             if drafts:
                 controller.drafted(0.002)
             controller.stepped(0.001)
@@ -266,7 +266,7 @@ def off(monkeypatch):
 
 
 def test_nothing_is_decided_anew_while_nothing_is_drafted_or_learned(off):
-    rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
+    rows = [RowState(off.controller.lane((b"a", False))) for _ in range(8)]
     off(3000, rows)
     assert not off.controller.drafting
     decided = off(2 * MOST_OUTLOOK, rows)
@@ -275,16 +275,16 @@ def test_nothing_is_decided_anew_while_nothing_is_drafted_or_learned(off):
 
 
 def test_another_adapter_or_evidence_is_a_reason_to_decide(off):
-    rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
+    rows = [RowState(off.controller.lane((b"a", False))) for _ in range(8)]
     off(3000, rows)
-    rows[0] = off.controller.new_row(b"b")
+    rows[0] = off.controller.new_row((b"b", False))
     assert off(MOST_PERIOD, rows), "with the next look"
     for accepted, is_reason in ((0, False), (1, True)):
         off(3000, rows)
         trials = [trial.last for trial in (*rows[0].lane.trials, *rows[1].lane.trials, *off.controller._with.values())]
         for _ in range(30):
             rows[1].proposed_by = 0
-            off.controller.verified(rows[1], (1, accepted))
+            off.controller.verified({rows[1]: [(1, accepted)]})
         decided = off(MOST_PERIOD, rows)
         tried = [trial.last for trial in (*rows[0].lane.trials, *rows[1].lane.trials, *off.controller._with.values())]
         if trials == tried:
@@ -293,7 +293,7 @@ def test_another_adapter_or_evidence_is_a_reason_to_decide(off):
 
 def test_a_trial_that_verified_nothing_is_no_surprise(off):
     """However good the last drafts were that could be verified."""
-    rows = [RowState(off.controller.lane(b"a")) for _ in range(2)]
+    rows = [RowState(off.controller.lane((b"a", False))) for _ in range(2)]
     off(3000, rows)
     lane = rows[0].lane
     for verified in (True, False):
@@ -301,7 +301,7 @@ def test_a_trial_that_verified_nothing_is_no_surprise(off):
         lane.rates[0].look_again()
         lane.before[0] = Before(0.1, lane.rates[0].num_tried)
         if verified:
-            off.controller.verified(rows[0], (1, 1))
+            off.controller.verified({rows[0]: [(1, 1)]})
         lane.end_trials(off.controller._step)
         assert lane.surprising == (0 if verified else -1)
 
@@ -309,7 +309,7 @@ def test_a_trial_that_verified_nothing_is_no_surprise(off):
 def test_an_unknown_drafter_is_no_reason_to_use_the_other_one_for_ever():
     """It is so slow that it is never asked, and nothing is learned of it; the other is always wrong."""
     controller = Controller([NEURAL, LOOKUP], 4)
-    rows = [RowState(controller.lane(b"a"))]
+    rows = [RowState(controller.lane((b"a", False)))]
     drafted = 0
     for _ in range(1000):
         count, drafter = rows[0].num_drafts, rows[0].drafter
@@ -321,14 +321,14 @@ def test_an_unknown_drafter_is_no_reason_to_use_the_other_one_for_ever():
         if count:
             controller.proposed(drafter, [(rows[0], count, count)])
             controller.costs.add_draft(drafter, DraftSize(1, count), 0.0 if drafter else 0.2 * count)
-            controller.verified(rows[0], (count, 0))
+            controller.verified({rows[0]: [(count, 0)]})
         controller.stepped(0.01)
     assert not controller.drafting
     assert drafted < 100
 
 
 def test_a_trial_is_charged_what_it_took(off):
-    rows = [RowState(off.controller.lane(b"a")) for _ in range(8)]
+    rows = [RowState(off.controller.lane((b"a", False))) for _ in range(8)]
     off(20_000, rows)
     budget = off.controller._budget
     assert budget.spent <= SHARE * budget.elapsed + 0.002 + HEAD_START * 0.001
@@ -364,7 +364,9 @@ def test_adapters_are_forgotten_and_bounded():
 @given(st.data())
 def test_limits_hold_whatever_was_measured(data):
     controller = Controller([NEURAL, LOOKUP], 6)
-    rows = [RowState(controller.lane(data.draw(st.integers(0, 2)))) for _ in range(data.draw(st.integers(1, 6)))]
+    rows = [
+        RowState(controller.lane((data.draw(st.integers(0, 2)), False))) for _ in range(data.draw(st.integers(1, 6)))
+    ]
     for _ in range(data.draw(st.integers(1, 40))):
         for row in rows:
             row.limit = data.draw(st.integers(0, 6))
@@ -375,5 +377,5 @@ def test_limits_hold_whatever_was_measured(data):
         for row, limit in zip(rows, limits, strict=True):
             assert 0 <= row.num_drafts <= limit
             controller.proposed(row.drafter, [(row, row.num_drafts, row.num_drafts)])
-            controller.verified(row, (row.num_drafts, data.draw(st.integers(0, row.num_drafts))))
+            controller.verified({row: [(row.num_drafts, data.draw(st.integers(0, row.num_drafts)))]})
         controller.stepped(0.01)

@@ -23,7 +23,7 @@ NEURAL, LOOKUP = DrafterTraits("eagle3", True), DrafterTraits("ngram", False)
 def steps_until_off(seconds, good=0):
     """Of steps of so many seconds, after `good` of them in which all drafts were right; later drafts lose some 6%."""
     controller = Controller([NEURAL], 4)
-    row = RowState(controller.lane(b"a"))
+    row = RowState(controller.lane((b"a", False)))
     for step in range(good + 3000):
         count = row.num_drafts
         if controller.due(1, False):
@@ -33,7 +33,7 @@ def steps_until_off(seconds, good=0):
         if count:
             controller.proposed(0, [(row, 1, 1)])
             controller.costs.add_draft(0, DraftSize(1, 1), 0.4 * seconds)
-            controller.verified(row, (1, 1 if step < good else step % 2))
+            controller.verified({row: [(1, 1 if step < good else step % 2)]})
         controller.stepped(seconds)
         if not controller.drafting:
             return step - good
@@ -54,7 +54,7 @@ def test_drafting_that_nobody_decided_on_ends_as_soon_as_it_is_known_to_lose():
 
 def test_trials_of_drafters_wait_for_that_of_no_drafts_which_costs_more():
     controller = Controller([NEURAL, LOOKUP], 4)
-    rows = [RowState(controller.lane(b"a"))]
+    rows = [RowState(controller.lane((b"a", False)))]
     for _ in range(400):
         count, drafter = rows[0].num_drafts, rows[0].drafter
         if controller.due(1, False):
@@ -64,7 +64,7 @@ def test_trials_of_drafters_wait_for_that_of_no_drafts_which_costs_more():
         if count:
             controller.proposed(drafter, [(rows[0], count, count)])
             controller.costs.add_draft(drafter, DraftSize(1, count), 0.001 if drafter else 0.01 * count)
-            controller.verified(rows[0], (count, count if drafter == 0 else 0))
+            controller.verified({rows[0]: [(count, count if drafter == 0 else 0)]})
         controller.stepped(0.1)
     assert controller.drafting
     controller._trial_ends = 0
@@ -150,7 +150,7 @@ def test_a_loss_of_long_ago_is_none_of_the_next_decisions():
 def test_after_a_decision_for_nobody_the_next_ones_follow_at_growing_intervals():
     """All requests may be at their ends; or none may ever have drafts."""
     controller = Controller([NEURAL], 4)
-    row = RowState(controller.lane(b"a"))
+    row = RowState(controller.lane((b"a", False)))
 
     def wait(limit):
         row.limit = limit
@@ -166,7 +166,7 @@ def test_after_a_decision_for_nobody_the_next_ones_follow_at_growing_intervals()
 
 def test_the_drafter_that_was_asked_for_is_tried_first_whatever_it_costs():
     controller = Controller([NEURAL, LOOKUP], 4)
-    rows = [RowState(controller.lane(b"a"))]
+    rows = [RowState(controller.lane((b"a", False)))]
     controller.costs.add_step(1, 1, 0.001)
     for _ in range(4):
         controller.costs.add_step(1, 1, 0.001)
@@ -177,7 +177,7 @@ def test_the_drafter_that_was_asked_for_is_tried_first_whatever_it_costs():
     assert (rows[0].drafter, rows[0].num_drafts > 0) == (0, True)
     for _ in range(20):
         controller.proposed(0, [(rows[0], 1, 1)])
-        controller.verified(rows[0], (1, 1))
+        controller.verified({rows[0]: [(1, 1)]})
     controller._step = 1
     controller.decide(rows, 0)
     assert rows[0].drafter == 1, "known, and too expensive"
@@ -190,10 +190,10 @@ def test_another_text_is_no_noise_of_the_machines():
 
     def is_drafting(surprising=False, before=b"a"):
         controller = Controller([NEURAL], 4)
-        row = RowState(controller.lane(b"a"))
+        row = RowState(controller.lane((b"a", False)))
         for _ in range(20):
             controller.proposed(0, [(row, 4, 4)])
-            controller.verified(row, (4, 4))
+            controller.verified({row: [(4, 4)]})
             for count in range(5):
                 controller.costs.add_step(1, 1 + count, 0.001)
                 controller.costs.add_draft(0, DraftSize(1, 1 + count), 2e-4 * (1 + count))
@@ -201,13 +201,34 @@ def test_another_text_is_no_noise_of_the_machines():
         controller._mode.drafting = False
         controller._step, row.limit = 2000, 4
         row.lane.surprising = 0 if surprising else -1
-        controller._planned_for = {controller.lane(before)}
+        controller._planned_for = {controller.lane((before, False))}
         controller.decide([row], 0)
         return controller.drafting
 
     assert not is_drafting()
     assert is_drafting(surprising=True)
     assert is_drafting(before=b"b")
+
+
+def test_what_is_sampled_may_not_be_drafted_for_and_what_is_greedy_is_between_two_decisions():
+    """Requests of one adapter in turns, of one text that drafts suit and one that they do not: each is known."""
+    controller = Controller([NEURAL], 4)
+    greedy, sampled = (controller.new_row((b"a", is_greedy)) for is_greedy in (True, False))
+    for _ in range(40):
+        for row, accepted in ((greedy, 4), (sampled, 0)):
+            controller.proposed(0, [(row, 4, 4)])
+            controller.verified({row: [(4, accepted)]})
+        for count in range(5):
+            controller.costs.add_step(1, 1 + count, 0.001)
+            controller.costs.add_draft(0, DraftSize(1, 1 + count), 2e-4 * (1 + count))
+    controller._step = 2000
+    found = []
+    for row in (greedy, sampled, greedy, greedy, sampled, sampled, greedy):
+        controller._step += 1
+        row.limit = 4
+        controller.decide([row], 0)
+        found.append(controller.drafting)
+    assert found == [True, False, True, True, False, False, True]
 
 
 def test_what_was_no_noise_for_some_rows_is_none_for_others():
@@ -226,7 +247,7 @@ def test_decisions_are_as_far_apart_as_makes_them_a_share_of_the_time():
 
     def steps_between(seconds):
         controller = Controller([NEURAL], 4)
-        row = RowState(controller.lane(b"a"))
+        row = RowState(controller.lane((b"a", False)))
         for _ in range(16):
             controller.costs.add_step(1, 1, seconds)
             controller.costs.add_decision(1e-3)
@@ -254,7 +275,7 @@ def test_what_requests_are_like_does_not_depend_on_how_many_steps_are_told_at_on
 def test_one_request_out_of_the_common_is_not_how_others_begin():
     """Decided once in many requests, a bad one would have all of them drafted for badly until the next time."""
     controller = Controller([NEURAL], 4)
-    lane = controller.lane(b"a")
+    lane = controller.lane((b"a", False))
 
     def run(row, steps, is_right):
         for _ in range(steps):
@@ -266,25 +287,25 @@ def test_one_request_out_of_the_common_is_not_how_others_begin():
             if count:
                 controller.proposed(0, [(row, count, count)])
                 controller.costs.add_draft(0, DraftSize(1, count), 0.002 * count)
-                controller.verified(row, (count, count if is_right else 0))
+                controller.verified({row: [(count, count if is_right else 0)]})
             controller.stepped(0.01)
 
-    run(controller.new_row(b"a"), 300, is_right=True)
+    run(controller.new_row((b"a", False)), 300, is_right=True)
     most = lane.num_drafts
     assert most >= 3
-    bad = controller.new_row(b"a")
+    bad = controller.new_row((b"a", False))
     assert bad.num_drafts == most
     controller._next_decision = controller._step + 5
     run(bad, 5, is_right=False)
     run(bad, 1, is_right=False)
     assert not bad.is_usual
     assert bad.num_drafts < most, "what is left of it"
-    assert controller.new_row(b"a").num_drafts == most
+    assert controller.new_row((b"a", False)).num_drafts == most
 
 
 def test_what_seems_new_is_repeated_with_more_rows_although_nothing_else_can_be_paid():
     controller = Controller([NEURAL], 4)
-    rows = [RowState(controller.lane(b"a")) for _ in range(2 * SURPRISED_ROWS)]
+    rows = [RowState(controller.lane((b"a", False))) for _ in range(2 * SURPRISED_ROWS)]
     lane = rows[0].lane
 
     def decide():
@@ -303,7 +324,7 @@ def test_what_seems_new_is_repeated_with_more_rows_although_nothing_else_can_be_
             controller.proposed(0, [(row, row.num_drafts, row.num_drafts) for row in drafting])
             controller.costs.add_draft(0, DraftSize(len(drafting), 1), 0.001)
             for row in drafting:
-                controller.verified(row, (row.num_drafts, 0))
+                controller.verified({row: [(row.num_drafts, 0)]})
         controller.stepped(0.001)
     assert not controller.drafting
     controller._budget.passed(1.0)
@@ -318,7 +339,7 @@ def test_what_seems_new_is_repeated_with_more_rows_although_nothing_else_can_be_
     for row in rows:
         if row.num_drafts:
             row.proposed_by = 0
-            controller.verified(row, (1, 1))
+            controller.verified({row: [(1, 1)]})
     controller._step += 1
     controller._budget._enough = controller._budget._earned + 1.0  # somebody was refused
     assert decide() == SURPRISED_ROWS
@@ -326,7 +347,7 @@ def test_what_seems_new_is_repeated_with_more_rows_although_nothing_else_can_be_
 
 def test_what_cannot_ever_be_paid_is_not_asked_for_again_and_again():
     controller = Controller([NEURAL], 4)
-    rows = [RowState(controller.lane(b"a")) for _ in range(2)]
+    rows = [RowState(controller.lane((b"a", False))) for _ in range(2)]
     lane = rows[0].lane
     for row in rows:
         row.limit = 4
@@ -347,11 +368,11 @@ def test_what_cannot_ever_be_paid_is_not_asked_for_again_and_again():
 def test_in_a_trial_of_none_new_requests_begin_with_none():
     """However unusual those are that run."""
     controller = Controller([NEURAL], 4)
-    row = controller.new_row(b"a")
-    controller.lane(b"a").num_drafts = 3
+    row = controller.new_row((b"a", False))
+    controller.lane((b"a", False)).num_drafts = 3
     rates = row.rates_of(0)
-    rates.count([0.9] * 4, (4, 0))
-    rates.count([0.9] * 4, (4, 0))
+    rates.count([0.9] * 4, [(4, 0)])
+    rates.count([0.9] * 4, [(4, 0)])
     assert not row.is_usual
     controller._trial_of_the_other = lambda *args: False
     row.limit = 4
@@ -359,4 +380,4 @@ def test_in_a_trial_of_none_new_requests_begin_with_none():
         controller.costs.add_step(1, 5, 0.001)
     controller.decide([row], 0)
     assert controller.drafting
-    assert controller.new_row(b"a").num_drafts == 0
+    assert controller.new_row((b"a", False)).num_drafts == 0
