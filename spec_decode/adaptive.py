@@ -279,7 +279,7 @@ class AdaptiveProposer:
         """The steps after which nobody asked have passed all the same."""
         rests = self._rests
         if rests.num_steps:
-            self._note(StepOutcome(num_prompts=rests.num_prompts, num_outputs=rests.num_outputs))
+            self._note(rests.outcome)
             self._stepped(rests.seconds, rests.num_steps)
             rests.taken_in()
 
@@ -392,6 +392,7 @@ class AdaptiveProposer:
                 state.limit = row.max_drafts
                 if self._drafters.has_layers:
                     state.lag = max(0, len(row.tokens) - row.num_draft_valid - USUAL_LAG)
+                    state.num_outputs = len(row.tokens) - row.request.num_prompt_tokens
                 sampling.append(state)
         self._controller.decide(sampling, prompt_tokens)
         self._deciding = self._watch.clock() - began

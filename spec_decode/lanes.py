@@ -107,7 +107,7 @@ class Lane:
 class RowState:
     """One live request, as the controller sees it."""
 
-    __slots__ = ("drafter", "lag", "lane", "limit", "num_drafts", "proposed_by", "rates")
+    __slots__ = ("drafter", "lag", "lane", "limit", "num_drafts", "num_outputs", "proposed_by", "rates")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -119,7 +119,9 @@ class RowState:
         self.limit = 0
         """Most drafts that it may get, set before each decision."""
         self.lag = 0
-        """Tokens that the neural drafter lags behind it, set before each decision."""
+        """Tokens that the neural drafter lags behind it, set before each decision..."""
+        self.num_outputs = 0
+        """...and those of its answer."""
         self.proposed_by = -1
         """Whose drafts the next step verifies; -1: there are none."""
 

@@ -23,7 +23,9 @@ class StepOutcome(NamedTuple):
     num_prompts: int = 0
     """Tokens of all rows with more than one besides drafts: those of prompts..."""
     num_outputs: int = 0
-    """...and of answers."""
+    """...and of answers..."""
+    num_answers: int = 0
+    """...that begin."""
     is_mixed: bool = False
     """Whether there was such a row."""
     verified: Sequence[tuple[RowState, int, int]] = ()
@@ -32,7 +34,7 @@ class StepOutcome(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[DraftRow], states: Sequence[RowState | None]) -> StepOutcome:
         """Of a step's rows; None: the request had ended."""
-        num_tokens = num_drafts = unfinished = num_prompts = num_outputs = 0
+        num_tokens = num_drafts = unfinished = num_prompts = num_outputs = num_answers = 0
         is_mixed = False
         verified = []
         for row, state in zip(rows, states, strict=True):
@@ -45,18 +47,19 @@ class StepOutcome(NamedTuple):
             if computed != 1 + drafts:
                 is_mixed = True
                 num_prompts += computed
+                num_answers += row.sampled
             if state is None:
                 continue
             if row.sampled:
                 new = len(row.tokens) - row.num_valid  # none where a draft ended it; they may have grown since
                 num_outputs += min(new, 1) + row.num_accepted
             verified.append((state, drafts, row.num_accepted))
-        return cls(num_tokens, num_drafts, unfinished, num_prompts, num_outputs, is_mixed, verified)
+        return cls(num_tokens, num_drafts, unfinished, num_prompts, num_outputs, num_answers, is_mixed, verified)
 
     def tell(self, controller: Controller, *, counts: bool = True) -> None:
         """Have `controller` know it, if it `counts`; the next step verifies what is proposed after this."""
         if counts:
-            controller.workload.computed(self.num_prompts, self.num_outputs)
+            controller.workload.computed(self.num_prompts, self.num_outputs, self.num_answers)
             controller.verified({state: [(n, accepted)] for state, n, accepted in self.verified if n})
         for state, _, _ in self.verified:
             state.proposed_by = -1

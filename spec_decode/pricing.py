@@ -15,7 +15,7 @@ from .workload import Workload
 SWITCH = 0.03
 """What another drafter than a lane's present one must promise more."""
 AMORTISED_OVER = 64
-"""Steps over which a drafter's catching up is spread."""
+"""Steps over which a drafter's catching up is spread, at most: an answer ends before, where answers are short."""
 
 
 class Pricing:
@@ -43,7 +43,7 @@ class Pricing:
         rates = row.lane.rates[drafter]
         return Offer(
             drafter,
-            cumulative(rates.probabilities, row.rates_of(drafter).factor, row.limit),
+            cumulative(rates.probabilities, row.rates_of(drafter).factor * self._goes_on, row.limit),
             rates.available[: row.limit],
         )
 
@@ -58,15 +58,17 @@ class Pricing:
             one = costs.draft_curve(drafter, 1)
             drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
         extra = costs.drafting_seconds(num_rows)
-        if not drafting and not self._token_extra:
-            extra += self.catch_up(offering) / AMORTISED_OVER
+        late = self.catch_up(offering, with_prompts=not drafting and not self._token_extra)
+        extra += late / min(AMORTISED_OVER, max(1.0, self.workload.answer_length / 2))
         target = costs.target_curve(MIXED if prompt_tokens else num_rows)
         base, host = num_rows + prompt_tokens, costs.host_seconds(num_rows)
         return Prices(num_rows, base, host, target, drafts, self._has_passes, extra, self._token_extra)
 
-    def catch_up(self, rows: Iterable[RowState]) -> float:
-        """Seconds that it takes until the neural drafter can draft for those that are given to it."""
-        return self.costs.catch_up(0, sum(row.lag for row in rows if self._has_passes[row.drafter]))
+    def catch_up(self, rows: Iterable[RowState], *, with_prompts: bool = True) -> float:
+        """Seconds that it takes until the neural drafter can draft for those that are given to it; without prompts,
+        only what it takes because they were not drafted for meanwhile."""
+        late = [row for row in rows if self._has_passes[row.drafter]]
+        return self.costs.catch_up(0, sum(row.lag if with_prompts else min(row.lag, row.num_outputs) for row in late))
 
     def change(self, rows: Iterable[RowState], *, drafting: bool) -> float:
         """Seconds that it costs to begin drafting for `rows`, or to stop: what the drafter lags, or steps that are
@@ -124,6 +126,11 @@ class Pricing:
                 _, chances, available = self.offer(row)
                 cost += sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts])) / plan.goodput
         return cost
+
+    @property
+    def _goes_on(self) -> float:
+        """Chance that an answer does not end before its next token: drafts beyond its end are in vain."""
+        return 1.0 - 1.0 / max(self.workload.answer_length, 1.0)
 
     @property
     def _token_extra(self) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import is_
 from typing import TYPE_CHECKING
 
+from .outcome import StepOutcome
 from .proposer import RestedSteps, TargetOutput
 from .step_costs import row_class
 
@@ -34,6 +35,7 @@ class Rests:
         "_rows",
         "_waited",
         "_waiting",
+        "num_answers",
         "num_outputs",
         "num_prompts",
         "num_steps",
@@ -82,9 +84,15 @@ class Rests:
             self._count(rows, len(targets), sum([target.seconds for target in targets]))
         return spells
 
+    @property
+    def outcome(self) -> StepOutcome:
+        """What they brought."""
+        return StepOutcome(num_prompts=self.num_prompts, num_outputs=self.num_outputs, num_answers=self.num_answers)
+
     def taken_in(self) -> None:
         """What was looked at is known."""
-        self.num_steps = self.num_prompts = self.num_outputs = 0  # of prompts and outputs: tokens
+        self.num_steps = self.num_answers = 0
+        self.num_prompts = self.num_outputs = 0  # tokens
         self.seconds = 0.0  # that the target took
 
     def time_anew(self) -> None:
@@ -110,6 +118,7 @@ class Rests:
             if row.num_tokens > 1 or not row.samples:
                 self.num_prompts += row.num_tokens
                 self.num_outputs -= not row.samples
+                self.num_answers += row.samples
 
 
 def spells_of(waiting: Sequence[RestedStep]) -> list[RestedSteps]:

@@ -76,7 +76,7 @@ def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:
     """Have `controller` know what was accepted in some steps, and drafted after them: of each request all at once."""
     outcomes: dict[RowState, list[Outcome]] = {}
     answers: list[tuple[RowState, int, int]] = []
-    num_prompts = num_outputs = 0
+    num_prompts = num_outputs = num_answers = 0
     for number, (rows, states, counts) in enumerate(steps):
         outcome = StepOutcome.of(rows, states)
         if number == 0:
@@ -84,6 +84,7 @@ def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:
         else:
             num_prompts += outcome.num_prompts
             num_outputs += outcome.num_outputs
+            num_answers += outcome.num_answers
             for state, num_drafts, num_accepted in outcome.verified:
                 if num_drafts:
                     outcomes.setdefault(state, []).append((num_drafts, num_accepted))
@@ -94,7 +95,7 @@ def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:
     for state in outcomes:
         state.proposed_by = 0
     controller.verified(outcomes)
-    controller.workload.computed(num_prompts, num_outputs)
+    controller.workload.computed(num_prompts, num_outputs, num_answers)
     controller.proposed(0, answers)
 
 

@@ -11,16 +11,24 @@ _MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
 class Workload:
     """Sums that forget exponentially."""
 
-    __slots__ = ("_outputs", "_prompts")
+    __slots__ = ("_answers", "_outputs", "_prompts")
 
     def __init__(self) -> None:
         self._prompts = self._outputs = 0.0  # tokens
+        self._answers = 0.0
 
-    def computed(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A step computed that many tokens of prompts, and brought that many of answers."""
+    def computed(self, prompt_tokens: int, output_tokens: int, num_answers: int) -> None:
+        """A step computed that many tokens of prompts, and brought that many of answers, so many of them the first."""
         keep = math.exp(-output_tokens / _MEMORY)
         self._prompts = self._prompts * keep + prompt_tokens
         self._outputs = self._outputs * keep + output_tokens
+        self._answers = self._answers * keep + num_answers
+
+    @property
+    def answer_length(self) -> float:
+        """Tokens of an answer; infinite where that is not known. As if an answer ended by chance, so many are always
+        still to come."""
+        return self._outputs / self._answers if self._outputs >= _FEW_OUTPUTS and self._answers else math.inf
 
     @property
     def prompts_per_token(self) -> float:

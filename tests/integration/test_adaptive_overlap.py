@@ -196,7 +196,7 @@ def test_evidence_is_taken_in_once(models, make_engine, run, prompts, method, mo
 
     monkeypatch.setattr(Controller, "verified", noted)
     monkeypatch.setattr(Stopwatch, "has_settled", lambda self, seconds: True)
-    monkeypatch.setattr(Workload, "computed", lambda self, prompts, answers: outputs.append(answers))
+    monkeypatch.setattr(Workload, "computed", lambda self, prompts, tokens, answers: outputs.append(tokens))
     add_step = controller.costs.add_step
     controller.costs.add_step = lambda rows, tokens, seconds: (steps.append(tokens), add_step(rows, tokens, seconds))
     plans = watch(engine, monkeypatch)

@@ -1,5 +1,6 @@
 """The composing proposer: who is called with what, what comes back, and what is kept of requests."""
 
+import math
 import random
 
 import pytest
@@ -23,6 +24,7 @@ class Noting:
     """A workload that hands on what it is told."""
 
     prompts_per_token = 0.0
+    answer_length = math.inf
 
     def __init__(self, computed) -> None:
         self.computed = computed
@@ -166,7 +168,7 @@ def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
     measured, outputs, watched, steps = [], [], first.watched, controller._step
     proposer.snapshot()
     controller.costs.add_step = lambda rows, tokens, seconds: measured.append((rows, tokens, seconds))
-    controller.workload = Noting(lambda prompts, answers: outputs.append(answers))
+    controller.workload = Noting(lambda prompts, tokens, answers: outputs.append(tokens))
     for left in (5, 4, 3, 2, 1, 0):
         proposer.rested([plan(one)], OUTPUT)
         assert proposer.rest == left
@@ -191,7 +193,7 @@ def test_a_rest_goes_on_while_nothing_is_new_whoever_comes_and_goes(parts):
     controller.due = lambda *args: controller.is_time
     proposer.snapshot()
     controller.rest_on = lambda rows: looks.append(len(rows)) or 5
-    controller.workload = Noting(lambda prompts, answers: outputs.append((prompts, answers)))
+    controller.workload = Noting(lambda prompts, tokens, answers: outputs.append((prompts, tokens)))
     asked = first.watched
     proposer.rested([plan(one)], OUTPUT)
     proposer.rested([plan(one), plan(other, num_tokens=9)], OUTPUT)
@@ -323,7 +325,7 @@ def test_no_rest_while_drafting_or_while_prompts_are_computed(parts):
 def test_prompts_and_answers_are_counted_where_they_are_computed(parts):
     proposer, _ = parts
     seen = []
-    proposer.controller.workload = Noting(lambda prompts, answers: seen.append((prompts, answers)))
+    proposer.controller.workload = Noting(lambda *counts: seen.append(counts))
     whole, part = request(), request()
     first = DraftRow(whole, [1] * 21, 20, 0, 4, [], True, 0)
     proposer.propose([first, DraftRow(part, [1] * 40, 30, 0, 0, [], False, 5, 20)], OUTPUT)
@@ -331,7 +333,7 @@ def test_prompts_and_answers_are_counted_where_they_are_computed(parts):
     proposer.propose([verified], OUTPUT)
     proposer.propose([verified._replace(tokens=[1] * 4)], OUTPUT)  # the last of the accepted drafts ended it
     proposer.snapshot()
-    assert seen == [(20 + 25, 1), (0, 3), (0, 2)]
+    assert seen == [(20 + 25, 1, 1), (0, 3, 0), (0, 2, 0)]
 
 
 def test_nothing_is_kept_of_finished_requests(parts):

@@ -266,7 +266,7 @@ def test_what_requests_are_like_does_not_depend_on_how_many_steps_are_told_at_on
         workload = Workload()
         for _ in range(20):
             for _ in range(160 // at_once):
-                workload.computed(2048 * at_once // 160, 32 * at_once)
+                workload.computed(2048 * at_once // 160, 32 * at_once, 0)
         found.append(workload.prompts_per_token)
     assert min(found) > 0.25, "all that was before is not forgotten at once"
     assert max(found) < 0.5

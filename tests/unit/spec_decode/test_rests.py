@@ -113,10 +113,11 @@ def test_rests_are_summed(are_watched):
         rests.add(rows, SHORT)
     spells = rests.look()
     assert [len(steps.targets) for steps in spells] == ([2, 1] if are_watched else [])
-    assert (rests.num_steps, rests.num_prompts, rests.num_outputs) == (3, 14, 4 + 2)
+    assert (rests.num_steps, rests.num_prompts, rests.num_outputs, rests.num_answers) == (3, 14, 4 + 2, 1)
     assert rests.seconds == pytest.approx(3 * SHORT.seconds)
     rests.taken_in()
-    assert (rests.num_steps, rests.num_prompts, rests.num_outputs, rests.seconds) == (0, 0, 0, 0.0)
+    assert (rests.num_steps, rests.num_prompts, rests.num_outputs, rests.num_answers) == (0, 0, 0, 0)
+    assert rests.seconds == 0.0
     assert rests.look() == []
 
 
