@@ -1,6 +1,6 @@
 """Running estimates of which drafts are accepted.
 
-For one drafter and the requests of one adapter, `Rates` keeps for each draft position j
+For one drafter and one lane (an adapter's requests that are greedy, or not), `Rates` keeps for each draft position j
 
     p_j = P(draft j is accepted | drafts 0 .. j-1 were accepted, and there was a draft j)
     a_j = P(there is a draft j | one was asked for)            (n-gram finds no match, a lagging model is not ready)
@@ -9,9 +9,9 @@ as counts that forget exponentially. When the last few dozen first drafts fare s
 explain it, the text is another one: what is older is given up. A position that was hardly ever tried is thought to be
 like the one before it:
 
-    p_j = (accepted_j + w_j p_{j-1}) / (tried_j + w_j),    p_{-1} = the drafter's mean over all adapters
+    p_j = (accepted_j + w_j p_{j-1}) / (tried_j + w_j),    p_{-1} = the drafter's mean over all lanes of the kind
 
-One request differs from its adapter's mean by a factor m, estimated from its own drafts and shrunk towards 1:
+One request differs from its lane's mean by a factor m, estimated from its own drafts and shrunk towards 1:
 
     m = (s + accepted) / (s + expected),    expected = sum of p_j over the drafts of it that were tried
 
@@ -52,7 +52,7 @@ Outcome = tuple[int, int]
 
 
 class Rates:
-    """Estimates by draft position, for one drafter and one adapter (or, as the prior, for all adapters)."""
+    """Estimates by draft position, for one drafter and one lane (or, as the prior, for all of its kind)."""
 
     __slots__ = (
         "_accepted",
