@@ -199,11 +199,12 @@ class AdaptiveProposer:
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """See `Resting`."""
         self._rest -= 1
+        if self._rest > 0 and not self._on_trial and self._rests.goes_on(rows, target):
+            return
         may_wait = self._rests.add(rows, target)
-        last = rows[-1]
         if self._rests.is_other_class(len(rows)):
             self._end()  # gaps are those of one class of rows
-        if last.start < last.request.num_prompt_tokens:
+        if rows[-1].start < rows[-1].request.num_prompt_tokens:
             may_wait = may_wait and all(lane_key(row.request) in self._resting for row in rows)
             if begin_all(rows):
                 self._end()  # the engine may have waited for them

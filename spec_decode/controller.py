@@ -84,7 +84,8 @@ class Controller:
         self._step = 0
         self._next_decision = 0
         self._pace = Pace()
-        self._is_saving = False  # for a trial of the other mode, which is worth more than those of drafters
+        self._is_saving = False  # for a trial of the other mode, which is worth more than those of drafters...
+        self._owes_probe = False  # ...but for the first one after it: else, where little is earned, none would follow
         self._trial_ends = 0
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
@@ -322,9 +323,10 @@ class Controller:
             num_steps = TRIAL
             cost = num_steps * max(-plan.gain, 0.0) * plan.seconds + self._pricing.catch_up(offering)
         if not self._budget.spend(cost, prices.idle_seconds):
-            self._is_saving = cost <= MOST_SAVED * prices.idle_seconds  # else it can never be paid
+            self._is_saving = cost <= MOST_SAVED * prices.idle_seconds and not self._owes_probe  # or never paid
             return self.drafting
         backoff.tried(self._step)
+        self._owes_probe = True
         if abs(plan.gain) < 3 * ENTER:
             backoff.hasten()
         self._trial_ends = self._next_decision = self._step + num_steps
@@ -367,6 +369,7 @@ class Controller:
 
     def _start_probe(self, drafter: int, lane: Lane, rows: Sequence[RowState]) -> None:
         lane.trials[drafter].tried(self._step)
+        self._owes_probe = False
         if lane.surprising != drafter:
             lane.rates[drafter].look_again()
         rates = lane.rates[drafter]

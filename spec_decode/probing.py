@@ -13,8 +13,9 @@ import math
 
 SHARE = 0.01
 """Of busy time, for all trials together..."""
-CALM, CALM_SHARE = 1024, 0.0025
-"""...and steps without a change of any mode after which it is only that."""
+CALM, CALM_SHARE = 1024, 0.001
+"""...and steps without a change of any mode after which it is only that. What a trial leaves in the processor's caches
+is not charged, and costs a small model twice as much again."""
 HEAD_START = 4.0
 """Steps' worth of trials before any time has passed."""
 MOST_BORROWED = 8.0

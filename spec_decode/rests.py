@@ -31,8 +31,10 @@ class Rests:
     """Those that are not taken in yet; some of them were not even looked at."""
 
     __slots__ = (
+        "_alike",
         "_are_watched",
         "_rows",
+        "_told",
         "_waited",
         "_waiting",
         "num_answers",
@@ -49,15 +51,34 @@ class Rests:
         self._are_watched = are_watched
         self._waiting: list[RestedStep] = []
         self._waited = 0.0  # seconds since the last look
+        self._alike, self._told = 0, 0.0  # steps that were not counted yet, and of `_waited` what was before them
         self._rows = 0  # of the last step
         self.taken_in()
         self.time_anew()
 
+    def goes_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
+        """Take in a step, if it may wait and there is nothing to see in it: as many decodes as in the last one. Else
+        it is to be added."""
+        # As little as can be: all that is done after such a step is to cost a small model nothing.
+        last = rows[-1]  # prompts come last
+        if self._are_watched or len(rows) != self._rows or last.num_tokens > 1:
+            return False
+        if last.start < last.request.num_prompt_tokens:
+            return False
+        seconds = target.seconds
+        waited = self._waited + seconds
+        if seconds >= WORTH_WAITING or waited > LONGEST_WAIT:
+            return False
+        self._waited = waited
+        self._alike += 1
+        return True
+
     def add(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
         """A step; whether it may wait to be looked at together with others."""
-        # As little as can be: all that is done after such a step is to cost a small model nothing.
+        self._count_alike()
         seconds = target.seconds
         self._waited += seconds
+        self._told = self._waited
         self.timed_steps += 1
         self.timed_seconds += seconds
         may_wait = seconds < WORTH_WAITING and self._waited <= LONGEST_WAIT
@@ -78,7 +99,9 @@ class Rests:
 
     def look(self) -> list[RestedSteps]:
         """What nobody has looked at yet, if somebody wants to."""
-        waiting, self._waiting, self._waited = self._waiting, [], 0.0
+        self._count_alike()
+        waiting, self._waiting = self._waiting, []
+        self._waited = self._told = 0.0
         spells = spells_of(waiting)
         for rows, _, targets in spells:
             self._count(rows, len(targets), sum([target.seconds for target in targets]))
@@ -97,10 +120,12 @@ class Rests:
 
     def time_anew(self) -> None:
         """Time is taken from now on: of so many steps, in which the target was computing for so long."""
+        self._count_alike()
         self.timed_steps, self.timed_seconds = 0, 0.0
 
     def timed(self, computing: float | None = None) -> tuple[float, int]:
         """These seconds, and steps; with one more that was none of the rests, and took `computing`."""
+        self._count_alike()
         if computing is None:
             return self.timed_seconds, self.timed_steps
         return self.timed_seconds + computing, self.timed_steps + 1
@@ -109,6 +134,17 @@ class Rests:
         """Whether a step has so many rows that its gap is not like that before the last one."""
         before, self._rows = self._rows, num_rows
         return num_rows != before and row_class(num_rows) != row_class(before)
+
+    def _count_alike(self) -> None:
+        """What `goes_on` put off."""
+        if self._alike:
+            steps, seconds = self._alike, self._waited - self._told
+            self._alike, self._told = 0, self._waited
+            self.num_steps += steps
+            self.seconds += seconds
+            self.num_outputs += steps * self._rows
+            self.timed_steps += steps
+            self.timed_seconds += seconds
 
     def _count(self, rows: Sequence[RowPlan], num_steps: int, seconds: float) -> None:
         self.num_steps += num_steps
