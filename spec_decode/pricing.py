@@ -15,7 +15,8 @@ from .workload import Workload
 SWITCH = 0.03
 """What another drafter than a lane's present one must promise more."""
 AMORTISED_OVER = 64
-"""Steps over which a drafter's catching up is spread, at most: an answer ends before, where answers are short."""
+"""Steps over which a drafter's catching up is spread where answers are long. The rest of an answer may be shorter, half
+of one in the mean: it is over after so many tokens, the sooner the more of its drafts are right."""
 
 
 class Pricing:
@@ -58,11 +59,13 @@ class Pricing:
             one = costs.draft_curve(drafter, 1)
             drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
         extra = costs.drafting_seconds(num_rows)
-        late = self.catch_up(offering, with_prompts=not drafting and not self._token_extra)
-        extra += late / min(AMORTISED_OVER, max(1.0, self.workload.answer_length / 2))
+        token_extra = self._token_extra
+        late = self.catch_up(offering, with_prompts=not drafting and not token_extra)
+        extra += late / AMORTISED_OVER
+        token_extra += late / (num_rows * max(1.0, self.workload.answer_length / 2))
         target = costs.target_curve(MIXED if prompt_tokens else num_rows)
         base, host = num_rows + prompt_tokens, costs.host_seconds(num_rows)
-        return Prices(num_rows, base, host, target, drafts, self._has_passes, extra, self._token_extra)
+        return Prices(num_rows, base, host, target, drafts, self._has_passes, extra, token_extra)
 
     def catch_up(self, rows: Iterable[RowState], *, with_prompts: bool = True) -> float:
         """Seconds that it takes until the neural drafter can draft for those that are given to it; without prompts,

@@ -47,15 +47,17 @@ def test_what_a_drafter_lags_is_paid_by_the_rest_of_the_answer(drafting):
         pricing.costs.add_draft(0, DraftSize(1, 1), 0.001)
         pricing.costs.add_draft(0, DraftSize(1, 1, lag=10), 0.003)
 
-    def extra(lag, num_outputs):
+    def extra(lag, num_outputs, num_rows=1):
         row.lag, row.num_outputs = lag, num_outputs
-        return pricing.prices([row], (1, 0), drafting=drafting).extra - base
+        found = pricing.prices([row], (num_rows, 0), drafting=drafting)
+        row.lag = 0
+        nothing = pricing.prices([row], (num_rows, 0), drafting=drafting)
+        return found.extra - nothing.extra, found.token_extra - nothing.token_extra
 
-    base = 0.0
-    base = extra(0, 30)
     each = pricing.costs.catch_up(0, 1)
     assert each == pytest.approx(2e-4, rel=0.1)
-    assert extra(20, 30) == pytest.approx(20 * each / AMORTISED_OVER)
-    assert extra(50, 30) == pytest.approx((30 if drafting else 50) * each / AMORTISED_OVER)
+    assert extra(20, 30) == pytest.approx((20 * each / AMORTISED_OVER, 0.0))
+    assert extra(50, 30) == pytest.approx(((30 if drafting else 50) * each / AMORTISED_OVER, 0.0))
     told(pricing.workload, 20)
-    assert extra(50, 30) == pytest.approx(30 * each / 10, rel=0.05)
+    assert extra(50, 30) == pytest.approx((30 * each / AMORTISED_OVER, 30 * each / 10), rel=0.05)
+    assert extra(50, 30, num_rows=3)[1] == pytest.approx(30 * each / (3 * 10), rel=0.05), "the others pay for it too"

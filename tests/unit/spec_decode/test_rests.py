@@ -132,3 +132,47 @@ def test_steps_that_nobody_reads_are_not_kept():
     rests.look()
     assert rests.add([plan(one)], SHORT)
     assert not rests.add([plan(one)], TargetOutput(seconds=WORTH_WAITING))
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(0, 10**6))
+def test_what_is_only_counted_sums_up_like_what_is_added(seed):
+    """Whatever is asked for in between, and whichever steps are looked at."""
+    rng = random.Random(seed)
+    quick, slow = Rests(are_watched=False), Rests(are_watched=False)
+    num_rows = 1
+    for _ in range(80):
+        if rng.random() < 0.2:
+            num_rows = rng.randint(1, 5)
+        rows = [plan(request(), 3) for _ in range(num_rows)]
+        if rng.random() < 0.15:
+            start, count = rng.choice([(0, 1), (0, 4), (2, 1), (4, 3)])
+            rows[-1] = plan(request(), start, count, rng.random() < 0.5)
+        target = TargetOutput(seconds=rng.choice([1e-3, 2e-3, WORTH_WAITING, LONGEST_WAIT / 3]))
+        may_wait = slow.add(rows, target)
+        if quick.goes_on(rows, target):
+            assert may_wait, "what may not wait is to be looked at"
+            if rng.random() < 0.2:
+                assert quick.timed() == pytest.approx(slow.timed())
+        else:
+            assert quick.add(rows, target) == may_wait
+        assert quick.is_other_class(num_rows) == slow.is_other_class(num_rows)
+        action = rng.random()
+        if action < 0.1:
+            quick.time_anew()
+            slow.time_anew()
+        elif action < 0.3:
+            assert quick.look() == slow.look() == []
+            assert quick.outcome == slow.outcome
+            assert (quick.num_steps, quick.timed_steps) == (slow.num_steps, slow.timed_steps)
+            assert (quick.seconds, quick.timed_seconds) == pytest.approx((slow.seconds, slow.timed_seconds))
+            if action < 0.2:
+                quick.taken_in()
+                slow.taken_in()
+
+
+def test_what_is_watched_is_never_only_counted():
+    rests, one = Rests(are_watched=True), request()
+    rests.add([plan(one, 3)], SHORT)
+    rests.is_other_class(1)
+    assert not rests.goes_on([plan(one, 4)], SHORT)
