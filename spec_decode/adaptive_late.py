@@ -150,6 +150,7 @@ class LateAdaptive(AdaptiveProposer):
             for row, state in sampling:
                 state.limit = row.max_new_drafts
                 state.lag = self._lag(row.request) if self._drafters.has_layers else 0
+                state.num_outputs = row.request.num_output_tokens + row.request.num_coming
             self._evidence.take_in()  # in the time of the step that runs: decisions cost nothing here
             self._controller.decide([state for _, state in sampling], prompt_tokens)
         self._controller.stepped(self._unbooked)

@@ -85,7 +85,7 @@ class Controller:
         self._next_decision = 0
         self._pace = Pace()
         self._is_saving = False  # for a trial of the other mode, which is worth more than those of drafters...
-        self._owes_probe = False  # ...but for the first one after it: else, where little is earned, none would follow
+        self._owes_probe = False  # ...but not than the first one after it: else, where little is earned, none follows
         self._trial_ends = 0
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
@@ -155,7 +155,7 @@ class Controller:
     def stepped(self, seconds: float, steps: int = 1) -> None:
         """So many steps have passed; with all that belongs to them, they took `seconds`."""
         self._step += steps
-        self._budget.passed(seconds, is_calm=self._step - self._modes.changed_at >= CALM)
+        self._budget.passed(seconds, steps, is_calm=self._step - self._modes.changed_at >= CALM)
 
     # ------------------------------------------------------------------ decision
 
@@ -323,7 +323,7 @@ class Controller:
             num_steps = TRIAL
             cost = num_steps * max(-plan.gain, 0.0) * plan.seconds + self._pricing.catch_up(offering)
         if not self._budget.spend(cost, prices.idle_seconds):
-            self._is_saving = cost <= MOST_SAVED * prices.idle_seconds and not self._owes_probe  # or never paid
+            self._is_saving = cost <= MOST_SAVED * prices.idle_seconds  # else it can never be paid
             return self.drafting
         backoff.tried(self._step)
         self._owes_probe = True
@@ -351,7 +351,7 @@ class Controller:
                 if row.lane.trials[drafter].due(self._step):
                     due.setdefault(row.lane, []).append(row)
             for lane, rows in due.items():
-                if lane.on_trial or (self._is_saving and lane.surprising != drafter):
+                if lane.on_trial or (self._is_saving and not self._owes_probe and lane.surprising != drafter):
                     continue
                 rows.sort(key=lambda row: row.lag)
                 is_surprising = lane.surprising == drafter

@@ -4,7 +4,8 @@
     goodput = E[tokens emitted] / E[seconds]
     E[tokens emitted] = R + sum over drafts (i, j) of a_ij c_ij
     E[seconds] = host + target(B + sum over drafts of a_ij) + sum over drafters d of draft_d(rows served, K_d)
-                 + what the first drafter takes for the prompts that come with so many tokens, if it serves any row
+                 + what the first drafter takes for the prompts that come with so many tokens, and what they have to
+                   pay of its catching up, if it serves any row
 
 with c_ij the probability that drafts 0 .. j of row i are all accepted, a_ij that there is a draft j, R the rows that
 sample, B the tokens computed without drafts, and K_d the most drafts that drafter d makes for a row.
@@ -56,7 +57,7 @@ class Prices(NamedTuple):
     """Seconds a step that speculation costs on top: what it takes a drafter to catch up, spread over some steps."""
     token_extra: float = 0.0
     """Seconds more for each token that comes: what it takes the first drafter to compute the prompts, spread over what
-    they are answered."""
+    they are answered, and to catch up, spread over what is still to come."""
 
     @property
     def idle_seconds(self) -> float:

@@ -15,8 +15,9 @@ from .workload import Workload
 SWITCH = 0.03
 """What another drafter than a lane's present one must promise more."""
 AMORTISED_OVER = 64
-"""Steps over which a drafter's catching up is spread where answers are long. The rest of an answer may be shorter, half
-of one in the mean: it is over after so many tokens, the sooner the more of its drafts are right."""
+"""Steps after which drafting may end in any case, over which a drafter's catching up is spread. It ends with the
+answers, too, of which half is still to come in the mean: the sooner the more tokens a step brings. As the rates of both
+do, the two shares add up."""
 
 
 class Pricing:

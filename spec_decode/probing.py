@@ -4,7 +4,8 @@ Estimates of what is not done grow old: the step without drafts while drafting, 
 adapter has left. Each is tried again for a few steps, at intervals that double while nothing changes. What a trial is
 predicted to cost is charged to one budget, a share of the engine's busy time: so that trials are frequent where the
 alternatives are about equal, rare where one is far behind, and never cost more than that share. Whether to draft at all
-matters most, and its trials cost most: while one is due and cannot be paid yet, cheaper ones of drafters wait for it.
+matters most, and its trials cost most: while one is due and cannot be paid yet, cheaper ones of drafters wait for it,
+but for the first one after each.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import math
 
 SHARE = 0.01
 """Of busy time, for all trials together..."""
-CALM, CALM_SHARE = 1024, 0.001
-"""...and steps without a change of any mode after which it is only that. What a trial leaves in the processor's caches
-is not charged, and costs a small model twice as much again."""
+CALM, CALM_SHARE, CALM_SHORT_SHARE = 1024, 0.0025, 0.001
+"""...and steps without a change of any mode after which it is only that, or where steps are short that: what a trial
+leaves in the processor's caches is not charged, and costs a small model two thirds of the whole."""
 HEAD_START = 4.0
 """Steps' worth of trials before any time has passed."""
 MOST_BORROWED = 8.0
@@ -72,10 +73,13 @@ class Budget:
         self._charged_at = self._chargeable = 0.0  # what was earned, and seconds that might be charged then
         self._enough: float | None = None  # earnings with which the cheapest of what was refused can be paid
 
-    def passed(self, seconds: float, *, is_calm: bool = False) -> None:
-        """So many busy seconds. `is_calm`: nothing has changed for long."""
+    def passed(self, seconds: float, steps: int = 1, *, is_calm: bool = False) -> None:
+        """So many busy seconds, in so many steps. `is_calm`: nothing has changed for long."""
         self.elapsed += seconds
-        self._earned += (CALM_SHARE if is_calm else SHARE) * seconds
+        share = SHARE
+        if is_calm:
+            share = CALM_SHARE if seconds >= SOON_SETTLED * steps else CALM_SHORT_SHARE
+        self._earned += share * seconds
 
     @property
     def may_suffice(self) -> bool:

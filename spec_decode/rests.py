@@ -57,11 +57,11 @@ class Rests:
         self.time_anew()
 
     def goes_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
-        """Take in a step, if it may wait and there is nothing to see in it: as many decodes as in the last one. Else
-        it is to be added."""
+        """Take in a step, if it may wait and there is nothing to see in it: decodes, as many as rows of the last one.
+        Else it is to be added."""
         # As little as can be: all that is done after such a step is to cost a small model nothing.
         last = rows[-1]  # prompts come last
-        if self._are_watched or len(rows) != self._rows or last.num_tokens > 1:
+        if self._are_watched or len(rows) != self._rows or last.num_tokens > 1 or not last.samples:
             return False
         if last.start < last.request.num_prompt_tokens:
             return False

@@ -93,7 +93,7 @@ def _load_target(args: EngineArgs) -> Decoder:
     """
     core = EngineCore(args)
     core.shutdown()
-    return core.model
+    return core.model.twin()  # without what the engine has for adapters
 
 
 def _engine_options(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.platform.cli.bench import session
+from outrider.platform.cli.bench import driver, session
 from outrider.platform.cli.bench.driver import Round
 from outrider.platform.cli.bench.limit import full_steps, measure_limit, trimmed_mean
 from outrider.platform.cli.bench.modes import MODES, Mode, available_modes, make_modes
@@ -15,6 +15,7 @@ from outrider.platform.cli.bench.workload import Prompt, Task, read_prompts, wit
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import InvalidRequestError, OutriderError
 from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.engine.engine_core import EngineCore
 
 # --- modes ----------------------------------------------------------------------------------------------------------
 
@@ -249,6 +250,30 @@ def test_all_modes_use_one_copy_of_the_weights(monkeypatch):
     assert len(found) == 3
     for off, *others in zip(*found, strict=True):
         assert all(other is not off and other._packed is off._packed for other in others)
+
+
+def test_no_mode_is_the_engine_that_loaded_the_weights(monkeypatch):
+    loaded, given, closed = [], [], []
+
+    class Core(EngineCore):
+        def __init__(self, args, **options):
+            super().__init__(args, **options)
+            (given if options.get("twin_of") is not None else loaded).append(self)
+
+        def shutdown(self):
+            super().shutdown()
+            closed.append(self)
+
+    def measure(*_):
+        assert closed == loaded, "its threads and processes are gone before anything is measured"
+        raise OutriderError("that is enough")
+
+    monkeypatch.setattr(session, "measure", measure)
+    monkeypatch.setattr(session, "EngineCore", Core)
+    monkeypatch.setattr(driver, "EngineCore", Core)
+    assert main(["bench", "speculation", "--modes", "control,ngram", "--tasks", "base", "--rounds", "1"]) == 1
+    assert (len(loaded), len(given)) == (1, 3)
+    assert all(core.model.linears()[0]._packed is loaded[0].model.linears()[0]._packed for core in given)
 
 
 def test_dummy_weights_say_so_first(capsys):

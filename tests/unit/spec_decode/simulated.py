@@ -171,7 +171,8 @@ class World:
         output = TargetOutput(seconds=seconds / 1000)
         if self.rest:
             plans = [RowPlan(row.request, row.start, 1 + new, 0, True, 0) for row, new in zip(rows, news, strict=True)]
-            proposer.rested(sorted(plans, key=lambda plan: plan.num_tokens > 1), output)  # prompts come last
+            plans.sort(key=lambda plan: plan.start < plan.request.num_prompt_tokens)  # prompts come last
+            proposer.rested(plans, output)
             self.rest = proposer.rest
             self.counts.append([0] * len(rows))
         else:

@@ -126,6 +126,17 @@ def decide(proposer, count, drafter=0):
     proposer.controller.decide = decided
 
 
+def test_the_decision_knows_how_long_answers_are_by_now(made):
+    proposer, _ = made
+    one, seen = request(), []
+    one.tokens += [4] * 6
+    proposer.controller.due = lambda *args: True
+    proposer.controller.decide = lambda rows, prompt_tokens: seen.append([row.num_outputs for row in rows])
+    Engine(proposer, [one]).run(3)
+    assert seen
+    assert all(found == [one.num_output_tokens] for found in seen)
+
+
 def test_only_a_late_drafter_chooses_late():
     config = parse_speculative({"method": "medusa", "model": "m"})
     made = make_adaptive(Network(Clock()), config, asynchronous=True, kind=LateAdaptive)

@@ -15,6 +15,7 @@ from outrider.spec_decode.pace import DECIDING_SHARE, DISTURBANCE, EARLY, MOST_P
 from outrider.spec_decode.probing import (
     CALM,
     CALM_SHARE,
+    CALM_SHORT_SHARE,
     CHARGED,
     HEAD_START,
     MAX_INTERVAL,
@@ -202,16 +203,18 @@ def test_trials_are_rarer_when_nothing_has_changed_for_long():
     budget = Budget()
     budget.passed(100.0)
     assert budget._earned == pytest.approx(100.0 * SHARE)
-    budget.passed(100.0, is_calm=True)
+    budget.passed(100.0, 10_000, is_calm=True)
     assert budget._earned == pytest.approx(100.0 * (SHARE + CALM_SHARE))
-    assert CALM_SHARE < SHARE
+    budget.passed(100.0, 20_000, is_calm=True)
+    assert budget._earned == pytest.approx(100.0 * (SHARE + CALM_SHARE + CALM_SHORT_SHARE)), "steps are short"
+    assert CALM_SHORT_SHARE < CALM_SHARE < SHARE
     controller, told = Controller([NEURAL], 4), []
-    controller._budget = SimpleNamespace(passed=lambda seconds, is_calm: told.append(is_calm))
+    controller._budget = SimpleNamespace(passed=lambda seconds, steps, is_calm: told.append((steps, is_calm)))
     controller.stepped(0.001, 5000)
     controller._modes.change(controller._step)
     for steps in (1, CALM - 2, 1):
         controller.stepped(0.001, steps)
-    assert told == [True, False, False, True]
+    assert told == [(5000, True), (1, False), (CALM - 2, False), (1, True)]
 
 
 def test_decisions_that_draft_nothing_share_the_budget_of_trials(off):

@@ -80,11 +80,14 @@ def test_trials_of_drafters_wait_for_that_of_no_drafts_which_costs_more():
         controller.decide(rows, 0)
         return trial.last == controller._step
 
-    assert not decide(0.02), "enough for prompt lookup's, which waits"
+    assert not decide(0.2), "enough for prompt lookup's, which waits"
     assert controller._is_saving
     decide(1.0)
     assert not controller._is_saving
     assert not rows[0].num_drafts, "a trial of none"
+    assert decide(0.2), "the first one after it does not wait"
+    assert controller._is_saving, "and more would"
+    assert not decide(0.2)
 
 
 def test_a_prediction_counts_for_the_steps_of_its_class_of_rows():

@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.proposer import TargetOutput
+from outrider.spec_decode.adaptive import AdaptiveProposer
+from outrider.spec_decode.controller import DrafterTraits
+from outrider.spec_decode.proposer import NoProposer, TargetOutput
 from outrider.spec_decode.rests import LONGEST_WAIT, WORTH_WAITING, Rests, spells_of
+
+from .simulated import Clock
 
 
 def request(adapter=None):
@@ -146,7 +150,7 @@ def test_what_is_only_counted_sums_up_like_what_is_added(seed):
             num_rows = rng.randint(1, 5)
         rows = [plan(request(), 3) for _ in range(num_rows)]
         if rng.random() < 0.15:
-            start, count = rng.choice([(0, 1), (0, 4), (2, 1), (4, 3)])
+            start, count = rng.choice([(0, 1), (0, 4), (2, 1), (4, 3), (4, 1)])
             rows[-1] = plan(request(), start, count, rng.random() < 0.5)
         target = TargetOutput(seconds=rng.choice([1e-3, 2e-3, WORTH_WAITING, LONGEST_WAIT / 3]))
         may_wait = slow.add(rows, target)
@@ -176,3 +180,31 @@ def test_what_is_watched_is_never_only_counted():
     rests.add([plan(one, 3)], SHORT)
     rests.is_other_class(1)
     assert not rests.goes_on([plan(one, 4)], SHORT)
+
+
+@pytest.mark.parametrize("is_on_trial", [False, True])
+def test_steps_that_nobody_watches_are_only_counted_but_on_trial(is_on_trial):
+    """And the last one of a rest is looked at."""
+    added, measured, one, clock = [], [], request(), Clock()
+    clock.now = 1.0
+
+    class Counting(Rests):
+        def add(self, rows, target):
+            added.append(rows)
+            return super().add(rows, target)
+
+    proposer = AdaptiveProposer([(DrafterTraits("draft_model", True), NoProposer())], 2, clock)
+    proposer._rests, controller = Counting(are_watched=False), proposer.controller
+    controller.due = lambda *args: False
+    controller.rest_on = lambda rows: 5
+    controller._mode.drafting = False
+    proposer.rested([plan(one, 3)], SHORT)
+    proposer.snapshot()
+    added.clear()
+    controller.costs.add_step = lambda rows, tokens, seconds: measured.append(seconds)
+    proposer._on_trial, proposer._rest = is_on_trial, 6
+    for number in range(6):
+        proposer.rested([plan(one, 4 + number)], SHORT)
+    proposer.snapshot()
+    assert len(added) == len(measured) == (6 if is_on_trial else 1)
+    assert proposer.rest == 5
