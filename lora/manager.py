@@ -71,7 +71,8 @@ class AdapterManager:
         self._on_gone, max_rank = hooks.on_gone, config.max_lora_rank
         device = torch.device(device)
         sites = target, draft = make_sites(linears, hooks, dtype, device)
-        pool = RowPool(count_rows(config, sum(part.row_bytes for part in sites)), config.max_loras)
+        num_rows = count_rows(config, sum(part.row_bytes for part in sites))
+        pool = RowPool(num_rows, config.max_loras, hooks.before_evicting)
         for part in sites:
             part.allocate(pool.num_rows)
         self._files = AdapterFiles(

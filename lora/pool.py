@@ -12,7 +12,7 @@ One unit is one rank row across all layers, so a rank-8 adapter takes half of wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,11 @@ class RowPool:
     that are being written are given to nobody else before that has ended, whatever becomes of their owner.
     """
 
-    def __init__(self, num_rows: int, max_running: int) -> None:
+    def __init__(
+        self, num_rows: int, max_running: int, before_evicting: Callable[[bytes], None] = lambda key: None
+    ) -> None:
+        """`before_evicting`: called with a key whose rows are still written, but will be another's soon."""
+        self._before_evicting = before_evicting
         self.num_rows = num_rows
         self.max_running = max_running
         self.num_free = num_rows
@@ -148,6 +152,8 @@ class RowPool:
         """Take the rows of an adapter that nobody uses, pinned or not."""
         if self._entries[key].num_users:
             raise ValueError("running requests use the adapter")
+        if self.is_ready(key):
+            self._before_evicting(key)
         self.set_pinned(key, False)
         allocation = self._entries.pop(key).allocation
         if allocation not in self._writing:

@@ -32,6 +32,8 @@ class AdapterHooks(NamedTuple):
     """...and the drafter's projections; none: draft weights are not read."""
     on_gone: Callable[[bytes], None] = lambda digest: None
     """Called with the digest of a content that no name and no request has any more."""
+    before_evicting: Callable[[bytes], None] = lambda digest: None
+    """Called with the digest of a content whose rows on the device will be another's soon."""
     batch_invariant: bool = False
     """Whether what an adapter gives a token must not depend on the other tokens, bit for bit."""
     reader_process: bool = False

@@ -27,7 +27,7 @@ from .drafters import USUAL_LAG, Drafters
 from .evidence import Evidence
 from .lanes import LaneKey, RowState, lane_key, lane_keys
 from .outcome import StepOutcome
-from .proposer import AdapterPreparer, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
+from .proposer import AdapterPreparer, DefersAdapters, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .rests import WORTH_WAITING, Rests
 from .steady import MEASURED_ONE_IN, SteadySteps
 from .step_costs import MIXED
@@ -98,6 +98,12 @@ class AdaptiveProposer:
             drafter.forget_adapter(digest)
         self._controller.forget(digest)
         self._resting -= set(lane_keys(digest))
+
+    def adapter_leaves(self, digest: bytes) -> None:
+        """See `DefersAdapters`; for the first drafter, which alone may own layers."""
+        if isinstance(self._first, DefersAdapters):
+            self._watch_rests()
+            self._first.adapter_leaves(digest)
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""

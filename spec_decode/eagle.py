@@ -82,6 +82,7 @@ def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProp
         max_num_batched_tokens=context.max_num_batched_tokens,
         edit_logits=context.edit_logits,
         graphs=context.graphs,
+        defers_adapters=not context.asynchronous,
     )
 
 
@@ -111,9 +112,11 @@ class EagleProposer:
         max_num_batched_tokens: int = 2048,
         edit_logits: EditLogits | None = None,
         graphs: PassGraphs | None = None,
+        defers_adapters: bool = False,
     ) -> None:
         """`head` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
-        short passes are captured there."""
+        short passes are captured there. `defers_adapters`: `adapter_leaves` will be called, and never while a step is
+        under way."""
         self._head = head
         self._graphs = graphs
         if graphs is not None and graphs.captures(head):
@@ -125,7 +128,12 @@ class EagleProposer:
         self._eagle3 = head.config.eagle3
         self._ring = _ring_for(head)
         self._store = HiddenStore(
-            head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3, ring=self._ring
+            head.config.layer.hidden_size,
+            head.fuse,
+            head.device,
+            adapts=self._eagle3,
+            defers=defers_adapters,
+            ring=self._ring,
         )
         self._kv: Sequence[LayerKV] = ()
         self._limits: CatchUpLimits | None = None
@@ -164,6 +172,10 @@ class EagleProposer:
 
     def forget_adapter(self, digest: bytes) -> None:
         """Nothing outlives a request but what its blocks hold, and the prefix cache knows whose they are."""
+
+    def adapter_leaves(self, digest: bytes) -> None:
+        """See `DefersAdapters`: the hidden states of its requests are fused."""
+        self._store.adapter_leaves(digest)
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:

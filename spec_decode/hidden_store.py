@@ -7,7 +7,8 @@ block table: valid wherever the target's own KV is, after prefix-cache hits and 
     step: hidden states [T, H] --append--> pending (`pending_states`) --flush--> fuse --> cache[slots]
 
 Fusing is left for later: it costs a product, and a step without drafts should cost nothing. What belongs to requests
-that have gone meanwhile is dropped, unless the prefix cache may have their blocks. A block may be freed and reused
+that have gone meanwhile is dropped, unless the prefix cache may have their blocks: these may outlive the requests, whose adapters can be gone then,
+and are written before they go (`adapter_leaves`). A block may be freed and reused
 while entries wait: the last one to a slot wins.
 """
 
@@ -61,13 +62,23 @@ class _Entry:
 class HiddenStore:
     """One vector for each position of each sequence."""
 
-    def __init__(self, width: int, fuse: Fuse, device: torch.device, *, adapts: bool, ring: Ring | None = None) -> None:
-        """`width` elements a vector, an even number. `adapts`: whether adapters have a part in `fuse`. `ring`: memory
-        that the target may copy its hidden states into."""
+    def __init__(
+        self,
+        width: int,
+        fuse: Fuse,
+        device: torch.device,
+        *,
+        adapts: bool,
+        defers: bool = False,
+        ring: Ring | None = None,
+    ) -> None:
+        """`width` elements a vector, an even number. `adapts`: whether adapters have a part in `fuse`; `defers`:
+        whether `adapter_leaves` will be called. `ring`: memory that the target may copy its hidden states into."""
         self._width = width
         self._fuse = fuse
         self._device = device
         self._adapts = adapts
+        self._flushes_for_adapters = adapts and not defers
         self._prepare_adapters: AdapterPreparer = no_adapters
         self._halves: tuple[Tensor, Tensor] | None = None
         self._block_size = 0
@@ -107,8 +118,15 @@ class HiddenStore:
             self._limit()
 
     def _flush_for_adapters(self, rows: Sequence[DraftRow | RowPlan]) -> None:
-        if self._adapts and any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
+        if not self._flushes_for_adapters:
+            return
+        if any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
             self.flush()  # its blocks may outlive the request, and the request is what keeps its adapter
+
+    def adapter_leaves(self, digest: bytes) -> None:
+        """Write all that waits if an adapter with this content has a part in it: it is about to be gone."""
+        if self._adapts and self._pending.uses(digest):
+            self.flush()
 
     def _limit(self) -> None:
         pending = self._pending

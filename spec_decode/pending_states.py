@@ -57,6 +57,11 @@ class Step:
         return self.states[0].shape[0]
 
     @property
+    def requests(self) -> Iterator[Request]:
+        """Whose they are."""
+        return (row.request for row in self.rows)
+
+    @property
     def has_gone(self) -> bool:
         """Whether nobody will read any of it."""
         return all(_has_gone(row.request, row.block_table) for row in self.rows)
@@ -86,6 +91,11 @@ class Bundle:
         """That these steps computed."""
         self.states = states
         self.place = place
+
+    @property
+    def requests(self) -> Iterator[Request]:
+        """Whose they are; of several spells one may occur several times."""
+        return (row.request for rows, _, _ in self._spells for row in rows)
 
     @property
     def has_gone(self) -> bool:
@@ -174,6 +184,11 @@ class PendingStates:
     def _views(self, place: int, num_tokens: int) -> tuple[Tensor, ...]:
         assert self._ring is not None
         return self._ring.views(place, num_tokens)
+
+    def uses(self, adapter: bytes) -> bool:
+        """Whether some of it is of an adapter with that content."""
+        users = (request.adapter for entry in self._queue for request in entry.requests)
+        return any(version is not None and version.digest == adapter for version in users)
 
     def pop(self) -> Step | Bundle:
         """The oldest; its states stay as they are until `popped`."""

@@ -185,6 +185,16 @@ class Resting(Proposer, Protocol):
 
 
 @runtime_checkable
+class DefersAdapters(Protocol):
+    """A proposer that may compute what adapters have a part in later than in the steps of their requests."""
+
+    def adapter_leaves(self, digest: bytes) -> None:
+        """The rows on the device of the adapter with this content will be another's soon: what needs them is computed
+        now. Called between steps."""
+        ...
+
+
+@runtime_checkable
 class LateDrafter(Proposer, Protocol):
     """A proposer that drafts where the target computes, before the host knows what a step has brought."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import TYPE_CHECKING
 
 from .outcome import StepOutcome
@@ -13,18 +12,60 @@ from .step_costs import row_class
 if TYPE_CHECKING:
     from ..platform.core.batch import RowPlan
 
-MOST_WAITING, MOST_TOKENS = 256, 512
-"""Steps that are put off together, at most, and tokens of each."""
-MOST_KEPT = 16
-"""Steps whose hidden states are tensors, which live on meanwhile."""
+MOST_WAITING = 256
+"""Steps that are put off together, at most."""
+MOST_KEPT, MOST_TOKENS = 16, 512
+"""Steps whose hidden states are tensors, which live on meanwhile, and tokens of each."""
 LONGEST_WAIT = 0.25
 """Seconds of such steps: text may have become one that drafts would help. A look takes some 0.3 ms, and the
 steps after it 0.15 ms more until the processor's caches have what they need."""
 WORTH_WAITING = 0.01
 """Seconds of a step up to which it is worth it to put off what is to be done after it: that takes tens of
 microseconds."""
-RestedStep = tuple["Sequence[RowPlan]", list[list[int]], TargetOutput]
-"""A step's rows, their block tables then, and what the target computed."""
+
+
+class Spells:
+    """Steps that nobody has looked at yet, oldest first: those of the same sequences together. Of a step that goes on
+    with the last spell as little as can be is kept: while objects live on, those of the next steps get memory that is
+    in no cache."""
+
+    __slots__ = ("_spells", "num_steps")
+
+    def __init__(self) -> None:
+        self._spells: list[RestedSteps] = []
+        self.num_steps = 0
+
+    def go_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
+        """Take in a step in which the rows of the last one are each one token later; else nothing is done.
+
+        Who has another list of blocks has given way meanwhile, and one that begins elsewhere is computed again: the
+        step before failed."""
+        if not self._spells:
+            return False
+        first, tables, targets = self._spells[-1]
+        if len(rows) != len(first):
+            return False
+        later = len(targets) - 1
+        for row, before, table in zip(rows, first, tables, strict=True):
+            request = row.request
+            if request is not before.request or row.num_tokens != 1 or request.blocks is not table:
+                return False
+            if row.start != before.start + before.num_tokens + later:
+                return False
+        targets.append(target)
+        self.num_steps += 1
+        return True
+
+    def add(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
+        """Take in a step."""
+        if not self.go_on(rows, target):
+            self._spells.append(RestedSteps(rows, [row.request.blocks for row in rows], [target]))
+            self.num_steps += 1
+
+    def take(self) -> list[RestedSteps]:
+        """All of them, which are known now."""
+        spells, self._spells, self.num_steps = self._spells, [], 0
+        return spells
 
 
 class Rests:
@@ -34,9 +75,9 @@ class Rests:
         "_alike",
         "_are_watched",
         "_rows",
+        "_spells",
         "_told",
         "_waited",
-        "_waiting",
         "num_answers",
         "num_outputs",
         "num_prompts",
@@ -49,7 +90,7 @@ class Rests:
     def __init__(self, *, are_watched: bool) -> None:
         """`are_watched`: see `ProposerNeeds.watches_rests`; else steps are only counted."""
         self._are_watched = are_watched
-        self._waiting: list[RestedStep] = []
+        self._spells = Spells()  # none where they are only counted
         self._waited = 0.0  # seconds since the last look
         self._alike, self._told = 0, 0.0  # steps that were not counted yet, and of `_waited` what was before them
         self._rows = 0  # of the last step
@@ -57,17 +98,19 @@ class Rests:
         self.time_anew()
 
     def goes_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> bool:
-        """Take in a step, if it may wait and there is nothing to see in it: decodes, as many as rows of the last one.
-        Else it is to be added."""
+        """Take in a step, if it may wait and there is nothing to see in it: decodes, as many as rows of the last one
+        (of the same sequences, where they are watched). Else it is to be added."""
         # As little as can be: all that is done after such a step is to cost a small model nothing.
         last = rows[-1]  # prompts come last
-        if self._are_watched or len(rows) != self._rows or last.num_tokens > 1 or not last.samples:
+        if len(rows) != self._rows or last.num_tokens > 1 or not last.samples:
             return False
         if last.start < last.request.num_prompt_tokens:
             return False
         seconds = target.seconds
         waited = self._waited + seconds
         if seconds >= WORTH_WAITING or waited > LONGEST_WAIT:
+            return False
+        if self._are_watched and not (self._has_room(target) and self._spells.go_on(rows, target)):
             return False
         self._waited = waited
         self._alike += 1
@@ -81,31 +124,24 @@ class Rests:
         self._told = self._waited
         self.timed_steps += 1
         self.timed_seconds += seconds
+        self._count(rows, seconds)
         may_wait = seconds < WORTH_WAITING and self._waited <= LONGEST_WAIT
-        if not self._are_watched:
-            self._count(rows, 1, seconds)
-            return may_wait
-        waiting, tables = self._waiting, []
-        num_tokens = 0
-        for row in rows:
-            request = row.request
-            if request.adapter is not None:
-                may_wait = False  # it may be gone later
-            tables.append(request.blocks)
-            num_tokens += row.num_tokens
-        waiting.append((rows, tables, target))
-        most = MOST_WAITING if target.hidden is None else MOST_KEPT
-        return may_wait and len(waiting) < most and num_tokens <= MOST_TOKENS
+        if self._are_watched:
+            self._spells.add(rows, target)
+            may_wait = may_wait and self._has_room(target)
+            if target.hidden is not None:
+                may_wait = may_wait and sum([row.num_tokens for row in rows]) <= MOST_TOKENS
+        return may_wait
+
+    def _has_room(self, target: TargetOutput) -> bool:
+        """Whether another step like this one may wait beside those that do."""
+        return self._spells.num_steps < (MOST_WAITING if target.hidden is None else MOST_KEPT)
 
     def look(self) -> list[RestedSteps]:
         """What nobody has looked at yet, if somebody wants to."""
         self._count_alike()
-        waiting, self._waiting = self._waiting, []
         self._waited = self._told = 0.0
-        spells = spells_of(waiting)
-        for rows, _, targets in spells:
-            self._count(rows, len(targets), sum([target.seconds for target in targets]))
-        return spells
+        return self._spells.take()
 
     @property
     def outcome(self) -> StepOutcome:
@@ -146,37 +182,12 @@ class Rests:
             self.timed_steps += steps
             self.timed_seconds += seconds
 
-    def _count(self, rows: Sequence[RowPlan], num_steps: int, seconds: float) -> None:
-        self.num_steps += num_steps
+    def _count(self, rows: Sequence[RowPlan], seconds: float) -> None:
+        self.num_steps += 1
         self.seconds += seconds
-        self.num_outputs += len(rows) * num_steps
+        self.num_outputs += len(rows)
         for row in rows:
             if row.num_tokens > 1 or not row.samples:
                 self.num_prompts += row.num_tokens
                 self.num_outputs -= not row.samples
                 self.num_answers += row.samples
-
-
-def spells_of(waiting: Sequence[RestedStep]) -> list[RestedSteps]:
-    """Steps that nobody has looked at yet, oldest first: those of the same sequences together. The code that looks is
-    not in the processor's caches after a step of the target, and runs several times as fast for the second of two."""
-    spells: list[RestedSteps] = []
-    before: Sequence[RowPlan] = ()
-    tables: list[list[int]] = []
-    for rows, tables_then, target in waiting:
-        # Who has another list of blocks has given way meanwhile.
-        if len(rows) == len(before) and all(map(is_, tables, tables_then)) and _continue(before, rows):
-            spells[-1].targets.append(target)
-        else:
-            spells.append(RestedSteps(rows, tables_then, [target]))
-        before, tables = rows, tables_then
-    return spells
-
-
-def _continue(before: Sequence[RowPlan], rows: Sequence[RowPlan]) -> bool:
-    """Whether the rows of a step are each one token later than those of the step before it. One that begins elsewhere
-    is computed again: the step before failed."""
-    for last, row in zip(before, rows, strict=True):
-        if row.num_tokens != 1 or row.start != last.start + last.num_tokens:
-            return False
-    return True

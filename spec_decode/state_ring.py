@@ -12,7 +12,7 @@ MAX_PENDING = 8192
 """Tokens whose hidden states may wait..."""
 MAX_PENDING_BYTES = 32 << 20
 """...and the memory that they may hold, beyond those of one step."""
-_MAX_COPIED_BYTES = 1 << 20
+_MAX_COPIED_BYTES = 4 << 20
 """At once: beyond that a copy is no trifle, and so much memory is not found in caches anyway."""
 
 

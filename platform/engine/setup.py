@@ -20,7 +20,7 @@ from ...models.graphs import PassGraphs
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.adaptive import AdaptiveProposer
 from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
-from ...spec_decode.proposer import LateChooser, LateDrafter, Proposer
+from ...spec_decode.proposer import DefersAdapters, LateChooser, LateDrafter, Proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
@@ -214,6 +214,8 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
             long_steps=_has_long_steps(config, model),
         ),
     )
+    if isinstance(proposer, DefersAdapters):
+        hooks = hooks._replace(before_evicting=proposer.adapter_leaves)
     try:
         return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
     except (MemoryError, torch.OutOfMemoryError) as error:

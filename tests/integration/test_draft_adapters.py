@@ -388,3 +388,44 @@ def test_draft_weights_for_an_eagle3_head(
     names = [models.lora("a"), models.lora("b"), None]
     expected = run(plain_engine, [(prompt, greedy, request) for prompt in prompts for request in names])
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in expected]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_hidden_states_are_fused_before_their_adapter_makes_way(
+    make_engine, run, prompts, drafted, eagle3_head, bare, tmp_path, adaptive
+):
+    """Nothing is drafted, so they wait: for longer than the requests and the adapters on the device, where the prefix
+    cache keeps their blocks. What is written then is what is written while all adapters are there."""
+    head, lora = eagle3_head
+    folders = {}
+    for number, name in enumerate("ab"):
+        folders[name] = tmp_path / name
+        shutil.copytree(bare[name], folders[name])
+        nested = folders[name] / "draft" / "eagle3"
+        nested.mkdir(parents=True)
+        save_file({key: (1 + number) * value for key, value in lora.items()}, nested / WEIGHTS)
+        (nested / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, "adaptive": adaptive}
+    silent = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculative=False)
+    stored, waited, evictions = [], [], []
+    for max_loras in (1, 2):
+        engine = make_engine(**LORA | {"max_loras": max_loras}, speculative_config=speculative)
+        proposer = engine._runner._proposer
+        store = (proposer._first if adaptive else proposer)._store
+        store.flush()  # what is left of the measuring at start
+        for half in store._halves:
+            half.zero_()
+        for name, prompt in zip("abaab", prompts * 2, strict=False):
+            run(engine, [(prompt, silent, request_of(name, folders[name]))])
+        if adaptive:
+            proposer._watch_rests()
+        waited.append(store._pending.num_tokens)
+        evictions.append(engine.stats().lora_evictions["device"])
+        store.flush()
+        vectors = torch.cat(store._halves, dim=-1)
+        vectors = vectors[vectors.abs().sum(-1) > 0]
+        stored.append(vectors[vectors[:, 0].argsort()])  # wherever its blocks lie
+    torch.testing.assert_close(*stored)
+    assert len(stored[0]) > 100
+    assert evictions == [3, 0]
+    assert 0 < waited[0] < waited[1], "but for those of adapters that made way, all of them wait"

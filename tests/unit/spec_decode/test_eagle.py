@@ -16,7 +16,7 @@ from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode import state_ring
 from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
-from outrider.spec_decode.rests import MOST_WAITING, RestedStep, spells_of
+from outrider.spec_decode.rests import MOST_WAITING, Spells
 
 BLOCK, NUM_BLOCKS = 4, 96
 GREEDY = SamplingParams(temperature=0.0)
@@ -76,7 +76,7 @@ class Engine:
         self.free = list(range(NUM_BLOCKS))
         self.rng.shuffle(self.free)
         self.references: dict[int, int] = {}
-        self.waiting: list[RestedStep] = []
+        self.spells = Spells()
         self.count = 0
 
     def tokens(self, count: int) -> list[int]:
@@ -166,15 +166,14 @@ class Engine:
     def rest(self, rows: list[DraftRow], output: TargetOutput) -> list[Proposal]:
         """Some are looked at later, as the adaptive proposer does it."""
         plans = [RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0) for row in rows]
-        self.waiting.append((plans, [row.request.blocks for row in rows], output))
-        if len(self.waiting) >= MOST_WAITING or any(row.request.adapter is not None for row in rows):
+        self.spells.add(plans, output)
+        if self.spells.num_steps >= MOST_WAITING:
             self.look_at_rests()
         return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
 
     def look_at_rests(self) -> None:
-        if spells := spells_of(self.waiting):
+        if spells := self.spells.take():
             self.proposer.watch_rests(spells)
-        self.waiting = []
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS, ids=NAMES)

@@ -13,7 +13,7 @@ from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
 from outrider.spec_decode.proposer import NoProposer, TargetOutput
-from outrider.spec_decode.rests import LONGEST_WAIT, WORTH_WAITING, Rests, spells_of
+from outrider.spec_decode.rests import LONGEST_WAIT, MOST_KEPT, MOST_TOKENS, MOST_WAITING, WORTH_WAITING, Rests, Spells
 
 from .simulated import Clock
 
@@ -31,43 +31,52 @@ def plan(request, start=2, num_tokens=1, samples=True):
 SHORT = TargetOutput(seconds=WORTH_WAITING / 2)
 
 
-def waiting(*steps, target=SHORT):
-    return [(rows, [row.request.blocks for row in rows], target) for rows in steps]
+def spells_of(*steps, target=SHORT):
+    spells = Spells()
+    for rows in steps:
+        spells.add(rows, target)
+    assert spells.num_steps == len(steps)
+    return spells.take()
 
 
 def test_steps_of_the_same_decodes_are_one_spell():
     one, other = request(), request()
     first = [plan(one, 0, 5), plan(other, 7)]
-    (spell,) = spells_of(waiting(first, [plan(one, 5), plan(other, 8)], [plan(one, 6), plan(other, 9)]))
+    (spell,) = spells_of(first, [plan(one, 5), plan(other, 8)], [plan(one, 6), plan(other, 9)])
     assert (spell.rows, spell.targets) == (first, [SHORT] * 3)
     assert spell.tables[0] is one.blocks
     assert spell.tables[1] is other.blocks
-    assert spells_of([]) == []
+    assert spells_of() == []
 
 
 def test_other_sequences_and_prompts_begin_a_spell():
     one, other = request(), request()
-    steps = waiting([plan(one)], [plan(one, 3), plan(other, 0, 9)], [plan(other, 9)], [plan(one, 4), plan(other, 10)])
-    assert [len(spell.rows) for spell in spells_of(steps)] == [1, 2, 1, 2]
-    parts = waiting([plan(one, 0, 4, False)], [plan(one, 4, 4, False)], [plan(one, 8, 1)], [plan(one, 9, 1)])
-    assert [len(spell.targets) for spell in spells_of(parts)] == [1, 3], "a part, and the rest of it with what follows"
+    steps = [[plan(one)], [plan(one, 3), plan(other, 0, 9)], [plan(other, 9)], [plan(one, 4), plan(other, 10)]]
+    assert [len(spell.rows) for spell in spells_of(*steps)] == [1, 2, 1, 2]
+    parts = [[plan(one, 0, 4, False)], [plan(one, 4, 4, False)], [plan(one, 8, 1)], [plan(one, 9, 1)]]
+    assert [len(spell.targets) for spell in spells_of(*parts)] == [1, 3], "a part, and the rest of it with what follows"
 
 
 def test_a_sequence_that_gave_way_begins_a_spell():
-    one = request()
-    before = waiting([plan(one)])
-    one.blocks = list(one.blocks)
-    assert len(spells_of(before + waiting([plan(one, 3)]))) == 2
+    one, spells = request(), Spells()
+    spells.add([plan(one)], SHORT)
+    before, one.blocks = one.blocks, list(one.blocks)
+    assert not spells.go_on([plan(one, 3)], SHORT)
+    spells.add([plan(one, 3)], SHORT)
+    first, second = spells.take()
+    assert first.tables[0] is before
+    assert second.tables[0] is one.blocks
+    assert not spells.go_on([plan(one, 4)], SHORT), "what was taken is gone"
 
 
 def test_a_step_that_is_computed_again_is_no_part_of_its_failed_self():
     """An error after the step was looked at, and before it was committed: as a whole, or its last row."""
     one, other = request(), request()
-    steps = waiting(
+    steps = [
         [plan(one), plan(other)], [plan(one, 3), plan(other, 3)], [plan(one, 3), plan(other, 3)],
         [plan(one, 4), plan(other, 3)], [plan(one, 5), plan(other, 4)],
-    )  # fmt: skip
-    assert [len(spell.targets) for spell in spells_of(steps)] == [2, 1, 2]
+    ]  # fmt: skip
+    assert [len(spell.targets) for spell in spells_of(*steps)] == [2, 1, 2]
 
 
 @settings(deadline=None, max_examples=80)
@@ -75,7 +84,7 @@ def test_a_step_that_is_computed_again_is_no_part_of_its_failed_self():
 def test_every_step_is_looked_at_once_in_order(seed):
     """Whoever comes, goes and begins again, what is looked at is what was computed."""
     rng = random.Random(seed)
-    kept, live, computed, looked_at = [], [request()], [], []
+    kept, live, computed, looked_at = Spells(), [request()], [], []
     positions = {}
 
     def look(steps):
@@ -99,12 +108,12 @@ def test_every_step_is_looked_at_once_in_order(seed):
             positions[one] = positions.get(one, 0) + tokens
         target = TargetOutput(torch.tensor([float(number)]), (), 1e-3)
         computed.append((float(number), [(row.request, row.start) for row in plans]))
-        kept += waiting(plans, target=target)
+        if rng.random() < 0.5 or not kept.go_on(plans, target):
+            kept.add(plans, target)
         if rng.random() < 0.1:
-            for steps in spells_of(kept):
+            for steps in kept.take():
                 look(steps)
-            kept.clear()
-    for steps in spells_of(kept):
+    for steps in kept.take():
         look(steps)
     assert looked_at == computed
 
@@ -132,23 +141,24 @@ def test_steps_that_nobody_reads_are_not_kept():
         assert rests.add([plan(one, number)], SHORT), "nor does it matter whose they are"
     rests.add([plan(one, steps - 1)], SHORT)
     assert not rests.add([plan(one, steps)], SHORT), "somebody may have come"
-    assert rests._waiting == []
+    assert rests._spells.num_steps == 0
     rests.look()
     assert rests.add([plan(one)], SHORT)
     assert not rests.add([plan(one)], TargetOutput(seconds=WORTH_WAITING))
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.integers(0, 10**6))
-def test_what_is_only_counted_sums_up_like_what_is_added(seed):
+@given(st.booleans(), st.integers(0, 10**6))
+def test_what_is_only_counted_sums_up_like_what_is_added(are_watched, seed):
     """Whatever is asked for in between, and whichever steps are looked at."""
     rng = random.Random(seed)
-    quick, slow = Rests(are_watched=False), Rests(are_watched=False)
-    num_rows = 1
+    quick, slow = Rests(are_watched=are_watched), Rests(are_watched=are_watched)
+    live, position = [request()], 3
     for _ in range(80):
         if rng.random() < 0.2:
-            num_rows = rng.randint(1, 5)
-        rows = [plan(request(), 3) for _ in range(num_rows)]
+            live = [request() for _ in range(rng.randint(1, 5))]
+        num_rows = len(live)
+        rows, position = [plan(one, position) for one in live], position + 1
         if rng.random() < 0.15:
             start, count = rng.choice([(0, 1), (0, 4), (2, 1), (4, 3), (4, 1)])
             rows[-1] = plan(request(), start, count, rng.random() < 0.5)
@@ -166,7 +176,9 @@ def test_what_is_only_counted_sums_up_like_what_is_added(seed):
             quick.time_anew()
             slow.time_anew()
         elif action < 0.3:
-            assert quick.look() == slow.look() == []
+            spells = quick.look()
+            assert spells == slow.look()
+            assert are_watched or spells == []
             assert quick.outcome == slow.outcome
             assert (quick.num_steps, quick.timed_steps) == (slow.num_steps, slow.timed_steps)
             assert (quick.seconds, quick.timed_seconds) == pytest.approx((slow.seconds, slow.timed_seconds))
@@ -175,11 +187,32 @@ def test_what_is_only_counted_sums_up_like_what_is_added(seed):
                 slow.taken_in()
 
 
-def test_what_is_watched_is_never_only_counted():
-    rests, one = Rests(are_watched=True), request()
-    rests.add([plan(one, 3)], SHORT)
+def test_of_what_is_watched_only_a_step_of_the_same_sequences_goes_on():
+    rests, one, other = Rests(are_watched=True), request(adapter=object()), request()
+    assert rests.add([plan(one, 3)], SHORT)
     rests.is_other_class(1)
-    assert not rests.goes_on([plan(one, 4)], SHORT)
+    assert not rests.goes_on([plan(other, 4)], SHORT)
+    assert rests.goes_on([plan(one, 4)], SHORT), "whosever it is"
+    assert not rests.goes_on([plan(one, 6)], SHORT), "nobody computed what is between"
+    assert not rests.goes_on([plan(one, 5), plan(other, 4)], SHORT)
+    (spell,) = rests.look()
+    assert len(spell.targets) == 2
+    assert not rests.goes_on([plan(one, 5)], SHORT), "a look is where it begins"
+    assert (rests.num_steps, rests.num_outputs) == (2, 2)
+
+
+@pytest.mark.parametrize(("hidden", "most"), [(None, MOST_WAITING), (torch.zeros(1), MOST_KEPT)])
+def test_so_many_watched_steps_wait(hidden, most):
+    """Fewer where tensors would live on; and of those none with many tokens."""
+    rests, one = Rests(are_watched=True), request()
+    target = TargetOutput(hidden, seconds=1e-6)
+    for number in range(most - 1):
+        assert rests.add([plan(one, 3 + number)], target)
+        rests.is_other_class(1)
+    assert not rests.add([plan(one, 2 + most)], target)
+    assert not rests.goes_on([plan(one, 3 + most)], target)
+    assert len(rests.look()[0].targets) == most
+    assert rests.add([plan(one, 0, MOST_TOKENS + 1)], target) is (hidden is None)
 
 
 @pytest.mark.parametrize("is_on_trial", [False, True])
