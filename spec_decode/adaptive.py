@@ -25,7 +25,7 @@ from .controller import Controller, DrafterTraits
 from .device_timer import Timer
 from .drafters import USUAL_LAG, Drafters
 from .evidence import Evidence
-from .lanes import LaneKey, RowState, lane_key, lane_keys
+from .lanes import LaneKey, RowState, lane_key
 from .outcome import StepOutcome
 from .proposer import AdapterPreparer, DefersAdapters, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .rests import WORTH_WAITING, Rests
@@ -67,12 +67,13 @@ class AdaptiveProposer:
         self._batch: list[Request] = []
         self._states: list[RowState] = []  # of the batch
         self._rest, self._on_trial = 0, False  # and whether each of these steps is measured
-        self._resting: set[LaneKey] = set()  # those of the last batch that was looked at
+        self._resting: set[LaneKey] | None = None  # those of the last batch that was looked at, once they are needed
         self._paused = False  # nothing was drafted once, though drafting goes on
         self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
-        self._drafted, self._deciding = False, 0.0  # in the last step that somebody asked after: drafts, and seconds
+        self._drafted = False  # in the last step that somebody asked after
+        self._deciding = 0.0  # seconds in that step
         self._held: tuple[int, int] | None = None
-        self._steady = SteadySteps()
+        self._steady = SteadySteps(self._first, self._controller, self._evidence)
 
     @property
     def needs(self) -> ProposerNeeds:
@@ -97,7 +98,7 @@ class AdaptiveProposer:
         for drafter in self._drafters:
             drafter.forget_adapter(digest)
         self._controller.forget(digest)
-        self._resting -= set(lane_keys(digest))
+        self._resting = set()  # whoever comes next is looked at
 
     def adapter_leaves(self, digest: bytes) -> None:
         """See `DefersAdapters`; for the first drafter, which alone may own layers."""
@@ -111,11 +112,16 @@ class AdaptiveProposer:
         if steady.left > 0:
             steady.left -= 1
             fitting = steady.fit(rows)
-            if fitting is not None or self._is_joined(rows):
-                return self._go_on(rows, fitting, target)
+            proposals = self._join(rows, target) if fitting is None else steady.draft(fitting, target)
+            if proposals is not None:
+                if steady.left == 0:  # the next one is to be measured
+                    self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
+                    self._watch.unsettle()
+                    self._end()
+                return proposals
             steady.left = 0
         began = self._watch.clock()
-        steady.tell(self._controller, self._evidence)
+        steady.tell()
         self._watch_rests()
         drafting = self._take_in_drafting()
         gap = self._watch.gap_before(began, *self._rests.timed(target.seconds + drafting))
@@ -123,8 +129,7 @@ class AdaptiveProposer:
             gap = None  # the engine may have waited for them
         self._take_in_rest()
         batch = [row.request for row in rows]
-        if batch != self._batch:
-            self._update_states(batch)
+        self._update_states(batch)
         self._drafters.seconds = self._deciding = 0.0
         proposals = self._propose(rows, target)
         ended = self._watch.clock()
@@ -160,41 +165,30 @@ class AdaptiveProposer:
             return 0
         return max(0, min(MEASURED_ONE_IN - 1, self._controller.steps_left - 1))
 
-    def _is_joined(self, rows: Sequence[DraftRow]) -> bool:
-        """Take over another batch; whether it, too, is drafted for as was decided before."""
-        batch = [row.request for row in rows]
-        if batch == self._batch:
-            return True
-        if not all(row.sampled for row in rows):
-            return False
-        self._update_states(batch)
-        self._steady.begin(batch, self._states)
-        return not self._controller.due(len(batch), False, self._steady.seconds)
-
-    def _go_on(
-        self, rows: Sequence[DraftRow], fitting: Sequence[DraftRow] | None, target: TargetOutput
-    ) -> list[Proposal]:
-        """After a step that is not measured, draft as was decided before. What was accepted is all that counts.
-        `fitting`: see `SteadySteps.fit`; None: others than before have just been taken over."""
-        steady = self._steady
-        if fitting is None:
-            fitting = steady.fit(rows)
-        if fitting is not None:
-            proposals = self._first.propose(fitting, target)
-            steady.add(fitting, proposals, target.seconds)
+    def _join(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal] | None:
+        """After a step that is not measured, of others than before, or whom another drafts for: take them over, and
+        draft as was decided before; None, if it is to be decided anew."""
+        steady, batch = self._steady, [row.request for row in rows]
+        if batch != self._batch:
+            if not all(row.sampled for row in rows):
+                return None
+            self._update_states(batch)
+            steady.begin(batch, self._states)
+            if self._controller.due(len(batch), False):
+                return None
         else:
-            steady.add(rows, (), target.seconds)
-            steady.tell(self._controller, self._evidence)  # who drafts now is noted after it
-            proposals = self._draft(rows, target, measures=False)
-        if steady.left == 0:  # the next one is to be measured
-            self._drafted = any(proposal.drafts.token_ids for proposal in proposals)
-            self._watch.unsettle()
-            self._end()
-        return proposals
+            steady.tell()
+        fitting = steady.fit(rows)
+        if fitting is not None:
+            steady.count_prompts(rows)
+            return steady.draft(fitting, target)
+        self._note(StepOutcome.of(rows, self._states))
+        self._controller.stepped(target.seconds + steady.usual)
+        return self._drafters.propose(rows, self._states, target, measures=False, counts=self._held is None)
 
     def _take_in_notes(self) -> None:
         """Have the controller know all that happened."""
-        self._steady.tell(self._controller, self._evidence)
+        self._steady.tell()
         self._evidence.take_in()
 
     @property
@@ -211,6 +205,8 @@ class AdaptiveProposer:
         if self._rests.is_other_class(len(rows)):
             self._end()  # gaps are those of one class of rows
         if rows[-1].start < rows[-1].request.num_prompt_tokens:
+            if self._resting is None:
+                self._resting = set(map(lane_key, self._batch))
             may_wait = may_wait and all(lane_key(row.request) in self._resting for row in rows)
             if begin_all(rows):
                 self._end()  # the engine may have waited for them
@@ -338,13 +334,15 @@ class AdaptiveProposer:
     # ------------------------------------------------------------------ evidence
 
     def _update_states(self, batch: list[Request]) -> None:
+        if batch == self._batch:
+            return
         for request in [request for request in self._known if request.status is Status.FINISHED]:
             del self._known[request]
         for request in batch:
             if request not in self._known:
                 self._known[request] = self._controller.new_row(lane_key(request))
         self._batch, self._states = batch, [self._known[request] for request in batch]
-        self._resting = {lane_key(request) for request in batch}
+        self._resting = None
 
     def _propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         states = self._states
@@ -355,16 +353,9 @@ class AdaptiveProposer:
                 state.drafter, state.num_drafts = self._held
         elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0):
             self._decide(rows, states, prompt_tokens)
-        proposals = self._draft(rows, target, measures=True)
+        proposals = self._drafters.propose(rows, states, target, measures=True, counts=self._held is None)
         self._controller.drafted(self._drafters.seconds)
         return proposals
-
-    def _draft(self, rows: Sequence[DraftRow], target: TargetOutput, *, measures: bool) -> list[Proposal]:
-        """As was decided, so far as rows may have drafts."""
-        asked_for = [(s, min(s.num_drafts, row.max_drafts)) for row, s in zip(rows, self._states, strict=True)]
-        if not any(count for _, count in asked_for):
-            return self._drafters.watch(rows, target)
-        return self._drafters.propose(rows, asked_for, target, measures=measures, counts=self._held is None)
 
     def _is_due(self, num_rows: int, mixed: bool) -> bool:
         return self._controller.due(num_rows, mixed)

@@ -246,7 +246,7 @@ class Controller:
             if row.num_drafts and self.drafting:
                 row.lane.trials[row.drafter].used(self._step)
             elif not row.num_drafts:
-                row.rates[row.drafter].fade(0.9)
+                row.rates_of(row.drafter).fade(0.9)
             if row.limit == self._max_drafts and (not shown or row.is_usual or not begins_with[row.lane]):
                 row.lane.num_drafts = row.num_drafts
         if shown and self.drafting and not self._is_saving:

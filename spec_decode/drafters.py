@@ -59,7 +59,7 @@ class Drafters:
     def __len__(self) -> int:
         return len(self._drafters)
 
-    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+    def _watch_all(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Nobody is asked for anything: what the first drafter answers then."""
         for drafter in self._drafters:
             drafter.watch(rows, target)
@@ -68,19 +68,22 @@ class Drafters:
     def propose(
         self,
         rows: Sequence[DraftRow],
-        asked_for: Sequence[tuple[RowState, int]],
+        states: Sequence[RowState],
         target: TargetOutput,
         *,
         measures: bool,
         counts: bool,
     ) -> list[Proposal]:
-        """One proposal for each row.
+        """One proposal for each row, with drafts as was decided, so far as the row may have some.
 
         Args:
-            asked_for: The number of drafts for each row, of the drafter that its state names.
+            states: Of the rows.
             measures: Whether it is noted what that takes.
             counts: Whether it is noted who drafted.
         """
+        asked_for = [(state, min(state.num_drafts, row.max_drafts)) for row, state in zip(rows, states, strict=True)]
+        if not any(count for _, count in asked_for):
+            return self._watch_all(rows, target)
         results: list[Proposal] = []
         for index, drafter in enumerate(self._drafters):
             asked = {at: count for at, (state, count) in enumerate(asked_for) if count and state.drafter == index}

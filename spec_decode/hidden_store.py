@@ -7,9 +7,9 @@ block table: valid wherever the target's own KV is, after prefix-cache hits and 
     step: hidden states [T, H] --append--> pending (`pending_states`) --flush--> fuse --> cache[slots]
 
 Fusing is left for later: it costs a product, and a step without drafts should cost nothing. What belongs to requests
-that have gone meanwhile is dropped, unless the prefix cache may have their blocks: these may outlive the requests, whose adapters can be gone then,
-and are written before they go (`adapter_leaves`). A block may be freed and reused
-while entries wait: the last one to a slot wins.
+that have gone meanwhile is dropped, unless the prefix cache may have their blocks: these may outlive the requests and
+their adapters, and are written before an adapter goes (`adapter_leaves`). A block may be freed and reused while entries
+wait: the last one to a slot wins.
 """
 
 from __future__ import annotations

@@ -107,11 +107,11 @@ class Lane:
 class RowState:
     """One live request, as the controller sees it."""
 
-    __slots__ = ("drafter", "lag", "lane", "limit", "num_drafts", "num_outputs", "proposed_by", "rates")
+    __slots__ = ("_rates", "drafter", "lag", "lane", "limit", "num_drafts", "num_outputs", "proposed_by")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.rates = [RequestRates() for _ in lane.rates]
+        self._rates: list[RequestRates | None] = [None] * len(lane.rates)  # made when they are needed
         self.drafter = lane.drafter
         """Who drafts for it now..."""
         self.num_drafts = lane.num_drafts
@@ -132,10 +132,10 @@ class RowState:
 
     def rates_of(self, drafter: int) -> RequestRates:
         """How it differs from its lane; nothing is known of that when the lane's text has changed."""
-        epoch = self.lane.rates[drafter].epoch
-        if self.rates[drafter].epoch != epoch:
-            self.rates[drafter] = RequestRates(epoch)
-        return self.rates[drafter]
+        epoch, rates = self.lane.rates[drafter].epoch, self._rates[drafter]
+        if rates is None or rates.epoch != epoch:
+            rates = self._rates[drafter] = RequestRates(epoch)
+        return rates
 
 
 class Lanes:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from .acceptance import Outcome
 from .evidence import Evidence
 from .lanes import RowState
-from .outcome import StepOutcome
-from .proposer import DraftRow, Proposal
+from .proposer import Drafter, DraftRow, Proposal, TargetOutput
 
 if TYPE_CHECKING:
     from ..platform.core.request import Request
@@ -18,30 +17,39 @@ if TYPE_CHECKING:
 MEASURED_ONE_IN = 32
 """Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
 
-
-SteadyStep = tuple[Sequence[DraftRow], Sequence[RowState], list[int]]
-"""Rows, their states, and the first drafter's numbers of drafts; none of them where others may draft too."""
+Told = list[int]
+"""Of one request four numbers for each step: drafts that were verified, those of them that were right, drafts that were
+asked for, and those made. Of the rows themselves nothing is kept: while they live on, the next ones get memory that is
+in no cache."""
 
 
 class SteadySteps:
-    """What they told, until somebody asks."""
+    """What they told, until somebody asks. Those that were not told of yet are of the same requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Drafter, controller: Controller, evidence: Evidence) -> None:
+        """`first`: the drafter that drafts in them. `controller` is told how much time has passed; what was accepted
+        and drafted is `evidence`."""
         self.left = 0
         """Of the next steps, those that are like that."""
         self.usual = 0.0
         """Seconds that drafting, and all that belongs to it, took when it was measured last."""
-        self.seconds = 0.0
-        """Of those that nobody was told of."""
-        self._steps: list[SteadyStep] = []
+        self._first = first
+        self._controller = controller
+        self._evidence = evidence
+        self._seconds = 0.0
+        self._num_steps = 0
+        self._num_prompts = self._num_answers = 0
         self._batch: Sequence[Request] = ()
         self._states: Sequence[RowState] = ()
         self._counts: list[int] = []
+        self._told: list[Told] = []
 
     def begin(self, batch: Sequence[Request], states: Sequence[RowState]) -> None:
         """The next steps are of these requests; none, if another than the first drafter drafts for one of them."""
+        self.tell()
         self._states, self._counts = states, [state.num_drafts for state in states]
         self._batch = batch if not any(state.drafter and state.num_drafts for state in states) else ()
+        self._told = [[] for _ in states]
 
     def fit(self, rows: Sequence[DraftRow]) -> Sequence[DraftRow] | None:
         """The rows, asking for as many drafts as was decided; None: they are of other requests."""
@@ -57,45 +65,55 @@ class SteadySteps:
                 is_fitting = False
         return rows if is_fitting else [_with_most(row, count) for row, count in zip(rows, counts, strict=True)]
 
-    def add(self, rows: Sequence[DraftRow], proposals: Sequence[Proposal], seconds: float) -> None:
-        """A step of which the target took `seconds`, and what the first drafter made after it; nothing where others
-        may have drafted too."""
-        # Not the proposals: they may hold large tensors.
-        self._steps.append((rows, self._states, [len(made.drafts.token_ids) for made in proposals]))
-        self.seconds += seconds + self.usual
+    def draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """After a step of the same requests as the one before it, whose `rows` fit."""
+        proposals = self._first.propose(rows, target)
+        for row, made, told in zip(rows, proposals, self._told, strict=True):
+            told += (row.num_drafts, row.num_accepted, row.max_drafts, len(made.drafts.token_ids))
+        self._num_steps += 1
+        self._seconds += target.seconds + self.usual
+        return proposals
 
-    def tell(self, controller: Controller, evidence: Evidence) -> None:
-        """That so much time has passed; what was accepted and drafted is `evidence`."""
-        if self._steps:
-            controller.stepped(self.seconds, len(self._steps))
-            evidence.note(learn, controller, self._steps)
-            self._steps, self.seconds = [], 0.0
+    def count_prompts(self, rows: Sequence[DraftRow]) -> None:
+        """Of the first step of these requests, which is to be drafted after: some may begin in it."""
+        for row in rows:
+            if row.start < row.request.num_prompt_tokens:
+                self._num_prompts += row.num_valid - row.start
+                self._num_answers += 1
+
+    def tell(self) -> None:
+        """Nothing is left to be told."""
+        if self._num_steps:
+            self._controller.stepped(self._seconds, self._num_steps)
+            self._evidence.note(learn, self._controller, self._states, self._told)
+            if self._num_answers:
+                self._evidence.note(self._controller.workload.computed, self._num_prompts, 0, self._num_answers)
+                self._num_prompts = self._num_answers = 0
+            self._seconds, self._num_steps = 0.0, 0
+            self._told = [[] for _ in self._states]
 
 
-def learn(controller: Controller, steps: Sequence[SteadyStep]) -> None:
+def learn(controller: Controller, states: Sequence[RowState], told: Sequence[Told]) -> None:
     """Have `controller` know what was accepted in some steps, and drafted after them: of each request all at once."""
-    outcomes: dict[RowState, list[Outcome]] = {}
+    first: dict[RowState, list[Outcome]] = {}
+    later: dict[RowState, list[Outcome]] = {}
     answers: list[tuple[RowState, int, int]] = []
-    num_prompts = num_outputs = num_answers = 0
-    for number, (rows, states, counts) in enumerate(steps):
-        outcome = StepOutcome.of(rows, states)
-        if number == 0:
-            outcome.tell(controller)  # another than the first drafter may have drafted before it
-        else:
-            num_prompts += outcome.num_prompts
-            num_outputs += outcome.num_outputs
-            num_answers += outcome.num_answers
-            for state, num_drafts, num_accepted in outcome.verified:
-                if num_drafts:
-                    outcomes.setdefault(state, []).append((num_drafts, num_accepted))
-        if counts:
-            answers += [
-                (s, row.max_drafts, n) for row, s, n in zip(rows, states, counts, strict=True) if row.max_drafts
-            ]
-    for state in outcomes:
+    num_outputs = 0
+    for state, numbers in zip(states, told, strict=True):
+        steps = iter(numbers)
+        for at, (drafts, accepted, asked, made) in enumerate(zip(steps, steps, steps, steps, strict=True)):
+            num_outputs += 1 + accepted
+            if drafts:
+                (later if at else first).setdefault(state, []).append((drafts, accepted))
+            if asked:
+                answers.append((state, asked, made))
+    controller.verified(first)  # another than the first drafter may have made these
+    for state in states:
         state.proposed_by = 0
-    controller.verified(outcomes)
-    controller.workload.computed(num_prompts, num_outputs, num_answers)
+    controller.verified(later)
+    for state in states:
+        state.proposed_by = -1
+    controller.workload.computed(0, num_outputs, 0)
     controller.proposed(0, answers)
 
 

@@ -101,7 +101,7 @@ def random_decisions(monkeypatch):
 
     def decide(self, rows, prompt_tokens):
         for row in rows:
-            row.drafter = generator.randrange(len(row.rates))
+            row.drafter = generator.randrange(len(row.lane.rates))
             row.num_drafts = min(generator.choice((0, 0, 1, 3, 5)), row.limit)
         if generator.random() < 0.5:  # else in the next step again
             self._next_decision = self._step + generator.randint(2, 6)

@@ -163,7 +163,7 @@ def test_prompts_of_who_joins_are_counted(engine):
     ]
     proposer.propose(rows, TargetOutput(seconds=engine.seconds))
     proposer.snapshot()
-    assert [counts for counts in counted if any(counts)] == [(length, 4, 1)]
+    assert [sum(counts) for counts in zip(*counted, strict=True)] == [length, 4, 1]
 
 
 def test_what_is_measured_is_right_whoever_comes_and_goes(engine):
@@ -245,7 +245,7 @@ def test_who_is_drafted_for_by_another_is_learned_from_all_the_same(engine):
     state, noted = proposer._states[0], []
     proposer._drafters._drafters.append(Network(engine.clock))
     state.lane.rates.append(state.lane.rates[0])
-    state.rates.append(state.rates[0])
+    state._rates.append(None)
     state.drafter = 1
     proposer._controller.proposed = lambda drafter, answers: [
         (noted.append(drafter), setattr(row, "proposed_by", drafter)) for row, _, _ in answers
@@ -264,30 +264,31 @@ def test_busy_time_that_was_not_told_yet_counts_for_who_joins(engine):
     one, other, asked = engine.request(), engine.request(), []
     engine.run([one], 4)
     proposer = engine.proposer
-    proposer._controller.due = lambda *args: asked.append(args) or False
+    budget = proposer._controller._budget
+    proposer._controller.due = lambda *args: asked.append((args, budget.elapsed)) or False
     proposer.snapshot = lambda: None  # nobody looks
+    before = budget.elapsed
     engine.run([one], 2)
+    assert budget.elapsed == before
     engine.run([one, other], 1)
-    assert asked == [(2, False, pytest.approx(2 * (engine.seconds + DRAFTING), rel=0.2))]
+    ((args, elapsed),) = asked
+    assert args == (2, False)
+    assert elapsed - before == pytest.approx(2 * (engine.seconds + DRAFTING), rel=0.2)
 
 
 def test_what_steady_steps_brought_is_learned_in_full_and_in_no_order_of_rows():
     """Requests of one lane, of which the last is the worst: its drafts were not verified after all others."""
     controller = Controller([DrafterTraits("draft_model", True)], 4)
     states = [controller.new_row((b"", True)) for _ in range(4)]
-    request = Request("r", [1, 2, 3], 3, SamplingParams(), seed_key=1)
     chances, generator = (0.9, 0.9, 0.9, 0.2), random.Random(0)
     for _ in range(8):
-        steps = []
+        told = [[] for _ in states]
         for _ in range(31):
-            rows = []
-            for chance in chances:
-                right = next((n for n in range(4) if generator.random() > chance), 4)
-                rows.append(DraftRow(request, [7] * (51 + right), 50 + right, 50, 4, [], True, 49, 0, 4, right))
-            steps.append((rows, states, [4] * 4))
+            for chance, numbers in zip(chances, told, strict=True):
+                numbers += (4, next((n for n in range(4) if generator.random() > chance), 4), 4, 4)
         for state in states:
             state.proposed_by = 0
-        learn(controller, steps)
+        learn(controller, states, told)
         controller.lane((b"", True)).rates[0].probabilities  # noqa: B018 - where changes are noticed
     rates = controller.lane((b"", True)).rates[0]
     assert rates.epoch == 0, "the text is the same all the time"
@@ -303,8 +304,6 @@ def test_what_steady_steps_brought_is_learned_in_full_and_in_no_order_of_rows():
 def test_drafts_that_were_not_there_in_steady_steps_are_counted():
     controller = Controller([DrafterTraits("ngram", False)], 4)
     state = controller.new_row((b"", True))
-    request = Request("r", [1, 2, 3], 3, SamplingParams(), seed_key=1)
-    row = DraftRow(request, [7] * 51, 50, 50, 4, [], True, 49)
-    learn(controller, [([row], [state], [0])] * 40)
+    learn(controller, [state], [[0, 0, 4, 0] * 40])
     assert state.lane.rates[0].available[0] < 0.1
     assert state.proposed_by == -1

@@ -1,0 +1,38 @@
+"""Hidden states of adapters' requests that wait to be fused with the adapters' draft weights, while nobody drafts."""
+
+import pytest
+import torch
+
+from outrider import SamplingParams
+
+SILENT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculative=False)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_they_are_fused_before_their_adapter_makes_way(models, make_engine, run, prompts, adaptive):
+    """They wait for longer than requests run and adapters are on the device, where the prefix cache keeps their blocks.
+    What is written then is what is written while all adapters are there."""
+    speculative = models.speculative("eagle3", 3) | {"adaptive": adaptive}
+    stored, waited, evictions = [], [], []
+    for max_loras in (1, 2):
+        engine = make_engine(enable_lora=True, max_lora_rank=8, max_loras=max_loras, speculative_config=speculative)
+        proposer = engine._runner._proposer
+        store = (proposer._first if adaptive else proposer)._store
+        store.flush()  # what is left of the measuring at start
+        for half in store._halves:
+            half.zero_()
+        for name, prompt in zip("abaab", prompts * 2, strict=False):
+            (outcome,) = run(engine, [(prompt, SILENT, models.lora(name))])
+            assert len(outcome.token_ids) == 20
+        if adaptive:
+            proposer._watch_rests()
+        waited.append(store._pending.num_tokens)
+        evictions.append(engine.stats().lora_evictions["device"])
+        store.flush()
+        vectors = torch.cat(store._halves, dim=-1)
+        vectors = vectors[vectors.abs().sum(-1) > 0]
+        stored.append(vectors[vectors[:, 0].argsort()])  # wherever its blocks lie
+    torch.testing.assert_close(*stored)
+    assert len(stored[0]) > 100
+    assert evictions == [3, 0]
+    assert 0 < waited[0] < waited[1], "but for those of adapters that made way, all of them wait"
