@@ -69,6 +69,7 @@ class AdaptiveProposer:
         self._rest, self._on_trial = 0, False  # and whether each of these steps is measured
         self._resting: set[LaneKey] | None = None  # those of the last batch that was looked at, once they are needed
         self._paused = False  # nothing was drafted once, though drafting goes on
+        self._is_put_off = False  # a decision was due when all were at their ends, and comes when others have begun
         self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
         self._drafted = False  # in the last step that somebody asked after
         self._deciding = 0.0  # seconds in that step
@@ -174,14 +175,13 @@ class AdaptiveProposer:
                 return None
             self._update_states(batch)
             steady.begin(batch, self._states)
-            if self._controller.due(len(batch), False):
+            if self._controller.due(len(batch), False, steady.seconds):
                 return None
-        else:
-            steady.tell()
         fitting = steady.fit(rows)
         if fitting is not None:
             steady.count_prompts(rows)
             return steady.draft(fitting, target)
+        steady.tell()
         self._note(StepOutcome.of(rows, self._states))
         self._controller.stepped(target.seconds + steady.usual)
         return self._drafters.propose(rows, self._states, target, measures=False, counts=self._held is None)
@@ -352,7 +352,10 @@ class AdaptiveProposer:
             for state in states:
                 state.drafter, state.num_drafts = self._held
         elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0):
-            self._decide(rows, states, prompt_tokens)
+            is_vain = self._controller.is_steady and not any(row.max_drafts for row in rows)
+            self._is_put_off = is_vain and not self._is_put_off
+            if not self._is_put_off:
+                self._decide(rows, states, prompt_tokens)
         proposals = self._drafters.propose(rows, states, target, measures=True, counts=self._held is None)
         self._controller.drafted(self._drafters.seconds)
         return proposals

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 MEASURED_ONE_IN = 32
 """Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
 
-Told = list[int]
-"""Of one request four numbers for each step: drafts that were verified, those of them that were right, drafts that were
+Told = Sequence[tuple[RowState, list[int]]]
+"""Of each request four numbers for each step: drafts that were verified, those of them that were right, drafts that were
 asked for, and those made. Of the rows themselves nothing is kept: while they live on, the next ones get memory that is
 in no cache."""
 
 
 class SteadySteps:
-    """What they told, until somebody asks. Those that were not told of yet are of the same requests."""
+    """What they told, until somebody asks."""
 
     def __init__(self, first: Drafter, controller: Controller, evidence: Evidence) -> None:
         """`first`: the drafter that drafts in them. `controller` is told how much time has passed; what was accepted
@@ -36,20 +36,22 @@ class SteadySteps:
         self._first = first
         self._controller = controller
         self._evidence = evidence
-        self._seconds = 0.0
+        self.seconds = 0.0
+        """Of those that nobody was told of."""
         self._num_steps = 0
         self._num_prompts = self._num_answers = 0
         self._batch: Sequence[Request] = ()
-        self._states: Sequence[RowState] = ()
         self._counts: list[int] = []
-        self._told: list[Told] = []
+        self._told: Told = ()  # of the batch...
+        self._earlier: list[Told] = []  # ...and of those before it
 
     def begin(self, batch: Sequence[Request], states: Sequence[RowState]) -> None:
         """The next steps are of these requests; none, if another than the first drafter drafts for one of them."""
-        self.tell()
-        self._states, self._counts = states, [state.num_drafts for state in states]
+        self._counts = [state.num_drafts for state in states]
         self._batch = batch if not any(state.drafter and state.num_drafts for state in states) else ()
-        self._told = [[] for _ in states]
+        if self._num_steps:
+            self._earlier.append(self._told)
+        self._told = [(state, []) for state in states]
 
     def fit(self, rows: Sequence[DraftRow]) -> Sequence[DraftRow] | None:
         """The rows, asking for as many drafts as was decided; None: they are of other requests."""
@@ -68,10 +70,10 @@ class SteadySteps:
     def draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """After a step of the same requests as the one before it, whose `rows` fit."""
         proposals = self._first.propose(rows, target)
-        for row, made, told in zip(rows, proposals, self._told, strict=True):
-            told += (row.num_drafts, row.num_accepted, row.max_drafts, len(made.drafts.token_ids))
+        for row, made, (_, numbers) in zip(rows, proposals, self._told, strict=True):
+            numbers += (row.num_drafts, row.num_accepted, row.max_drafts, len(made.drafts.token_ids))
         self._num_steps += 1
-        self._seconds += target.seconds + self.usual
+        self.seconds += target.seconds + self.usual
         return proposals
 
     def count_prompts(self, rows: Sequence[DraftRow]) -> None:
@@ -84,34 +86,37 @@ class SteadySteps:
     def tell(self) -> None:
         """Nothing is left to be told."""
         if self._num_steps:
-            self._controller.stepped(self._seconds, self._num_steps)
-            self._evidence.note(learn, self._controller, self._states, self._told)
+            self._controller.stepped(self.seconds, self._num_steps)
+            self._evidence.note(learn, self._controller, [*self._earlier, self._told])
             if self._num_answers:
                 self._evidence.note(self._controller.workload.computed, self._num_prompts, 0, self._num_answers)
                 self._num_prompts = self._num_answers = 0
-            self._seconds, self._num_steps = 0.0, 0
-            self._told = [[] for _ in self._states]
+            self.seconds, self._num_steps, self._earlier = 0.0, 0, []
+            self._told = [(state, []) for state, _ in self._told]
 
 
-def learn(controller: Controller, states: Sequence[RowState], told: Sequence[Told]) -> None:
+def learn(controller: Controller, told: Sequence[Told]) -> None:
     """Have `controller` know what was accepted in some steps, and drafted after them: of each request all at once."""
     first: dict[RowState, list[Outcome]] = {}
     later: dict[RowState, list[Outcome]] = {}
     answers: list[tuple[RowState, int, int]] = []
     num_outputs = 0
-    for state, numbers in zip(states, told, strict=True):
-        steps = iter(numbers)
-        for at, (drafts, accepted, asked, made) in enumerate(zip(steps, steps, steps, steps, strict=True)):
-            num_outputs += 1 + accepted
-            if drafts:
-                (later if at else first).setdefault(state, []).append((drafts, accepted))
-            if asked:
-                answers.append((state, asked, made))
+    known: set[RowState] = set()
+    for batch in told:
+        for state, numbers in batch:
+            steps = iter(numbers)
+            for drafts, accepted, asked, made in zip(steps, steps, steps, steps, strict=True):
+                num_outputs += 1 + accepted
+                if drafts:
+                    (later if state in known else first).setdefault(state, []).append((drafts, accepted))
+                if asked:
+                    answers.append((state, asked, made))
+                known.add(state)
     controller.verified(first)  # another than the first drafter may have made these
-    for state in states:
+    for state in known:
         state.proposed_by = 0
     controller.verified(later)
-    for state in states:
+    for state in known:
         state.proposed_by = -1
     controller.workload.computed(0, num_outputs, 0)
     controller.proposed(0, answers)
