@@ -15,9 +15,9 @@ URGENCY = 0.2
 """And it may always be this much of what the present way is thought to lose: it is left once that was found again."""
 MOST_PERIOD = 256
 """Steps between decisions, even so."""
-IDLE_SECONDS = 0.25
-"""Between two looks at whether there is something to decide, while nothing is drafted, in as many steps at most: for a
-small model a look is no trifle either."""
+IDLE_SECONDS, MOST_IDLE = 0.25, 1024
+"""Between two looks at whether there is something to decide, while nothing is drafted: for a small model a look is no
+trifle either. And steps between them, once nothing was drafted for long."""
 DISTURBANCE = 1.5
 """What a decision costs over what it takes: the steps after it find the processor's caches without what they need."""
 
@@ -59,10 +59,12 @@ class Pace:
         if mode.has_lasted(step):
             steps *= 2
         if self.step_seconds:
-            worth = decision_seconds / self._share(step)
+            worth, most = decision_seconds / self._share(step), MOST_PERIOD
             if not mode.drafting and not self.loss:
                 worth = max(worth, IDLE_SECONDS)
-            steps = max(steps, min(MOST_PERIOD, int(worth / self.step_seconds)))
+                if mode.has_lasted(step):
+                    most = MOST_IDLE
+            steps = max(steps, min(most, int(worth / self.step_seconds)))
         return steps
 
     def _share(self, step: int) -> float:

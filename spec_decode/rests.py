@@ -12,7 +12,7 @@ from .step_costs import row_class
 if TYPE_CHECKING:
     from ..platform.core.batch import RowPlan
 
-MOST_WAITING = 256
+MOST_WAITING = 1024
 """Steps that are put off together, at most."""
 MOST_KEPT, MOST_TOKENS = 16, 512
 """Steps whose hidden states are tensors, which live on meanwhile, and tokens of each."""

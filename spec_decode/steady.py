@@ -18,9 +18,9 @@ MEASURED_ONE_IN = 32
 """Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
 
 Told = Sequence[tuple[RowState, list[int]]]
-"""Of each request four numbers for each step: drafts that were verified, those of them that were right, drafts that were
-asked for, and those made. Of the rows themselves nothing is kept: while they live on, the next ones get memory that is
-in no cache."""
+"""Of each request four numbers for each step: drafts that were verified, those of them that were right, drafts that
+were asked for, and those made. Of the rows themselves nothing is kept: while they live on, the next ones get memory
+that is in no cache."""
 
 
 class SteadySteps:

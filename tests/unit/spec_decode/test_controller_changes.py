@@ -9,6 +9,7 @@ from outrider.spec_decode.pace import (
     EARLY,
     EARLY_SHARE,
     IDLE_SECONDS,
+    MOST_IDLE,
     MOST_PERIOD,
     URGENCY,
     Pace,
@@ -140,6 +141,17 @@ def test_a_loss_is_looked_at_again_sooner():
     assert steps(True, EARLY - 1, 0.0) == pytest.approx(1.0 / EARLY_SHARE, abs=1)
     assert steps(False, EARLY, 0.0, decision_seconds=1e-4) == pytest.approx(IDLE_SECONDS / 1e-3, abs=1)
     assert steps(False, EARLY, 0.1, decision_seconds=1e-4) == steps(False, EARLY, 0.1, step_seconds=0.0)
+
+
+def test_where_nothing_was_drafted_for_long_many_short_steps_pass_without_a_look():
+    pace, mode = Pace(), Mode(True, 0)
+    pace.found(1e-4, 0.0)
+    assert pace.steps(EARLY, mode, 1.0) == MOST_PERIOD
+    mode.change(EARLY)
+    assert pace.steps(EARLY + LASTING - 1, mode, 1e-6) == MOST_PERIOD
+    assert pace.steps(EARLY + LASTING, mode, 1e-6) == MOST_IDLE
+    pace.found(1e-4, 0.1)
+    assert pace.steps(EARLY + LASTING, mode, 1.0) == MOST_PERIOD, "a loss is looked at as ever"
 
 
 def test_a_loss_of_long_ago_is_none_of_the_next_decisions():
