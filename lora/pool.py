@@ -49,14 +49,14 @@ class RowPool:
     def __init__(
         self, num_rows: int, max_running: int, before_evicting: Callable[[bytes], None] = lambda key: None
     ) -> None:
-        """`before_evicting`: called with a key whose rows are still written, but will be another's soon."""
-        self._before_evicting = before_evicting
+        """`before_evicting`: called with a key that is about to lose its rows, if something was written there."""
         self.num_rows = num_rows
         self.max_running = max_running
         self.num_free = num_rows
         self.num_running = 0
         """Adapters with users."""
         self.num_pinned_rows = 0
+        self._before_evicting = before_evicting
         self._is_free = np.ones(num_rows, np.bool_)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._pinned: set[bytes] = set()

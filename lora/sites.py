@@ -33,7 +33,7 @@ class AdapterHooks(NamedTuple):
     on_gone: Callable[[bytes], None] = lambda digest: None
     """Called with the digest of a content that no name and no request has any more."""
     before_evicting: Callable[[bytes], None] = lambda digest: None
-    """Called with the digest of a content whose rows on the device will be another's soon."""
+    """Called with the digest of a content that is about to lose its rows on the device, while they are there."""
     batch_invariant: bool = False
     """Whether what an adapter gives a token must not depend on the other tokens, bit for bit."""
     reader_process: bool = False

@@ -69,7 +69,7 @@ class AdaptiveProposer:
         self._rest, self._on_trial = 0, False  # and whether each of these steps is measured
         self._resting: set[LaneKey] | None = None  # those of the last batch that was looked at, once they are needed
         self._paused = False  # nothing was drafted once, though drafting goes on
-        self._is_put_off = False  # a decision was due when all were at their ends, and comes when others have begun
+        self._is_put_off = False  # the last step was one to decide after, but all were at their ends
         self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
         self._drafted = False  # in the last step that somebody asked after
         self._deciding = 0.0  # seconds in that step
@@ -179,8 +179,7 @@ class AdaptiveProposer:
                 return None
         fitting = steady.fit(rows)
         if fitting is not None:
-            steady.count_prompts(rows)
-            return steady.draft(fitting, target)
+            return steady.draft_first(fitting, target)
         steady.tell()
         self._note(StepOutcome.of(rows, self._states))
         self._controller.stepped(target.seconds + steady.usual)
@@ -336,8 +335,7 @@ class AdaptiveProposer:
     def _update_states(self, batch: list[Request]) -> None:
         if batch == self._batch:
             return
-        for request in [request for request in self._known if request.status is Status.FINISHED]:
-            del self._known[request]
+        self._known = {r: state for r, state in self._known.items() if r.status is not Status.FINISHED}
         for request in batch:
             if request not in self._known:
                 self._known[request] = self._controller.new_row(lane_key(request))
@@ -348,12 +346,13 @@ class AdaptiveProposer:
         states = self._states
         prompt_tokens = self._take_in(rows, states, target.seconds)
         num_sampling = sum(row.sampled for row in rows)
+        was_put_off, self._is_put_off = self._is_put_off, False
         if self._held is not None:
             for state in states:
                 state.drafter, state.num_drafts = self._held
         elif num_sampling and self._is_due(num_sampling, prompt_tokens > 0):
             is_vain = self._controller.is_steady and not any(row.max_drafts for row in rows)
-            self._is_put_off = is_vain and not self._is_put_off
+            self._is_put_off = is_vain and not was_put_off
             if not self._is_put_off:
                 self._decide(rows, states, prompt_tokens)
         proposals = self._drafters.propose(rows, states, target, measures=True, counts=self._held is None)

@@ -115,8 +115,8 @@ class EagleProposer:
         defers_adapters: bool = False,
     ) -> None:
         """`head` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
-        short passes are captured there. `defers_adapters`: `adapter_leaves` will be called, and never while a step is
-        under way."""
+        short passes are captured there. `defers_adapters`: `adapter_leaves` will be called, as steps do not
+        overlap."""
         self._head = head
         self._graphs = graphs
         if graphs is not None and graphs.captures(head):
@@ -232,12 +232,11 @@ class EagleProposer:
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`; hidden states are the head's output."""
-        self._store.flush()
         slots = [
             self._store.slots(s.row.block_table, s.start - 1, s.start - 1 + len(chunk))
             for s, chunk in zip(sequences, chunks, strict=True)
         ]
-        hidden = self._store.read(np.concatenate(slots))
+        hidden = self._store.flush_and_read(np.concatenate(slots))
         return self._forward(sequences, known_rows(sequences, chunks, first_key=1), hidden)
 
     def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:

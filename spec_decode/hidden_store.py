@@ -55,8 +55,9 @@ class _Entry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all tokens of these steps, in order."""
-        return np.array_equal(self.index, np.arange(len(self.states[0])))
+        """Whether it is all tokens of these steps, in order. Those of one step are in order."""
+        count = len(self.states[0])
+        return len(self.index) == count and (not self.may_repeat or np.array_equal(self.index, np.arange(count)))
 
 
 class HiddenStore:
@@ -166,9 +167,17 @@ class HiddenStore:
         """Write all that waits."""
         self._flush_to(0)
 
+    def flush_and_read(self, slots: np.ndarray) -> Tensor:
+        """`flush`, then `read`: mostly it is what was just written, of the last step."""
+        written = self._flush_to(0)
+        if written is not None and np.array_equal(written[0], slots):
+            return written[1]
+        return self.read(slots)
+
     @torch.inference_mode()
-    def _flush_to(self, num_left: int) -> None:
-        """Write the oldest of what waits, until no more than `num_left` tokens do."""
+    def _flush_to(self, num_left: int) -> tuple[np.ndarray, Tensor] | None:
+        """Write the oldest of what waits, until no more than `num_left` tokens do; returns the slots [n] and what was
+        written there [n, width], if anything was."""
         entries = []
         while self._pending.num_tokens > num_left:
             entry = self._entry(self._pending.pop())
@@ -178,9 +187,9 @@ class HiddenStore:
         adapters = None
         if self._adapts and any(adapter is not None for adapter, _ in handles):
             adapters = self._prepare_adapters(handles)
-        if entries:
-            self._write(entries, adapters)
+        written = self._write(entries, adapters) if entries else None
         self._pending.popped()
+        return written
 
     def _entry(self, steps: Step | Bundle) -> _Entry | None:
         """What is to be written of them."""
@@ -189,8 +198,8 @@ class HiddenStore:
             return None
         return _Entry(
             steps.states,
-            np.concatenate([piece.places for piece in pieces]),
-            np.concatenate([piece.slots for piece in pieces]),
+            _joined([piece.places for piece in pieces]),
+            _joined([piece.slots for piece in pieces]),
             [(piece.adapter, len(piece.places)) for piece in pieces],
             isinstance(steps, Bundle),
         )
@@ -202,21 +211,23 @@ class HiddenStore:
         index = self._tensor(slots)
         return torch.cat([half.index_select(0, index) for half in self._halves], dim=-1)
 
-    def _write(self, entries: list[_Entry], adapters: Any) -> None:
-        picked = [
-            [state if whole else state.index_select(0, index) for state in entry.states]
-            for entry, index, whole in ((entry, self._tensor(entry.index), entry.is_whole) for entry in entries)
-        ]
-        states = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*picked, strict=True)]
+    def _write(self, entries: list[_Entry], adapters: Any) -> tuple[np.ndarray, Tensor]:
+        picked = [entry.states if entry.is_whole else self._picked(entry) for entry in entries]
+        states = picked[0] if len(picked) == 1 else [torch.cat(parts) for parts in zip(*picked, strict=True)]
         # What is not finite becomes 0, as in the cache of attention: whoever gets the block next may not see it, but
         # 0 · NaN is NaN.
         vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
-        slots = np.concatenate([entry.slots for entry in entries])
+        slots = _joined([entry.slots for entry in entries])
         if len(entries) > 1 or entries[0].may_repeat:
             unique, last = np.unique(slots[::-1], return_index=True)
             if len(unique) < len(slots):  # copying to one place twice has no defined order
                 slots, vectors = unique, vectors.index_select(0, self._tensor(len(slots) - 1 - last))
         self._put(self._tensor(slots), vectors)
+        return slots, vectors
+
+    def _picked(self, entry: _Entry) -> tuple[Tensor, ...]:
+        index = self._tensor(entry.index)
+        return tuple(state.index_select(0, index) for state in entry.states)
 
     def _put(self, slots: Tensor, vectors: Tensor) -> None:
         assert self._halves is not None
@@ -225,3 +236,8 @@ class HiddenStore:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return to_device(array, self._device)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """One after another; the one there is, as it is."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

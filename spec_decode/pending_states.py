@@ -57,14 +57,9 @@ class Step:
         return self.states[0].shape[0]
 
     @property
-    def requests(self) -> Iterator[Request]:
-        """Whose they are."""
-        return (row.request for row in self.rows)
-
-    @property
-    def has_gone(self) -> bool:
-        """Whether nobody will read any of it."""
-        return all(_has_gone(row.request, row.block_table) for row in self.rows)
+    def readers(self) -> Iterator[Request]:
+        """Those of whom somebody may read something of it."""
+        return (row.request for row in self.rows if not _has_gone(row.request, row.block_table))
 
     def pieces(self, block_size: int) -> Iterator[Piece]:
         """What is to be written."""
@@ -93,17 +88,13 @@ class Bundle:
         self.place = place
 
     @property
-    def requests(self) -> Iterator[Request]:
-        """Whose they are; of several spells one may occur several times."""
-        return (row.request for rows, _, _ in self._spells for row in rows)
-
-    @property
-    def has_gone(self) -> bool:
-        """Whether nobody will read any of it."""
-        return all(
-            _has_gone(row.request, table)
+    def readers(self) -> Iterator[Request]:
+        """Those of whom somebody may read something of it; one may occur several times."""
+        return (
+            row.request
             for rows, tables, _ in self._spells
             for row, table in zip(rows, tables, strict=True)
+            if not _has_gone(row.request, table)
         )
 
     def pieces(self, block_size: int) -> Iterator[Piece]:
@@ -186,8 +177,8 @@ class PendingStates:
         return self._ring.views(place, num_tokens)
 
     def uses(self, adapter: bytes) -> bool:
-        """Whether some of it is of an adapter with that content."""
-        users = (request.adapter for entry in self._queue for request in entry.requests)
+        """Whether somebody may read something that is of an adapter with that content."""
+        users = (request.adapter for entry in self._queue for request in entry.readers)
         return any(version is not None and version.digest == adapter for version in users)
 
     def pop(self) -> Step | Bundle:
@@ -208,7 +199,7 @@ class PendingStates:
 
     def _drop_gone(self) -> None:
         dropped = False
-        while self._queue and self._queue[0].has_gone:
+        while self._queue and next(self._queue[0].readers, None) is None:
             self.pop()
             dropped = True
         if dropped:

@@ -163,7 +163,7 @@ class Drafter(Proposer, Protocol):
     def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
         """`watch` of steps after which nobody was asked for anything (`Resting`), oldest first, maybe some later; of a
         drafter that `ProposerNeeds.watches_rests`.
-        Requests may have finished meanwhile, though none with an adapter."""
+        Requests may have finished meanwhile, and adapters have left the device (but see `DefersAdapters`)."""
         ...
 
 
@@ -186,11 +186,12 @@ class Resting(Proposer, Protocol):
 
 @runtime_checkable
 class DefersAdapters(Protocol):
-    """A proposer that may compute what adapters have a part in later than in the steps of their requests."""
+    """A proposer that may compute what adapters have a part in later than in the steps of their requests: where steps
+    do not overlap."""
 
     def adapter_leaves(self, digest: bytes) -> None:
-        """The rows on the device of the adapter with this content will be another's soon: what needs them is computed
-        now. Called between steps."""
+        """The adapter with this content is about to lose its rows on the device: what needs them is computed now.
+        Called where no step is under way, and not at all where steps overlap."""
         ...
 
 

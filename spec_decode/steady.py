@@ -40,6 +40,7 @@ class SteadySteps:
         """Of those that nobody was told of."""
         self._num_steps = 0
         self._num_prompts = self._num_answers = 0
+        self._num_missing = 0  # tokens of answers that ended without one
         self._batch: Sequence[Request] = ()
         self._counts: list[int] = []
         self._told: Told = ()  # of the batch...
@@ -68,29 +69,35 @@ class SteadySteps:
         return rows if is_fitting else [_with_most(row, count) for row, count in zip(rows, counts, strict=True)]
 
     def draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """After a step of the same requests as the one before it, whose `rows` fit."""
+        """After a step whose `rows` fit."""
         proposals = self._first.propose(rows, target)
         for row, made, (_, numbers) in zip(rows, proposals, self._told, strict=True):
             numbers += (row.num_drafts, row.num_accepted, row.max_drafts, len(made.drafts.token_ids))
+            if row.max_drafts == 0 and len(row.tokens) == row.num_valid:
+                self._num_missing += 1  # a draft ended the text
         self._num_steps += 1
         self.seconds += target.seconds + self.usual
         return proposals
 
-    def count_prompts(self, rows: Sequence[DraftRow]) -> None:
-        """Of the first step of these requests, which is to be drafted after: some may begin in it."""
+    def draft_first(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """The same after the first step of these requests: some may begin in it."""
+        proposals = self.draft(rows, target)
         for row in rows:
-            if row.start < row.request.num_prompt_tokens:
-                self._num_prompts += row.num_valid - row.start
+            new = row.num_valid - row.num_accepted - row.start
+            if new > 1:
+                self._num_prompts += new
                 self._num_answers += 1
+        return proposals
 
     def tell(self) -> None:
         """Nothing is left to be told."""
         if self._num_steps:
             self._controller.stepped(self.seconds, self._num_steps)
             self._evidence.note(learn, self._controller, [*self._earlier, self._told])
-            if self._num_answers:
-                self._evidence.note(self._controller.workload.computed, self._num_prompts, 0, self._num_answers)
-                self._num_prompts = self._num_answers = 0
+            counts = self._num_prompts, -self._num_missing, self._num_answers
+            if any(counts):
+                self._evidence.note(self._controller.workload.computed, *counts)
+                self._num_prompts = self._num_missing = self._num_answers = 0
             self.seconds, self._num_steps, self._earlier = 0.0, 0, []
             self._told = [(state, []) for state, _ in self._told]
 

@@ -77,7 +77,7 @@ def build(
     graphs = make_graphs(config)
     drafter = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
     proposer = drafter if observe is None else observe(drafter)
-    adapters = _make_adapters(config, model, proposer)
+    adapters = _make_adapters(config, model, drafter)
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
@@ -195,7 +195,7 @@ def _proposer_context(
     )
 
 
-def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> AdapterManager | NoAdapters:
+def _make_adapters(config: EngineConfig, model: Decoder, drafter: Proposer) -> AdapterManager | NoAdapters:
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
@@ -206,16 +206,15 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
     hooks = AdapterHooks(
         embedding=model.embedding,
         draft_method=config.speculative.method if config.speculative is not None else "",
-        draft_linears=proposer.needs.linears,
-        on_gone=proposer.forget_adapter,
+        draft_linears=drafter.needs.linears,
+        on_gone=drafter.forget_adapter,
+        before_evicting=_before_evicting(config, drafter),
         batch_invariant=config.batch_invariant,
         reader_process=reader.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
             long_steps=_has_long_steps(config, model),
         ),
     )
-    if isinstance(proposer, DefersAdapters):
-        hooks = hooks._replace(before_evicting=proposer.adapter_leaves)
     try:
         return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -223,6 +222,13 @@ def _make_adapters(config: EngineConfig, model: Decoder, proposer: Proposer) -> 
             f"no memory for the adapters' rows: lower max_loras or max_lora_rank, or set lora_memory ({error})",
             param="max_lora_rank",
         ) from error
+
+
+def _before_evicting(config: EngineConfig, drafter: Proposer) -> Callable[[bytes], None]:
+    """What the drafter wants to be told: see `DefersAdapters`, and `ProposerContext.asynchronous`."""
+    if config.async_scheduling or not isinstance(drafter, DefersAdapters):
+        return lambda digest: None
+    return drafter.adapter_leaves
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:

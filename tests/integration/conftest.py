@@ -71,13 +71,16 @@ class Models:
         width = 96 if method == "eagle3" else 48  # an EAGLE-3 layer reads token and hidden state side by side
         generator = torch.Generator().manual_seed(rank)
         tensors = {}
-        for module, size, out in (("self_attn.q_proj", width, 48), ("mlp.down_proj", 96, 48)):
-            key = f"base_model.model.layers.0.{module}.lora"
+        modules = {"layers.0.self_attn.q_proj": (width, 48), "layers.0.mlp.down_proj": (96, 48)}
+        if method == "eagle3":
+            modules["fc"] = (144, 48)
+        for module, (size, out) in modules.items():
+            key = f"base_model.model.{module}.lora"
             tensors[f"{key}_A.weight"] = 0.2 * torch.randn(rank, size, generator=generator)
             tensors[f"{key}_B.weight"] = 0.2 * torch.randn(out, rank, generator=generator)
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "down_proj"]}
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules)}
         (folder / "adapter_config.json").write_text(json.dumps(config))
 
     def head(self, method: str) -> Path:

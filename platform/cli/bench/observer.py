@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ....spec_decode.proposer import (
     AdapterPreparer,
-    DefersAdapters,
     DraftRow,
     Proposal,
     Proposer,
@@ -107,11 +106,6 @@ class StepObserver:
     def forget_adapter(self, digest: bytes) -> None:
         """Handed on."""
         self._inner.forget_adapter(digest)
-
-    def adapter_leaves(self, digest: bytes) -> None:
-        """Handed on, if it is of interest."""
-        if isinstance(self._inner, DefersAdapters):
-            self._inner.adapter_leaves(digest)
 
     def end_step(self, seconds: float) -> None:
         """The engine's step took so long in all. One that had nothing to compute was not noted, and is not now."""

@@ -164,6 +164,15 @@ def test_prompts_of_who_joins_are_counted(engine):
     proposer.propose(rows, TargetOutput(seconds=engine.seconds))
     proposer.snapshot()
     assert [sum(counts) for counts in zip(*counted, strict=True)] == [length, 4, 1]
+    counted.clear()
+    one.tokens, other.tokens, ended = [*one.tokens, 7, 7, 7], [*other.tokens, 7], len(other.tokens) + 1
+    rows = [
+        DraftRow(one, one.tokens, len(one.tokens), len(one.tokens), 0, [], True, len(one.tokens) - 3, 0, 2, 2),
+        DraftRow(other, other.tokens, ended - 1, ended, 2, [], True, ended - 2),
+    ]
+    proposer.propose(rows, TargetOutput(seconds=engine.seconds))
+    proposer.snapshot()
+    assert [sum(counts) for counts in zip(*counted, strict=True)] == [0, 2 + 1, 0], "a draft ended the first"
 
 
 def test_what_is_measured_is_right_whoever_comes_and_goes(engine):
