@@ -33,11 +33,11 @@ class SteadySteps:
         """Of the next steps, those that are like that."""
         self.usual = 0.0
         """Seconds that drafting, and all that belongs to it, took when it was measured last."""
+        self.seconds = 0.0
+        """Of those that nobody was told of."""
         self._first = first
         self._controller = controller
         self._evidence = evidence
-        self.seconds = 0.0
-        """Of those that nobody was told of."""
         self._num_steps = 0
         self._num_prompts = self._num_answers = 0
         self._num_missing = 0  # tokens of answers that ended without one
