@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class Cell:
     num_prompt_tokens: int
     """Of all requests of a round."""
     rounds: list[Round]
-    single: Round | None = None
+    calibrations: list[Round] = field(default_factory=list)
     """With one draft a step, where the limit needs it."""
 
 
@@ -81,7 +81,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
             statistics.median(decode),
             [step for round_ in off.rounds for step in round_.steps],
             [step for round_ in cell.rounds for step in round_.steps],
-            cell.single.steps if cell.single is not None else [],
+            [step for round_ in cell.calibrations for step in round_.steps],
         )
         row["limit"] = limit.as_dict() if limit is not None else None
     return row

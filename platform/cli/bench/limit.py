@@ -10,7 +10,7 @@ in units of u, the wall time of such a step without speculation:
     v     the target's share of a step that verifies: its batch, forward pass, sampling and verification, over u
     k     passes of the drafter a step: the number of drafts, where each is a pass; otherwise 1
     c     one pass of the drafter over u. Where each draft is a pass: what one draft more costs, (T_k - T_1) / (k - 1),
-          for the times T of proposing k drafts and one; the requests are run once more with one draft for that
+          for the times T of proposing k drafts and one; the requests run with one draft, too, for that
     h     the host's share of a step without speculation: what is not the target's, over u
 
 So without speculation v + h = 1 and the limit is 1. Not in the limit, and so a loss: host work that speculation adds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -18,6 +18,8 @@ from .figures import Cell, figures
 from .modes import OFF, ONE_DRAFT_A_PASS
 from .workload import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT, Task
 
+_CALIBRATED_ONE_IN = 4
+"""Rounds in which the modes whose limit needs it run with one draft a step, too."""
 _CALIBRATION_TOKENS = 48
 
 
@@ -40,6 +42,33 @@ class _Contestant:
     engine: BenchEngine
     kind: str
     lora: LoRARequest | None
+    with_one_draft: bool = False
+    """Runs so only to find what one draft takes (see `limit`)."""
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether its limit needs that."""
+        return self.engine.mode.fixed and self.engine.mode.method in ONE_DRAFT_A_PASS
+
+    def address(self, requests: Sequence[EngineRequest], salt: str) -> list[EngineRequest]:
+        """`requests` for one run. The salt is the run's own: what a drafter has learned from the answers to the same
+        questions, in another round or at another batch size, must not help it."""
+        changes: dict[str, Any] = {}
+        if self.with_one_draft:
+            salt += " single"
+            tokens = min(requests[0].params.max_tokens or _CALIBRATION_TOKENS, _CALIBRATION_TOKENS)
+            changes = {"speculative": 1, "min_tokens": 0, "max_tokens": tokens}
+        return [
+            EngineRequest(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                params=request.params.clone(**changes) if changes else request.params,
+                eos_token_ids=request.eos_token_ids,
+                lora=self.lora,
+                cache_salt=f"{salt} {self.kind}",
+            )
+            for request in requests
+        ]
 
 
 def measure(engines: Sequence[BenchEngine], tasks: Sequence[Task], plan: Plan) -> list[dict[str, Any]]:
@@ -81,21 +110,22 @@ def _measure_task(
         Cell(c.engine.mode, task.name, c.kind, batch_size, sum(len(r.prompt_token_ids) for r in requests), [])
         for c in contestants
     ]
+    single = {index: replace(c, with_one_draft=True) for index, c in enumerate(contestants) if c.calibrates}
     for number in range(-1, plan.rounds):
-        turns: list[list[Round]] = [[] for _ in contestants]
+        running = list(contestants)
+        if number >= 0 and number % _CALIBRATED_ONE_IN == 0:
+            running += single.values()
+        turns: list[list[Round]] = [[] for _ in running]
         for first in range(0, len(requests), batch_size):
-            for index in _order(len(contestants), number, first):
-                contestant = contestants[index]
-                salt = f"{batch_size} {contestant.kind} {number}"
-                some = list(_addressed(requests[first : first + batch_size], contestant, salt))
-                turns[index].append(contestant.engine.run(some, batch_size))
+            for index in _order(len(running), number, first):
+                some = running[index].address(requests[first : first + batch_size], f"{batch_size} {number}")
+                turns[index].append(running[index].engine.run(some, batch_size))
         if number >= 0:
-            for cell, parts in zip(cells, turns, strict=True):
+            for cell, parts in zip(cells, turns, strict=False):
                 cell.rounds.append(Round.of(parts))
+            for index, parts in zip(single, turns[len(contestants) :], strict=False):
+                cells[index].calibrations.append(Round.of(parts))
         progress.update(len(contestants))
-    for cell, contestant in zip(cells, contestants, strict=True):
-        if cell.mode.fixed and cell.mode.method in ONE_DRAFT_A_PASS:
-            cell.single = _run_with_one_draft(contestant, requests, batch_size, plan)
     off = next(cell for cell in cells if cell.mode.name == OFF)
     return [figures(cell, off) for cell in cells]
 
@@ -124,35 +154,6 @@ def make_requests(task: Task, batch_size: int, plan: Plan) -> list[EngineRequest
         )
         for index in range(count)
     ]
-
-
-def _addressed(
-    requests: Sequence[EngineRequest], contestant: _Contestant, salt: str, **changes: Any
-) -> Iterator[EngineRequest]:
-    """`requests` for one run. The salt is the run's own: what a drafter has learned from the answers to the same
-    questions, in another round or at another batch size, must not help it."""
-    for request in requests:
-        yield EngineRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            params=request.params.clone(**changes) if changes else request.params,
-            eos_token_ids=request.eos_token_ids,
-            lora=contestant.lora,
-            cache_salt=salt,
-        )
-
-
-def _run_with_one_draft(
-    contestant: _Contestant, requests: Sequence[EngineRequest], batch_size: int, plan: Plan
-) -> Round:
-    tokens = min(plan.max_tokens, _CALIBRATION_TOKENS)
-    salt = f"{batch_size} {contestant.kind} single"
-    turns = []
-    for first in range(0, min(len(requests), max(batch_size, 4)), batch_size):
-        some = requests[first : first + batch_size]
-        changed = _addressed(some, contestant, salt, speculative=1, min_tokens=0, max_tokens=tokens)
-        turns.append(contestant.engine.run(list(changed), batch_size))
-    return Round.of(turns)
 
 
 def adapter_paths(tasks: Sequence[Task]) -> Mapping[str, str]:

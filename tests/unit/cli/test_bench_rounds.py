@@ -42,6 +42,39 @@ def test_contestants_take_turns_of_one_batch():
     assert [row["seconds"]["median"] for row in rows] == [0.5, 0.5, 0.5]
 
 
+class FakeDrafter(FakeEngine):
+    """Notes how many drafts it was asked for, and takes as long as that makes it."""
+
+    def __init__(self, log):
+        super().__init__("off", [])
+        self.mode = make_modes(["draft_model"], {"draft_model": "none"}, 4)[-1]
+        self.asked = log
+
+    def run(self, requests, concurrency):
+        drafts = {request.params.speculative for request in requests}
+        self.asked.append((drafts, requests[0].cache_salt, requests[0].params.max_tokens))
+        most = 1 if drafts == {1} else 4
+        step = StepTimes(0.2, 0.1, 0.01 + 0.01 * most, 1, True, most, most, most, (0,))
+        times = [RequestTimes(0.0, [1, 2], [0.05, 0.1]) for _ in requests]
+        return Round(0.1, times, [step] * len(requests), 0.1)
+
+
+def test_one_draft_a_step_is_measured_in_some_rounds_among_all_others():
+    asked = []
+    engines = [FakeEngine("off", []), FakeDrafter(asked)]
+    rows = measure(engines, [Task("base", [[1], [2]])], Plan(batch_sizes=(1,), rounds=5, max_tokens=90))
+    single = [(salt, tokens) for drafts, salt, tokens in asked if drafts == {1}]
+    assert len(single) == 2 * 2, "two turns each in the first round and in the fifth"
+    assert {tokens for _, tokens in single} == {48}
+    others = [(salt, tokens) for drafts, salt, tokens in asked if drafts != {1}]
+    assert len(others) == 2 * 6
+    assert {tokens for _, tokens in others} == {90}
+    assert not {salt for salt, _ in single} & {salt for salt, _ in others}, "neither teaches the other its answers"
+    assert rows[1]["limit"]["c"] == pytest.approx(0.01 / 0.1), "what one draft more costs; their shared part is none"
+    assert len(rows) == 2
+    assert rows[1]["requests"] == 2, "those with one draft are no round of the mode"
+
+
 def test_a_round_of_several_turns_is_their_sum():
     turns = [Round(1.0, ["a"], ["x"], 0.5), Round(2.0, ["b", "c"], ["y"], 1.0)]
     assert Round.of(turns) == Round(3.0, ["a", "b", "c"], ["x", "y"], 1.5)
