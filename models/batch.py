@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..kernels.late import LateTokens
 from ..kernels.memory import lazy_zeros
 from ..kernels.paged_attention import CACHE_FLOAT8, LayerKV
+from ..kernels.rope import Rotation
 from ..kernels.staging import to_device
 from .attention import ReplayableAttention
 
@@ -50,11 +52,11 @@ class KVLayerSpec(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
-class RopeTables(Protocol):
+class Rope(Protocol):
     """Cosines and sines of positions."""
 
-    def tables(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, 1, D] as `kernels.rope` wants them, for `positions` [T], all below `end`."""
+    def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
+        """For `positions` [T], all below `end`; unless it `gathers` their angles, with tables of all positions."""
         ...
 
 
@@ -67,7 +69,7 @@ class PagedModel(Protocol):
         ...
 
     @property
-    def rope(self) -> RopeTables:
+    def rope(self) -> Rope:
         """Its rotary embedding."""
         ...
 
@@ -108,9 +110,19 @@ class SequenceRows:
         starts = [start - by for start, by in zip(self.starts, early, strict=True)]
         return replace(self, starts=starts, overshoot=None)
 
+    def last_of(self, *states: Tensor) -> Sequence[Tensor]:
+        """[B, H] each: those of each row's last token, of states [T, H]."""
+        if self.unused is None:  # an index takes longer than all else that a short pass asks of the host
+            if len(self.token_ids) == len(self.query_lens):
+                return states
+            if len(self.query_lens) == 1:
+                return [of_all[-1:] for of_all in states]
+        index = self.last_tokens(states[0].device)
+        return [of_all.index_select(0, index) for of_all in states]
+
     def last_tokens(self, device: torch.device) -> Tensor:
         """[B] int64: each row's last token."""
-        last = to_device(np.cumsum(self.query_lens) - 1, device)
+        last = to_device(np.array([*accumulate(self.query_lens)], dtype=np.int64) - 1, device)
         return last if self.unused is None else last - self.unused
 
 
@@ -122,9 +134,8 @@ class ForwardBatch:
     """[T] int64"""
     positions: Tensor
     """[T] int64"""
-    cos: Tensor
-    """[T, 1, D] in the model's dtype; with `sin`, as kernels.rope wants them."""
-    sin: Tensor
+    rotation: Rotation
+    """In the model's dtype."""
     attention: Any
     """The attention backend's plan."""
     kv: Sequence[LayerKV]
@@ -185,15 +196,14 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
     attention = model.attention.plan(rows, positions, block_size)
     if rows.overshoot is not None:
         attention.settle(rows.overshoot, on_device)
-    cos, sin = model.rope.tables(on_device, end)
+    rotation = model.rope.rotation(on_device, end, gathers=not model.attention.looks_up_angles)
     input_ids = to_device(np.array(rows.token_ids, dtype=np.int64), model.device)
     for tokens in rows.late:
         tokens.fill(input_ids)
     return ForwardBatch(
         input_ids=input_ids,
         positions=on_device,
-        cos=cos,
-        sin=sin,
+        rotation=rotation,
         attention=attention,
         kv=kv,
         adapters=adapters,

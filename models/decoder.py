@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.rms_norm import can_copy
-from ..kernels.rope import Rotation
 from ..kernels.silu_mul import silu_mul, silu_mul_invariant
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
@@ -69,8 +68,7 @@ class DecoderLayer:
     def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV, copy: int | None = None) -> Tensor:
         """hidden [T, H] to the next layer's [T, H]. `copy`: an address where `hidden` is copied to."""
         qkv = self.qkv.forward(self.input_norm(hidden, copy), batch)
-        rotation = Rotation(batch.cos, batch.sin)
-        attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
+        attended = self._attention.forward_qkv(qkv, batch.rotation, self.qk_norm, kv, batch.attention, self._window)
         hidden = self.o.forward(attended, batch, residual=hidden)
         inner = self._silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
         return self.down.forward(inner, batch, residual=hidden)

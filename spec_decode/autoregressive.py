@@ -189,11 +189,12 @@ def _draft(drafter: TokenDrafter, drafting: list[Drafting], output: PassOutput, 
     while drafting:
         drafter.draw(drafting, output)
         more = [i for i, s in enumerate(drafting) if s.num_drafts < s.num_wanted]
+        if not more:
+            return
         drafting, output = _select(drafting, PassOutput(output.hidden, overshoot=output.overshoot), more)
-        if drafting:
-            output = drafter.go_on(drafting, output)._replace(overshoot=output.overshoot)
-            for sequence in drafting:
-                sequence.start += drafts_count
+        output = drafter.go_on(drafting, output)._replace(overshoot=output.overshoot)
+        for sequence in drafting:
+            sequence.start += drafts_count
 
 
 def _select(sequences: list[Drafting], output: PassOutput, keep: list[int]) -> tuple[list[Drafting], PassOutput]:

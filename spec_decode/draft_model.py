@@ -171,7 +171,7 @@ class DraftModelProposer:
             return PassOutput(*(part[: len(sequences)] for part in found))
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
         hidden = self._model.forward(batch).hidden
-        return PassOutput(hidden[rows.last_tokens(hidden.device)])
+        return PassOutput(*rows.last_of(hidden))
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: a `PassOutput` of all rows."""

@@ -268,7 +268,6 @@ class EagleProposer:
     def _last(self, rows: SequenceRows, handles: list[tuple[Any, int]], adapters: Any) -> LastRows | None:
         if len(rows.token_ids) == len(rows.query_lens):
             return None
-        index = rows.last_tokens(self._head.device)
         if adapters is None:
-            return LastRows(index, lambda: None)
-        return LastRows(index, lambda: self._prepare_adapters([(handle, 1) for handle, _ in handles]))
+            return LastRows(rows, lambda: None)
+        return LastRows(rows, lambda: self._prepare_adapters([(handle, 1) for handle, _ in handles]))

@@ -25,7 +25,7 @@ from ..kernels.linear import NativeLinear, PackedLinear, pack
 from ..kernels.rope import Rotation
 from ..kernels.silu_mul import silu_mul
 from ..models.attention import AttentionSpec, make_attention
-from ..models.batch import ForwardBatch, KVLayerSpec
+from ..models.batch import ForwardBatch, KVLayerSpec, SequenceRows
 from ..models.decoder import Decoder
 from ..models.layers.linear import Linear
 from ..models.layers.norm import RMSNorm
@@ -43,8 +43,7 @@ LAYER = "layers.0"
 class LastRows:
     """Of a batch of T tokens, the B whose output is wanted: the others leave their KV alone."""
 
-    index: Tensor
-    """[B]"""
+    rows: SequenceRows
     adapters: Callable[[], Any]
     """Those of these B rows. They are made when those of the T tokens are no longer needed: on a device both stand in
     the same memory."""
@@ -56,9 +55,9 @@ class _ShiftedRope:
     def __init__(self, rope: RotaryEmbedding) -> None:
         self._rope = rope
 
-    def tables(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """See `RopeTables`; all positions are at least 1."""
-        return self._rope.tables(positions - 1, end)
+    def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
+        """See `Rope`; all positions are at least 1."""
+        return self._rope.rotation(positions - 1, end, gathers=gathers)
 
 
 class EagleHead:
@@ -213,12 +212,12 @@ class EagleHead:
             x = torch.cat((self._token_norm(embedded), normed), dim=-1)
         else:
             x = residual = self._fc.forward(torch.cat((embedded, hidden), dim=-1), batch)
-        rotation, window = Rotation(batch.cos, batch.sin), self.config.layer.windows[0]
+        window = self.config.layer.windows[0]
         qkv = self._qkv.forward(x, batch)
-        attended = self.attention.forward_qkv(qkv, rotation, None, batch.kv[0], batch.attention, window)
+        attended = self.attention.forward_qkv(qkv, batch.rotation, None, batch.kv[0], batch.attention, window)
         rows: ForwardBatch | Adapters = batch
         if last is not None:
-            attended, residual = attended.index_select(0, last.index), residual.index_select(0, last.index)
+            attended, residual = last.rows.last_of(attended, residual)
             rows = Adapters(last.adapters())
         x = self._o.forward(attended, rows, residual=residual)
         x = self._down.forward(silu_mul(self._gate_up.forward(self._post_norm(x), rows)), rows, residual=x)

@@ -189,7 +189,7 @@ class DeviceStep:
         parts = 2 * triton.cdiv(num_kv_heads, config.block_heads)
         if rotation is not None:
             parts += triton.cdiv(num_heads, config.block_heads)
-        cos, sin = rotation if rotation is not None else (q, q)
+        cos, sin = (rotation.cos, rotation.sin) if rotation is not None else (q, q)
         scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
         write_kernel[(len(q), parts)](
             *(q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),

@@ -41,6 +41,7 @@ struct Layer {                      // strides in elements; heads of a token sid
     int64_t window;                 // 0: none
     const void *cos, *sin;          // of each token [D], the sines of the first half negated; null: no rotation
     int64_t rope_stride;
+    const int64_t* rope_rows;       // [T] the row of cos and sin that is each token's; null: they are in its order
     const float* norm_scale;        // [H + Hk, D]: see kernels/rms_norm; null: no normalisation
     float norm_root;
     void* out;                      // [T, H, D]
@@ -75,8 +76,9 @@ void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t toke
             store(plain + i, load(plain + i) * inverse * load(scale + i, dim - i));
     }
     if (!layer.cos) return;
-    const E* cos = (const E*)layer.cos + token * layer.rope_stride;
-    const E* sin = (const E*)layer.sin + token * layer.rope_stride;
+    const int64_t angle = (layer.rope_rows ? layer.rope_rows[token] : token) * layer.rope_stride;
+    const E* cos = (const E*)layer.cos + angle;
+    const E* sin = (const E*)layer.sin + angle;
     for (int64_t i = 0; i < half; i += LANES) {
         int64_t count = half - i;
         Vec first = load(plain + i, count), second = load(plain + half + i, count);
@@ -315,9 +317,10 @@ void run(const Step& step, const Layer& layer) {
 extern "C" void outrider_attention(
     const void* step, const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
     void* key_cache, void* value_cache, int64_t head_stride, int64_t cache_dtype, int64_t window, const void* cos,
-    const void* sin, int64_t rope_stride, const float* norm_scale, float norm_root, void* out) {
+    const void* sin, int64_t rope_stride, const int64_t* rope_rows, const float* norm_scale, float norm_root,
+    void* out) {
     const Layer layer{q, k, v, q_stride, k_stride, v_stride, key_cache, value_cache, head_stride, window, cos, sin,
-                      rope_stride, norm_scale, norm_root, out};
+                      rope_stride, rope_rows, norm_scale, norm_root, out};
     const Step& shared = *(const Step*)step;
     const bool is_short = cache_dtype == FLOAT8;
     if (shared.dtype == FLOAT32)

@@ -87,7 +87,7 @@ class NativeStep:
             self._attend.argtypes = (
                 *(pointer, pointer, integer, pointer, integer, pointer, integer),
                 *(pointer, pointer, integer, integer, integer),
-                *(pointer, pointer, integer, pointer, ctypes.c_float, pointer),
+                *(pointer, pointer, integer, pointer, pointer, ctypes.c_float, pointer),
             )
         self._shape = shape
         self._dtype = dtype
@@ -131,7 +131,7 @@ class NativeStep:
             *(self._address, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
             *self._cache(kv),
             window or 0,
-            *(None, None, 0, None, 0.0, out.data_ptr()),
+            *(None, None, 0, None, None, 0.0, out.data_ptr()),
         )
         return out
 
@@ -156,12 +156,13 @@ class NativeStep:
         out = qkv.new_empty(self._num_tokens, num_heads * dim)
         start, size = qkv.data_ptr(), dim * qkv.itemsize
         keys = start + num_heads * size
-        cos, sin = rotation
+        cos, sin, rows = rotation
         scale, root = (None, 0.0) if norm is None else (norm.scale.data_ptr(), norm.root_value)
         self._attend(
             *(self._address, start, width, keys, width, keys + num_kv_heads * size, width),
             *self._cache(kv),
             window or 0,
-            *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), scale, root, out.data_ptr()),
+            *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), None if rows is None else rows.data_ptr()),
+            *(scale, root, out.data_ptr()),
         )
         return out

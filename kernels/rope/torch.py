@@ -13,6 +13,9 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+    rows: Tensor | None = None
+    """[T] int64: where `cos` and `sin` are tables of many positions, [P, 1, D], each token's place there; for kernels
+    that look it up themselves. None: they are the tokens' own."""
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ class AttentionSpec:
 class AttentionBackend(Protocol):
     """How attention is computed."""
 
+    looks_up_angles: bool
+    """Whether it takes rotations whose angles are not gathered."""
+
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> Any:
         """Everything about `rows` that does not depend on the layer; `positions` [T] int64 are their tokens'."""
 

@@ -28,6 +28,8 @@ def serves(spec: AttentionSpec) -> bool:
 class NativeAttention:
     """Implements AttentionBackend."""
 
+    looks_up_angles = True
+
     def __init__(self, spec: AttentionSpec) -> None:
         self._shape = _shape(spec)
         self._dtype = spec.dtype

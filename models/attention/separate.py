@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class SeparateSteps(ABC):
     """`AttentionBackend.forward_qkv` by way of `forward`."""
 
+    looks_up_angles = False
+
     def __init__(self, spec: AttentionSpec, rope: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         """`rope` is one of `kernels.rope`."""
         self._spec = spec
@@ -37,6 +39,6 @@ class SeparateSteps(ABC):
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if norm is not None:
             qk = norm(qk)
-        qk = self._rope(qk, *rotation)
+        qk = self._rope(qk, rotation.cos, rotation.sin)
         q, k = qk[:, : self._spec.num_heads], qk[:, self._spec.num_heads :]
         return self.forward(q, k, v, kv, plan, window)

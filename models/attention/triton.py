@@ -32,6 +32,8 @@ def serves(spec: AttentionSpec) -> bool:
 class TritonAttention:
     """Implements AttentionBackend."""
 
+    looks_up_angles = False
+
     def __init__(self, spec: AttentionSpec, num_splits: int | None = None) -> None:
         """`num_splits`: programs that share a tile's keys, a power of two; None: chosen for the device."""
         self._spec = spec

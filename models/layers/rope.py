@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...kernels.rope import Rotation
 from ..config import RopeConfig
 
 
@@ -37,13 +38,17 @@ class RotaryEmbedding:
         self._dtype = dtype
         self._device = device
         self._table = self._compute(2048)
+        self._cos, self._sin = self._table.split(1, dim=1)
 
-    def tables(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, 1, D] as `kernels.rope` wants them, for `positions` [T], all below `end`."""
+    def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
+        """For `positions` [T], all below `end`; unless it `gathers` their angles, with tables of all positions."""
         if end > self._table.shape[0]:
             self._table = self._compute(1 << (end - 1).bit_length())
+            self._cos, self._sin = self._table.split(1, dim=1)
+        if not gathers:
+            return Rotation(self._cos, self._sin, positions)
         cos, sin = self._table.index_select(0, positions).split(1, dim=1)
-        return cos, sin
+        return Rotation(cos, sin)
 
     def _compute(self, count: int) -> Tensor:
         """[count, 2, D]: cosines, and sines with the first half negated."""

@@ -17,7 +17,9 @@ from outrider.kernels.silu_mul.native import silu_mul
 from outrider.models.attention import AttentionSpec, make_attention
 from outrider.models.attention.native import NativeAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
+from outrider.models.config import RopeConfig
 from outrider.models.layers.norm import RMSNorm
+from outrider.models.layers.rope import RotaryEmbedding
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler, or switched off")
 
@@ -163,6 +165,23 @@ def test_attention_of_a_projection_is_that_of_torch(shape, block_size, window, q
     expected, reference = layer.run("torch", window=window, norm=norm)
     close(written, reference, 2.0)
     close(got, expected, 5.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_angles_are_looked_up_in_tables(dtype: torch.dtype) -> None:
+    """The same bits as with each token's own angles; both grow when a longer sequence comes."""
+    layer = Layer([(5, 2), (40, 1), (2040, 12)], (4, 2, 32), 16, dtype)
+    for rope_type in ("default", "linear"):
+        config = RopeConfig(rope_type=rope_type, theta=1e4, factor=2.0)
+        rope = RotaryEmbedding(config, 32, dtype=dtype, device=torch.device("cpu"))
+        tables = [rope.rotation(torch.from_numpy(layer.positions), end, gathers=False) for end in (2048, 2052)]
+        assert [len(rotation.cos) for rotation in tables] == [2048, 4096]
+        layer.rotation = rope.rotation(torch.from_numpy(layer.positions), 2052)
+        assert layer.rotation.cos.shape == (15, 1, 32)
+        expected = layer.run("native")
+        layer.rotation = tables[1]
+        for got, wanted in zip(layer.run("native"), expected, strict=True):
+            assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -257,7 +257,7 @@ def test_attention_of_a_projection_is_that_of_torch(
         backend = make_attention(AttentionSpec(*shape, frozenset({None}), dtype, torch.device(place)), name)
         plan = backend.plan(inputs.sequences, inputs.positions, inputs.block_size)
         kv = LayerKV(*(cache.clone().to(place) for cache in inputs.kv))
-        angles = Rotation(*(x.to(place) for x in rotation))
+        angles = Rotation(rotation.cos.to(place), rotation.sin.to(place))
         out = backend.forward_qkv(qkv.clone().to(place), angles, norm, kv, plan, None)
         results.append((out, kv.k, kv.v))
     for got, expected in zip(results[1], results[0], strict=True):
