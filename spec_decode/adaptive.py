@@ -122,7 +122,7 @@ class AdaptiveProposer:
                 return proposals
             steady.left = 0
         began = self._watch.clock()
-        steady.tell()
+        unmeasured = steady.tell()
         self._watch_rests()
         drafting = self._take_in_drafting()
         gap = self._watch.gap_before(began, *self._rests.timed(target.seconds + drafting))
@@ -140,7 +140,8 @@ class AdaptiveProposer:
         if self._drafted:
             self._paused = False
             spent = ended - began - self._drafters.seconds - self._deciding
-            self._evidence.note(self._controller.costs.add_bookkeeping, spent)
+            like_it = 1 + unmeasured if self._controller.drafting else 0  # trials are measured, all of them
+            self._evidence.note(self._controller.costs.add_bookkeeping, spent, like_it)
         steady.usual = ended - began - self._deciding
         self._stepped(drafting + target.seconds + ended - began)
         self._rest = self._next_rest(rows)

@@ -12,7 +12,8 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    what a change costs, `NOISE` seconds and `LEAST_REGRET` steps: soon where much is lost, late where little is; of the
    last, twice as many each time that the last change did not last. It is on at first, and off at once where the first
    prediction for so many rows is that it loses; where all are of other lanes than the last ones, it changes at once,
-   and where a trial has just shown another text, noise does not count.
+   and where a trial has just shown another text, noise does not count. For few rows all this is one, whatever their
+   number: what drafting gains is that of all such steps lately (`Pricing.gain_of_few`).
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 from .acceptance import Outcome
 from .goodput import Plan, Prices, best_plan
-from .lanes import ENTER, Before, Lane, LaneKey, Lanes, Mode, Modes, Outlook, RowState
+from .lanes import ENTER, Before, Lane, LaneKey, Lanes, Mode, Modes, Outlook, RowState, mode_class
 from .pace import DISTURBANCE, Pace
 from .pricing import Pricing
 from .probing import (
@@ -47,9 +48,8 @@ from .probing import (
     settling_steps,
 )
 from .step_costs import MIXED, row_class
+from .workload import FEW
 
-FEW = 4
-"""Rows for which it is decided anew whenever one comes or goes."""
 UNKNOWN = 64
 """Steps in which a drafter that nobody knows yet is not judged."""
 
@@ -81,6 +81,7 @@ class Controller:
         self._outlooks: dict[int, Outlook] = {}  # by class of rows; 0: steps with prompts
         self._on_trial = 0.0  # seconds that the step's trials of drafters were charged, where nothing else is drafted
         self._modes = Modes()
+        self._kind = MIXED  # class of the last decision's rows
         self._step = 0
         self._next_decision = 0
         self._pace = Pace()
@@ -178,7 +179,7 @@ class Controller:
 
     def _is_worth_deciding(self, num_rows: int, mixed: bool, untold: float) -> bool:
         """Whether other rows are a reason to decide now: for a small model a decision is no trifle."""
-        mode = self._modes.get(MIXED if mixed else row_class(num_rows))
+        mode = self._modes.get(mode_class(num_rows, mixed))
         if mode is None or mode.drafting != self.drafting:
             return True
         return self._pace.is_worth_deciding(self._step, self._budget.elapsed + untold, self.costs.decision_seconds)
@@ -198,13 +199,12 @@ class Controller:
         batch = len(rows), prompt_tokens
         self._batch = (len(rows), prompt_tokens > 0)
         self._decided, self._has_news = {row.lane for row in rows}, False
-        kind = MIXED if prompt_tokens else row_class(len(rows))
         self._decide_later()
         self._pace.decided(self._budget.elapsed)
         self._on_trial = self._idle_seconds = 0.0
         for lane in self._decided:
             lane.end_trials(self._step)
-        self._modes.enter(kind, self._step)
+        self._enter(len(rows), prompt_tokens > 0)
         if self._nothing_new():
             self._draft_nothing(rows)
             return
@@ -227,13 +227,15 @@ class Controller:
         change = self._pricing.change(offering, drafting=self.drafting)
         cost = (change + (0.0 if self._is_surprised else self._modes.noise(self._step))) / prices.idle_seconds
         length = plan.seconds / prices.idle_seconds if self.drafting else 1.0
+        few = self._kind != MIXED and self._kind <= FEW
+        gain = self._pricing.gain_of_few(offering[0], plan, prices, drafting=self.drafting) if few else plan.gain
         are_others = bool(self._planned_for) and self._decided.isdisjoint(self._planned_for)
         self._planned_for = self._decided
-        if not is_unknown and self._mode.is_outdone(plan.gain, cost, length, are_others=are_others):
+        if not is_unknown and self._mode.is_outdone(gain, cost, length, are_others=are_others):
             self._modes.change(self._step)
-        before = None if self.drafting else self._outlooks.get(kind)
-        self._outlooks[kind] = Outlook.of(self._decided, self._step, plan.gain, cost, before)
-        self._pace.found(plan.seconds if self.drafting else prices.idle_seconds, self._mode.loss(plan.gain))
+        before = None if self.drafting else self._outlooks.get(self._kind)
+        self._outlooks[self._kind] = Outlook.of(self._decided, self._step, gain, cost, before)
+        self._pace.found(plan.seconds if self.drafting else prices.idle_seconds, self._mode.loss(gain))
         self._decide_later()
         self._is_saving = False
         shown = self._trial_of_the_other(offering, plan, len(rows), prices)
@@ -258,11 +260,10 @@ class Controller:
         """For how many more steps nothing need be decided, after steps in which nothing was drafted for `rows`, all of
         which sample. 0: it is to be decided, after the next one."""
         if self.due(len(rows), False):
-            kind = row_class(len(rows))
             self._decided = {row.lane for row in rows}
-            if self._modes.get(kind) is None:
+            if self._modes.get(mode_class(len(rows), False)) is None:
                 return 0
-            self._modes.enter(kind, self._step)
+            self._enter(len(rows), False)
             if not self._nothing_new():
                 return 0
             self._batch, self._has_news = (len(rows), False), False
@@ -271,6 +272,11 @@ class Controller:
             self._draft_nothing(rows)
         return self.steps_left
 
+    def _enter(self, num_rows: int, mixed: bool) -> None:
+        """It is about to be decided for so many rows."""
+        self._kind = MIXED if mixed else row_class(num_rows)
+        self._modes.enter(mode_class(num_rows, mixed), self._step)
+
     @staticmethod
     def _draft_nothing(rows: Sequence[RowState]) -> None:
         for row in rows:
@@ -278,7 +284,7 @@ class Controller:
 
     def _nothing_new(self) -> bool:
         """Whether nothing is drafted, and a decision would find what the last one for such a batch did."""
-        kind = self._modes.kind
+        kind = self._kind
         outlook = self._outlooks.get(kind)
         if outlook is None or self.drafting or self._step - outlook.step >= outlook.lasts:
             return False

@@ -124,19 +124,33 @@ def _best_for_one(offer: Offer, prices: Prices, off: float, passes: int) -> Plan
 def mean_goodput(
     rates: Rates, batch: tuple[int, int], target: Curve, draft: Curve, extra: tuple[float, float]
 ) -> float:
-    """The best goodput of mean requests of one lane, over the number of drafts.
+    """The best goodput of mean requests of one lane, over the number of drafts: see `mean_plan`."""
+    return mean_plan(rates, batch, target, draft, extra)[0]
+
+
+def mean_plan(
+    rates: Rates,
+    batch: tuple[int, int],
+    target: Curve,
+    draft: Curve,
+    extra: tuple[float, float],
+    goes_on: float = 1.0,
+) -> tuple[float, float]:
+    """The best goodput of mean requests of one lane, over the number of drafts, and the seconds of such a step.
 
     Args:
         batch: number of rows, and prompt tokens beside them.
         extra: seconds for each step, and for each token.
+        goes_on: chance that an answer does not end before its next token.
     """
     num_rows, prompt_tokens = batch
-    tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, 0.0
+    tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, (0.0, 1.0)
     for k, (p, available) in enumerate(zip(rates.probabilities, rates.available, strict=True), 1):
-        product *= p
+        product *= p * goes_on
         tokens += num_rows * available * product
         size += num_rows * available
-        best = max(best, tokens / (extra[0] + tokens * extra[1] + target(size) + draft(k)))
+        seconds = extra[0] + tokens * extra[1] + target(size) + draft(k)
+        best = max(best, (tokens / seconds, seconds))
     return best
 
 

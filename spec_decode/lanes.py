@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .acceptance import FALLBACK, HOPEFUL, Outcome, Rates, RequestRates
 from .probing import MIN_INTERVAL, NOISE, SURPRISING, Backoff
+from .step_costs import MIXED, row_class
+from .workload import FEW
 
 if TYPE_CHECKING:
     from ..platform.core.request import Request
@@ -47,6 +49,12 @@ def lane_key(request: Request) -> LaneKey:
 def lane_keys(adapter: bytes) -> tuple[LaneKey, LaneKey]:
     """All that it may have."""
     return (adapter, False), (adapter, True)
+
+
+def mode_class(num_rows: int, mixed: bool) -> int:
+    """Whose mode is one: a class of rows, but all with few. A batch that drains passes them one after the other, so
+    that what would be gained in each alone, and lost by catching up each time, is not seen in any."""
+    return MIXED if mixed else max(row_class(num_rows), FEW)
 
 
 class Before(NamedTuple):
@@ -258,14 +266,12 @@ class Mode:
 class Modes:
     """Those of all classes of rows."""
 
-    __slots__ = ("_counted", "_last_change", "_modes", "changed_at", "current", "kind", "num_changes")
+    __slots__ = ("_counted", "_last_change", "_modes", "changed_at", "current", "num_changes")
 
     def __init__(self) -> None:
         self._modes: dict[int, Mode] = {}
         self.current = Mode(True, 0)
-        """That of the last decision's rows..."""
-        self.kind = -1
-        """...and their class."""
+        """That of the last decision's rows."""
         self.num_changes = 0
         self.changed_at = 0
         """Step in which one of them, or an adapter's drafter, became another; 0: never."""
@@ -279,7 +285,7 @@ class Modes:
     def enter(self, kind: int, step: int) -> None:
         """It is about to be decided for this class of rows. Until now they were those of the last decision."""
         self.current.passed(step - self._counted)
-        self._counted, self.kind = step, kind
+        self._counted = step
         self.current = self._modes.setdefault(kind, Mode(self.current.drafting, step))
 
     def noise(self, step: int) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .lanes import RowState
 from .proposer import DraftRow
+from .workload import RowSteps
 
 if TYPE_CHECKING:
     from .controller import Controller
@@ -29,7 +30,9 @@ class StepOutcome(NamedTuple):
     is_mixed: bool = False
     """Whether there was such a row."""
     verified: Sequence[tuple[RowState, int, int]] = ()
-    """Requests, with their numbers of drafts and of right ones."""
+    """Requests, with their numbers of drafts that were judged and of right ones."""
+    row_steps: RowSteps = ()
+    """Of steps without prompts."""
 
     @classmethod
     def of(cls, rows: Sequence[DraftRow], states: Sequence[RowState | None]) -> StepOutcome:
@@ -50,16 +53,23 @@ class StepOutcome(NamedTuple):
                 num_answers += row.sampled
             if state is None:
                 continue
+            judged = drafts
             if row.sampled:
-                new = len(row.tokens) - row.num_valid  # none where a draft ended it; they may have grown since
+                new = len(row.tokens) - row.num_valid  # they may have grown since
                 num_outputs += min(new, 1) + row.num_accepted
-            verified.append((state, drafts, row.num_accepted))
-        return cls(num_tokens, num_drafts, unfinished, num_prompts, num_outputs, num_answers, is_mixed, verified)
+                if new == 0:  # a draft ended it: those behind it were not judged
+                    judged = row.num_accepted
+            verified.append((state, judged, row.num_accepted))
+        row_steps = () if is_mixed else ((len(rows), 1),)
+        return cls(
+            num_tokens, num_drafts, unfinished, num_prompts, num_outputs, num_answers, is_mixed, verified, row_steps
+        )
 
     def tell(self, controller: Controller, *, counts: bool = True) -> None:
         """Have `controller` know it, if it `counts`; the next step verifies what is proposed after this."""
         if counts:
             controller.workload.computed(self.num_prompts, self.num_outputs, self.num_answers)
+            controller.workload.had(self.row_steps)
             controller.verified({state: [(n, accepted)] for state, n, accepted in self.verified if n})
         for state, _, _ in self.verified:
             state.proposed_by = -1

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from operator import mul
 
 from .acceptance import cumulative
-from .goodput import Offer, Plan, Prices, mean_goodput
+from .goodput import Offer, Plan, Prices, mean_goodput, mean_plan
 from .lanes import RowState
 from .probing import PROBE_DRAFTS, SETTLING, UNSETTLED
-from .step_costs import MIXED, Curve, StepCosts
+from .step_costs import MIXED, Curve, StepCosts, row_class
 from .workload import Workload
 
 SWITCH = 0.03
@@ -51,7 +51,8 @@ class Pricing:
 
     def prices(self, offering: Sequence[RowState], batch: tuple[int, int], *, drafting: bool) -> Prices:
         """Of drafts for `offering`, in a batch of so many rows that sample, and prompt tokens beside them. `drafting`:
-        whether they are drafted for already; else they have to be caught up with first."""
+        whether such batches are drafted for already: then what the drafter lags of these will be so of others, too, as
+        where a batch drains from more rows, which are not drafted for. Else it lags once, which is part of `change`."""
         costs = self.costs
         num_rows, prompt_tokens = batch
         drafts: list[tuple[Curve, Curve, int]] = []
@@ -61,12 +62,37 @@ class Pricing:
             drafts.append((one, costs.draft_curve(drafter, served) if served > 1 else one, served))
         extra = costs.drafting_seconds(num_rows)
         token_extra = self._token_extra
-        late = self.catch_up(offering, with_prompts=not drafting and not token_extra)
+        late = self.catch_up(offering, with_prompts=False) if drafting else 0.0
         extra += late / AMORTISED_OVER
         token_extra += late / (num_rows * max(1.0, self.workload.answer_length / 2))
         target = costs.target_curve(MIXED if prompt_tokens else num_rows)
         base, host = num_rows + prompt_tokens, costs.host_seconds(num_rows)
         return Prices(num_rows, base, host, target, drafts, self._has_passes, extra, token_extra)
+
+    def gain_of_few(self, row: RowState, plan: Plan, prices: Prices, *, drafting: bool) -> float:
+        """What it gains to draft, as `Plan.gain`, for all numbers of rows up to `FEW` as they were met lately: for the
+        present one by `plan`, for others as if their requests were mean ones of the lane of `row`. A batch that drains
+        meets its decisions with many rows, and takes most of its time with one."""
+        costs, drafter = self.costs, row.drafter
+        before = after = 0.0
+        for rows, count in self.workload.steps_by_rows.items():
+            idle, seconds, gain = prices.idle_seconds, plan.seconds, plan.gain
+            if rows != row_class(prices.base_rows):
+                host, target = costs.host_seconds(rows), costs.target_curve(rows)
+                goodput, seconds = mean_plan(
+                    row.lane.rates[drafter],
+                    (rows, 0),
+                    target,
+                    costs.draft_curve(drafter, rows),
+                    (host + costs.drafting_seconds(rows), 0.0 if drafter else self._token_extra),
+                    self._goes_on,
+                )
+                idle = host + target(rows)
+                gain = goodput * idle / rows - 1.0
+            # The steps that were counted were of the present mode.
+            after += count * (seconds if drafting else idle / (1.0 + gain))
+            before += count * (seconds * (1.0 + gain) if drafting else idle)
+        return before / after - 1.0 if after else plan.gain
 
     def catch_up(self, rows: Iterable[RowState], *, with_prompts: bool = True) -> float:
         """Seconds that it takes until the neural drafter can draft for those that are given to it; without prompts,
@@ -121,7 +147,7 @@ class Pricing:
         costs = self.costs
         drafts = costs.draft_curve(drafter, len(rows))
         count = max(self.probe_drafts(drafter, row) for row in rows)
-        cost = costs.bookkeeping_seconds + drafts(count) - drafts(0)
+        cost = costs.measured_bookkeeping_seconds + drafts(count) - drafts(0)
         cost += prices.target(prices.base_tokens + count * len(rows)) - prices.target(prices.base_tokens)
         if self._has_passes[drafter]:
             cost += costs.catch_up(drafter, sum(row.lag for row in rows))

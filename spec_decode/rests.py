@@ -74,6 +74,7 @@ class Rests:
     __slots__ = (
         "_alike",
         "_are_watched",
+        "_row_steps",
         "_rows",
         "_spells",
         "_told",
@@ -146,10 +147,16 @@ class Rests:
     @property
     def outcome(self) -> StepOutcome:
         """What they brought."""
-        return StepOutcome(num_prompts=self.num_prompts, num_outputs=self.num_outputs, num_answers=self.num_answers)
+        return StepOutcome(
+            num_prompts=self.num_prompts,
+            num_outputs=self.num_outputs,
+            num_answers=self.num_answers,
+            row_steps=list(self._row_steps.items()),
+        )
 
     def taken_in(self) -> None:
         """What was looked at is known."""
+        self._row_steps: dict[int, int] = {}
         self.num_steps = self.num_answers = 0
         self.num_prompts = self.num_outputs = 0  # tokens
         self.seconds = 0.0  # that the target took
@@ -179,13 +186,19 @@ class Rests:
             self.num_steps += steps
             self.seconds += seconds
             self.num_outputs += steps * self._rows
+            self._had(self._rows, steps)
             self.timed_steps += steps
             self.timed_seconds += seconds
+
+    def _had(self, num_rows: int, steps: int) -> None:
+        self._row_steps[num_rows] = self._row_steps.get(num_rows, 0) + steps
 
     def _count(self, rows: Sequence[RowPlan], seconds: float) -> None:
         self.num_steps += 1
         self.seconds += seconds
         self.num_outputs += len(rows)
+        if rows[-1].num_tokens == 1:  # prompts come last
+            self._had(len(rows), 1)
         for row in rows:
             if row.num_tokens > 1 or not row.samples:
                 self.num_prompts += row.num_tokens

@@ -18,7 +18,7 @@ MEASURED_ONE_IN = 32
 """Short steps between decisions that are measured: that takes a small model a few per cent of its time."""
 
 Told = Sequence[tuple[RowState, list[int]]]
-"""Of each request four numbers for each step: drafts that were verified, those of them that were right, drafts that
+"""Of each request four numbers for each step: drafts that were judged, those of them that were right, drafts that
 were asked for, and those made. Of the rows themselves nothing is kept: while they live on, the next ones get memory
 that is in no cache."""
 
@@ -39,6 +39,8 @@ class SteadySteps:
         self._controller = controller
         self._evidence = evidence
         self._num_steps = 0
+        self._num_counted = 0  # of them, in...
+        self._row_steps: list[tuple[int, int]] = []
         self._num_prompts = self._num_answers = 0
         self._num_missing = 0  # tokens of answers that ended without one
         self._batch: Sequence[Request] = ()
@@ -52,6 +54,7 @@ class SteadySteps:
         self._batch = batch if not any(state.drafter and state.num_drafts for state in states) else ()
         if self._num_steps:
             self._earlier.append(self._told)
+            self._count_rows()
         self._told = [(state, []) for state in states]
 
     def fit(self, rows: Sequence[DraftRow]) -> Sequence[DraftRow] | None:
@@ -72,9 +75,11 @@ class SteadySteps:
         """After a step whose `rows` fit."""
         proposals = self._first.propose(rows, target)
         for row, made, (_, numbers) in zip(rows, proposals, self._told, strict=True):
-            numbers += (row.num_drafts, row.num_accepted, row.max_drafts, len(made.drafts.token_ids))
-            if row.max_drafts == 0 and len(row.tokens) == row.num_valid:
-                self._num_missing += 1  # a draft ended the text
+            judged = row.num_drafts
+            if row.max_drafts == 0 and len(row.tokens) == row.num_valid:  # a draft ended the text
+                self._num_missing += 1
+                judged = row.num_accepted
+            numbers += (judged, row.num_accepted, row.max_drafts, len(made.drafts.token_ids))
         self._num_steps += 1
         self.seconds += target.seconds + self.usual
         return proposals
@@ -89,17 +94,27 @@ class SteadySteps:
                 self._num_answers += 1
         return proposals
 
-    def tell(self) -> None:
-        """Nothing is left to be told."""
-        if self._num_steps:
-            self._controller.stepped(self.seconds, self._num_steps)
+    def tell(self) -> int:
+        """Nothing is left to be told; returns how many steps were."""
+        num_steps = self._num_steps
+        if num_steps:
+            self._controller.stepped(self.seconds, num_steps)
             self._evidence.note(learn, self._controller, [*self._earlier, self._told])
+            self._count_rows()
+            self._evidence.note(self._controller.workload.had, self._row_steps)
+            self._row_steps, self._num_counted = [], 0
             counts = self._num_prompts, -self._num_missing, self._num_answers
             if any(counts):
                 self._evidence.note(self._controller.workload.computed, *counts)
                 self._num_prompts = self._num_missing = self._num_answers = 0
             self.seconds, self._num_steps, self._earlier = 0.0, 0, []
             self._told = [(state, []) for state, _ in self._told]
+        return num_steps
+
+    def _count_rows(self) -> None:
+        """Those of the batch that has been."""
+        self._row_steps.append((len(self._told), self._num_steps - self._num_counted))
+        self._num_counted = self._num_steps
 
 
 def learn(controller: Controller, told: Sequence[Told]) -> None:

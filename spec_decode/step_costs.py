@@ -41,6 +41,8 @@ MIXED = 0
 """Class of rows of the steps that also computed prompt tokens."""
 _STEPS_A_DECISION = 32
 """Where drafting pays, about: decisions take some half a per cent of the time (`pace`)."""
+_UNMEASURED = 0.1
+"""Of the counting of a step that is measured, what one takes that is not."""
 _EXACT = 64
 _TRUSTED_AFTER = 12
 """Times of a cell after which it weighs as much as the plane."""
@@ -269,6 +271,7 @@ class StepCosts:
         self._catch_up: list[deque[float]] = [deque(maxlen=8) for _ in has_passes]  # seconds a token that it lags
         self._caught_up = [False for _ in has_passes]  # whether it ever did: as with sizes, the first time is left out
         self._bookkeeping: deque[float] = deque(maxlen=16)
+        self._likes: deque[int] = deque(maxlen=16)  # of how many steps each of those was one
         self._decisions: deque[float] = deque(maxlen=16)
         self._step = 0.0  # seconds of a step of the target, smoothed, whatever it computed
 
@@ -287,8 +290,19 @@ class StepCosts:
 
     @property
     def bookkeeping_seconds(self) -> float:
-        """Counting, of that, and deciding now and then."""
-        return _low(self._bookkeeping) * self._speed.factor + self.decision_seconds / _STEPS_A_DECISION
+        """Counting, of that, and deciding now and then; most steps are not measured, which is most of it."""
+        share = len(self._likes) / sum(self._likes) if self._likes else 1.0
+        share += (1.0 - share) * _UNMEASURED
+        return self._counting_seconds * share + self.decision_seconds / _STEPS_A_DECISION
+
+    @property
+    def measured_bookkeeping_seconds(self) -> float:
+        """The same of a step that is measured."""
+        return self._counting_seconds + self.decision_seconds / _STEPS_A_DECISION
+
+    @property
+    def _counting_seconds(self) -> float:
+        return _low(self._bookkeeping) * self._speed.factor
 
     @property
     def decision_seconds(self) -> float:
@@ -304,9 +318,11 @@ class StepCosts:
         """Time between two steps of `rows` rows, of which the first drafted."""
         self._drafting_gaps.add(rows, 1, max(seconds, SHORTEST_GAP))
 
-    def add_bookkeeping(self, seconds: float) -> None:
-        """Time of counting in a step that drafted."""
+    def add_bookkeeping(self, seconds: float, num_steps: int = 1) -> None:
+        """Time of counting in a step that drafted, the one of `num_steps` that was measured; 0: others are not so."""
         self._bookkeeping.append(max(seconds, 0.0) / self._speed.factor)
+        if num_steps:
+            self._likes.append(num_steps)
 
     def add_decision(self, seconds: float) -> None:
         """Time of a decision, with all that is taken in before it."""

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+
+from .step_costs import row_class
+
+FEW = 4
+"""Rows up to which a batch that drains passes all numbers in a moment."""
+RowSteps = Iterable[tuple[int, int]]
+"""Numbers of rows, and steps that had so many."""
+_STEPS = 1024
+"""Of few rows, that are counted before older ones are forgotten."""
 
 _MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
 """Tokens of answers over which it is averaged, and those that it takes to say anything."""
@@ -11,9 +21,10 @@ _MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
 class Workload:
     """Sums that forget exponentially."""
 
-    __slots__ = ("_answers", "_outputs", "_prompts")
+    __slots__ = ("_answers", "_outputs", "_prompts", "_steps")
 
     def __init__(self) -> None:
+        self._steps: dict[int, float] = {}  # by class of rows
         self._prompts = self._outputs = 0.0  # tokens
         self._answers = 0.0
 
@@ -23,6 +34,20 @@ class Workload:
         self._prompts = self._prompts * keep + prompt_tokens
         self._outputs = self._outputs * keep + output_tokens
         self._answers = self._answers * keep + num_answers
+
+    def had(self, row_steps: RowSteps) -> None:
+        """Steps without prompts; those of more than few rows do not count."""
+        for num_rows, steps in row_steps:
+            rows = row_class(num_rows)
+            if rows <= FEW:
+                self._steps[rows] = self._steps.get(rows, 0.0) + steps
+        if sum(self._steps.values()) > _STEPS:
+            self._steps = {rows: steps / 2 for rows, steps in self._steps.items() if steps >= 1.0}
+
+    @property
+    def steps_by_rows(self) -> Mapping[int, float]:
+        """Of few rows, by their class: how often there were so many lately."""
+        return self._steps
 
     @property
     def answer_length(self) -> float:

@@ -52,6 +52,11 @@ def short(rows: int, tokens: int) -> float:
     return 1.3 + 0.07 * rows + 0.03 * tokens
 
 
+def steep(rows: int, tokens: int) -> float:
+    """A tiny model to which each further token is no trifle: with several rows drafting gains little or nothing."""
+    return 0.3 + 0.2 * tokens
+
+
 def long(rows: int, tokens: int) -> float:
     """Half a billion parameters on a CPU: a second token is a quarter of a step."""
     return 40.0 + (0.0 if tokens == 1 else 10.0) + 2.0 * tokens
@@ -157,7 +162,7 @@ class World:
             length = len(tokens)
             tokens += _ZEROS[accepted]
             self.tokens += expected_tokens(p, count)
-            left = self.length + request.num_prompt_tokens - len(tokens)
+            left = self.length_of(request) + request.num_prompt_tokens - len(tokens)
             rows.append(
                 DraftRow(
                     request, tokens, length + accepted, min(self.drafted.get(request, 0), length + accepted),
@@ -178,11 +183,19 @@ class World:
         else:
             self.propose(proposer, rows, output)
         for index in ended:
-            request = requests[index]
-            self.drafted.pop(request, None)
-            request.status = Status.FINISHED
-            requests[index] = self.fresh(request.text_namespace[1])
+            self.drafted.pop(requests[index], None)
+            requests[index].status = Status.FINISHED
+        self.replace(ended)
         self.spend(HOST)
+
+    def length_of(self, request: Request) -> int:
+        """Output tokens that it will have."""
+        return self.length
+
+    def replace(self, ended: Sequence[int]) -> None:
+        """Others come for the requests that have ended."""
+        for index in ended:
+            self.requests[index] = self.fresh(self.requests[index].text_namespace[1])
 
     def propose(self, proposer, rows: list[DraftRow], output: TargetOutput) -> None:
         found = proposer.propose(rows, output)
@@ -195,6 +208,28 @@ class World:
                 self.owner[row.request] = (proposal.drafts.token_ids[0], len(proposal.drafts.token_ids))
         self.counts.append([len(proposal.drafts.token_ids) for proposal in found])
         self.rest = getattr(proposer, "rest", 0)
+
+
+class Draining(World):
+    """Requests of several `lengths` that begin together; the next ones come when the last one has ended."""
+
+    lengths: Sequence[int] = (10, 14, 25, 60)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.requests = [self.fresh(adapter) for adapter in self.adapters]
+        self._lengths = dict(zip(self.requests, self.lengths, strict=True))
+
+    def length_of(self, request: Request) -> int:
+        return self._lengths[request]
+
+    def replace(self, ended: Sequence[int]) -> None:
+        self.requests = [request for index, request in enumerate(self.requests) if index not in ended]
+        if not self.requests:
+            self._begin()
 
 
 class Simulated(NoProposer):

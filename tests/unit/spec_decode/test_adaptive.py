@@ -27,7 +27,10 @@ class Noting:
     answer_length = math.inf
 
     def __init__(self, computed) -> None:
-        self.computed = computed
+        self.computed, self.steps_by_rows = computed, {}
+
+    def had(self, row_steps):
+        """Not handed on."""
 
 
 TRAITS = (DrafterTraits("draft_model", True), DrafterTraits("ngram", False))

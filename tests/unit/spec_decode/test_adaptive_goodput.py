@@ -6,6 +6,7 @@ from .simulated import (
     CURVES,
     HOST,
     LENGTH,
+    Draining,
     Fixed,
     Simulated,
     WithLayers,
@@ -19,6 +20,7 @@ from .simulated import (
     neural,
     short,
     sloped,
+    steep,
 )
 
 CASES = [
@@ -253,3 +255,23 @@ def test_a_drafter_that_became_good_is_soon_found_again():
         world.run(proposer, 350)
         found.append(sum(map(sum, world.counts[-50:])))
     assert sum(drafts >= 75 for drafts in found) >= 5, found
+
+
+@pytest.mark.parametrize(("p", "is_worth_it"), [(0.92, True), (0.6, False)])
+def test_a_batch_that_drains_is_drafted_for_from_its_beginning_or_never(p, is_worth_it):
+    """With one row it gains much, with four nothing: to catch up in the middle of each batch may cost all of that."""
+
+    def world():
+        return Draining(steep, {(b"a", 0): p}, [b"a"] * 4, prompt=30, noise=0.05, seed=3)
+
+    def drafter(world):
+        return WithLayers(world, base=0.1, each=0.2, row=0.01, token=0.02)
+
+    off, best, count = best_fixed(world, [drafter])
+    assert (count > 0) == is_worth_it
+    if is_worth_it:
+        assert best > 1.05 * off
+    ours = world()
+    proposer = adaptive(ours, drafter(ours))
+    ours.run(proposer, 4000)
+    assert ours.run(proposer, 2000) > 0.97 * best

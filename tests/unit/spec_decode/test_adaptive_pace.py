@@ -153,9 +153,9 @@ def test_parts_of_prompts_and_caps_are_no_matter_of_going_on(engine):
 def test_prompts_of_who_joins_are_counted(engine):
     one, other = engine.request(), engine.request()
     engine.run([one], 4)
-    proposer, counted = engine.proposer, []
+    proposer, counted, steps = engine.proposer, [], []
     proposer.snapshot()
-    proposer._controller.workload = SimpleNamespace(computed=lambda *counts: counted.append(counts))
+    proposer._controller.workload = SimpleNamespace(computed=lambda *counts: counted.append(counts), had=steps.extend)
     length = len(other.tokens)
     rows = [
         DraftRow(one, [*one.tokens, 1], len(one.tokens), len(one.tokens), 2, [], True, len(one.tokens) - 3, 0, 2, 2),
@@ -164,6 +164,8 @@ def test_prompts_of_who_joins_are_counted(engine):
     proposer.propose(rows, TargetOutput(seconds=engine.seconds))
     proposer.snapshot()
     assert [sum(counts) for counts in zip(*counted, strict=True)] == [length, 4, 1]
+    assert sum(count for _, count in steps) >= 1
+    assert {num_rows for num_rows, count in steps if count} == {2}
     counted.clear()
     one.tokens, other.tokens, ended = [*one.tokens, 7, 7, 7], [*other.tokens, 7], len(other.tokens) + 1
     rows = [

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from outrider.spec_decode.controller import Controller, DrafterTraits
+from outrider.spec_decode.goodput import best_plan
 from outrider.spec_decode.pricing import AMORTISED_OVER, Pricing
 from outrider.spec_decode.step_costs import DraftSize
 from outrider.spec_decode.workload import Workload
@@ -39,7 +40,7 @@ def test_drafts_beyond_the_end_of_an_answer_are_worth_nothing(length):
 
 @pytest.mark.parametrize("drafting", [True, False])
 def test_what_a_drafter_lags_is_paid_by_the_rest_of_the_answer(drafting):
-    """Its prompt, too, where nobody was drafted for and it is not paid token by token."""
+    """Where such batches are drafted for and still it lags; where none is, it lags once, which is no price of each."""
     pricing = Pricing([True], has_layers=True)
     row = Controller([DrafterTraits("draft_model", True)], 4).new_row((b"", True))
     for _ in range(4):
@@ -56,8 +57,53 @@ def test_what_a_drafter_lags_is_paid_by_the_rest_of_the_answer(drafting):
 
     each = pricing.costs.catch_up(0, 1)
     assert each == pytest.approx(2e-4, rel=0.1)
+    if not drafting:
+        assert extra(20, 30) == extra(50, 30) == (0.0, 0.0)
+        return
     assert extra(20, 30) == pytest.approx((20 * each / AMORTISED_OVER, 0.0))
-    assert extra(50, 30) == pytest.approx(((30 if drafting else 50) * each / AMORTISED_OVER, 0.0))
+    assert extra(50, 30) == pytest.approx((30 * each / AMORTISED_OVER, 0.0))
     told(pricing.workload, 20)
     assert extra(50, 30) == pytest.approx((30 * each / AMORTISED_OVER, 30 * each / 10), rel=0.05)
     assert extra(50, 30, num_rows=3)[1] == pytest.approx(30 * each / (3 * 10), rel=0.05), "the others pay for it too"
+
+
+def test_few_rows_gain_together():
+    """As often as there were so many: a batch of four that ends with one row is worth what both take and give."""
+    pricing = Pricing([True], has_layers=False)
+    row = Controller([DrafterTraits("draft_model", True)], 4).new_row((b"", True))
+    row.limit = 4
+    for rows in (1, 4):
+        for _ in range(8):
+            for size in (rows, 2 * rows, 5 * rows):
+                pricing.costs.add_step(rows, size, 0.0006 + 0.0002 * size)
+            for passes in (1, 4):
+                pricing.costs.add_draft(0, DraftSize(rows, passes), 0.0001 + 0.0001 * passes)
+
+    def gain(num_rows, drafting):
+        prices = pricing.prices([row] * num_rows, (num_rows, 0), drafting=drafting)
+        plan = best_plan([pricing.offer(row)] * num_rows, prices)
+        return pricing.gain_of_few(row, plan, prices, drafting=drafting), plan.gain
+
+    for drafting in (True, False):
+        assert gain(4, drafting)[0] == gain(4, drafting)[1], "nothing else was met"
+    (_, one), (_, four) = gain(1, True), gain(4, True)
+    assert one > four + 0.1
+    for rows, steps in ((1, 60), (4, 10), (9, 1000)):
+        pricing.workload.had([(rows, steps)])
+    for drafting in (True, False):
+        together = gain(4, drafting)[0]
+        assert four < together < one
+        assert together == pytest.approx(gain(1, drafting)[0], abs=0.02), "whoever asks"
+    pricing.workload.had([(4, 500)])
+    assert gain(4, False)[0] < together - 0.02
+
+
+def test_older_numbers_of_rows_are_forgotten():
+    workload = Workload()
+    workload.had([(1, 1000)])
+    for _ in range(40):
+        workload.had([(3, 60), (2, 40)])
+    steps = workload.steps_by_rows
+    assert steps.get(1, 0.0) < 0.1 * steps[3]
+    assert steps[2] == pytest.approx(steps[3] * 2 / 3, rel=0.2)
+    assert sum(steps.values()) <= 1024

@@ -12,7 +12,8 @@ from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.proposer import NoProposer, TargetOutput
+from outrider.spec_decode.outcome import StepOutcome
+from outrider.spec_decode.proposer import DraftRow, NoProposer, TargetOutput
 from outrider.spec_decode.rests import LONGEST_WAIT, MOST_KEPT, MOST_TOKENS, MOST_WAITING, WORTH_WAITING, Rests, Spells
 
 from .simulated import Clock
@@ -241,3 +242,10 @@ def test_steps_that_nobody_watches_are_only_counted_but_on_trial(is_on_trial):
     proposer.snapshot()
     assert len(added) == len(measured) == (6 if is_on_trial else 1)
     assert proposer.rest == 5
+
+
+def test_drafts_behind_the_end_of_a_text_are_not_wrong():
+    state = object()
+    whole = DraftRow(request(), [1] * 5, 4, 4, 4, [], True, 1, 0, 3, 2)
+    assert StepOutcome.of([whole], [state]).verified == [(state, 3, 2)]
+    assert StepOutcome.of([whole._replace(tokens=[1] * 4)], [state]).verified == [(state, 2, 2)]

@@ -120,6 +120,19 @@ def test_what_drafting_takes_beside_the_drafter_is_priced():
     assert costs.drafting_seconds(4) == pytest.approx(0.0015, rel=0.05)
 
 
+def test_counting_is_priced_by_the_steps_that_are_measured():
+    """One of 32 is; a trial, all of whose steps are, does not change what the others cost."""
+    costs = StepCosts([True])
+    for _ in range(20):
+        costs.add_bookkeeping(0.0005, 32)
+        costs.add_bookkeeping(0.0005, 0)
+    assert costs.measured_bookkeeping_seconds == pytest.approx(0.0005)
+    assert costs.bookkeeping_seconds == pytest.approx(0.0005 * (0.1 + 0.9 / 32))
+    for _ in range(20):
+        costs.add_bookkeeping(0.0005, 1)
+    assert costs.bookkeeping_seconds == pytest.approx(0.0005)
+
+
 def test_catching_up_is_priced_by_the_token_and_kept_out_of_the_table():
     costs = StepCosts([True])
     costs.add_step(1, 1, 0.01)
