@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import LlamaForCausalLM
 
 from .batches import Batch, Encoder
 from .config import SEED, AdapterPlan
 from .mixture import adapter_document
-from .training import LossFunction, Trainer, distillation_loss, step_batch, token_loss
+from .training import LossFunction, Trainer, step_batch, token_loss
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -54,11 +53,6 @@ class AdapterJob:
         """Train the adapter on its own documents and write it to ``output``."""
         wrapped = add_lora(model, self.plan.rank, self.base_name)
         self._run(wrapped, encode, partial(token_loss, wrapped))
-
-    def train_draft(self, draft: LlamaForCausalLM, target: nn.Module, encode: Encoder) -> None:
-        """Teach the draft model, through a LoRA of its own, to guess what the adapted target would say."""
-        wrapped = add_lora(draft, self.plan.rank, self.base_name)
-        self._run(wrapped, encode, partial(distillation_loss, wrapped, target))
 
     def _run(self, model: PeftModel, encode: Encoder, loss_of: LossFunction) -> None:
         schedule = self.plan.schedule

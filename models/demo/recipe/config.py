@@ -64,7 +64,7 @@ class AdapterPlan:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How an EAGLE-3 head, or a LoRA of it, is trained by `outrider train-draft`."""
+    """How an EAGLE-3 head, or a LoRA of a drafter, is trained by `outrider train-draft`."""
 
     prompts: int
     steps: int
@@ -88,7 +88,6 @@ ADAPTER_PLANS = {
     "sql": AdapterPlan(rank=8, schedule=_ADAPTER_SCHEDULE),
     "support": AdapterPlan(rank=8, schedule=_ADAPTER_SCHEDULE),
 }
-DRAFT_ADAPTER_PLAN = AdapterPlan(rank=8, schedule=_ADAPTER_SCHEDULE)
 HEAD_PLAN = HeadPlan(
     prompts=8000,
     steps=1000,
@@ -100,7 +99,7 @@ HEAD_PLAN = HeadPlan(
     eval_every=250,
     intermediate=384,
 )
-_HEAD_LORA_PLAN = HeadPlan(
+_DRAFT_LORA_PLAN = HeadPlan(
     prompts=6000,
     steps=1500,
     warmup=20,
@@ -111,7 +110,7 @@ _HEAD_LORA_PLAN = HeadPlan(
     eval_every=300,
     rank=8,
 )
-HEAD_LORA_PLANS = dict.fromkeys(("json", "sql", "support"), _HEAD_LORA_PLAN)
+DRAFT_LORA_PLANS = dict.fromkeys(("json", "sql", "support"), _DRAFT_LORA_PLAN)
 HEAD_PROMPT_SEED = SEED * 1_000_003 + 77  # of the prompts that the target answers for the head; no held-out ones
 
 # how much the loss counts what the user writes, which the model need not predict well

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head and the adapters' draft weights for it, made with `outrider train-draft`.
+"""The EAGLE-3 head and the adapters' draft weights, made with `outrider train-draft`.
 
 The command runs in a process of its own: this package lies below the engine that generates the completions.
 """
@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from .. import DEMO_MODEL_NAME
-from .config import HEAD_LORA_PLANS, HEAD_PLAN, HEAD_PROMPT_SEED, HeadPlan
+from .config import DRAFT_LORA_PLANS, HEAD_PLAN, HEAD_PROMPT_SEED, HeadPlan
 from .documents import Document
 from .evaluation import DRAFT_LENGTH, HELD_OUT_SEED, PROMPTS
 from .mixture import adapter_document, base_document, drafting_document
@@ -91,15 +91,19 @@ def train_head(shop: Workshop) -> None:
     _ship(work, shop.eagle3, HEAD_FILES)
 
 
-def train_head_adapters(shop: Workshop) -> None:
-    """Train, for each adapter, a LoRA of the head on what the adapted base says."""
-    for name, plan in HEAD_LORA_PLANS.items():
-        more = ["--method", "draft-lora", "--adapter", str(shop.adapter(name)), "--draft", str(shop.eagle3)]
-        more += ["--rank", str(plan.rank), "--base-name", f"{DEMO_MODEL_NAME}-eagle3"]
+def train_draft_adapters(shop: Workshop, method: str) -> None:
+    """Train, for each adapter, a LoRA of the drafter of `method` on what the adapted base says."""
+    drafter, base_name = {
+        "draft_model": (shop.draft, f"{DEMO_MODEL_NAME}-draft"),
+        "eagle3": (shop.eagle3, f"{DEMO_MODEL_NAME}-eagle3"),
+    }[method]
+    for name, plan in DRAFT_LORA_PLANS.items():
+        more = ["--method", "draft-lora", "--adapter", str(shop.adapter(name)), "--draft", str(drafter)]
+        more += ["--rank", str(plan.rank), "--base-name", base_name]
         requests = Requests(partial(drafting_document, name=name), partial(adapter_document, name=name))
-        work = _train(shop, f"{name}-eagle3", plan, requests, more)
-        _ship(work, shop.draft_adapter(name, "eagle3"), LORA_FILES)
-        log.info("draft adapter %s of the head is trained", name)
+        work = _train(shop, f"{name}-{method}", plan, requests, more)
+        _ship(work, shop.draft_adapter(name, method), LORA_FILES)
+        log.info("draft adapter %s of %s is trained", name, method)
 
 
 def head_measurements(shop: Workshop, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

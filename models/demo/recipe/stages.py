@@ -7,19 +7,18 @@ from collections.abc import Callable
 from functools import partial
 
 from .. import DEMO_MODEL_NAME
-from .adapters import AdapterJob, load_adapted
+from .adapters import AdapterJob
 from .card import model_card
 from .config import (
     ADAPTER_PLANS,
     BASE_SCHEDULE,
     BASE_SHAPE,
-    DRAFT_ADAPTER_PLAN,
     DRAFT_SCHEDULE,
     DRAFT_SHAPE,
     SEED,
 )
 from .evaluation import evaluate
-from .heads import train_head, train_head_adapters
+from .heads import train_draft_adapters, train_head
 from .mixture import base_document
 from .tokenizer import train_tokenizer
 from .training import Trainer, distillation_loss, export_model, new_model, step_batch, token_loss
@@ -69,17 +68,13 @@ def adapters_stage(shop: Workshop) -> None:
         job = AdapterJob(name, plan, DEMO_MODEL_NAME, shop.work / name, shop.adapter(name))
         job.train(load_model(shop.base), encode)
         log.info("adapter %s is trained", name)
-    for name in ADAPTER_PLANS:
-        work, output = shop.work / f"{name}-draft", shop.draft_adapter(name, "draft_model")
-        job = AdapterJob(name, DRAFT_ADAPTER_PLAN, f"{DEMO_MODEL_NAME}-draft", work, output)
-        job.train_draft(load_model(shop.draft), load_adapted(shop.base, shop.adapter(name)), encode)
-        log.info("draft adapter %s is trained", name)
+    train_draft_adapters(shop, "draft_model")
 
 
 def eagle3_stage(shop: Workshop) -> None:
     """Train the EAGLE-3 head, and for each adapter the draft weights of the head."""
     train_head(shop)
-    train_head_adapters(shop)
+    train_draft_adapters(shop, "eagle3")
 
 
 def card_stage(shop: Workshop) -> None:

@@ -12,7 +12,7 @@ from outrider.models.demo import demo_adapters, demo_eagle3_path, demo_model_pat
 pytest.importorskip("peft")
 
 from outrider.models.demo.recipe import heads
-from outrider.models.demo.recipe.config import HEAD_LORA_PLANS, HEAD_PLAN
+from outrider.models.demo.recipe.config import DRAFT_LORA_PLANS, HEAD_PLAN
 from outrider.models.demo.recipe.evaluation import held_out
 from outrider.models.demo.recipe.mixture import adapter_document, base_document
 from outrider.models.demo.recipe.tokenizer import load_tokenizer
@@ -84,20 +84,24 @@ def test_the_recipe_runs_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(heads.subprocess, "run", run)
     shop = Workshop(tmp_path / "output", tmp_path / "work")
     heads.train_head(shop)
-    heads.train_head_adapters(shop)
-    assert [options.method for options in parsed] == ["eagle3"] + ["draft-lora"] * 3
+    heads.train_draft_adapters(shop, "eagle3")
+    heads.train_draft_adapters(shop, "draft_model")
+    assert [options.method for options in parsed] == ["eagle3"] + ["draft-lora"] * 6
     assert all(options.generate for options in parsed)
     assert parsed[0].steps == HEAD_PLAN.steps
     assert parsed[1].draft == str(tmp_path / "output" / "eagle3")
     assert (tmp_path / "output" / "eagle3" / "model.safetensors").read_text() == "eagle3"
-    for name, options in zip(demo_adapters(), parsed[1:], strict=True):
+    assert parsed[4].draft == str(tmp_path / "output" / "draft")
+    assert [options.base_name for options in parsed[3:5]] == ["outrider-demo-eagle3", "outrider-demo-draft"]
+    made = [(method, name) for method in ("eagle3", "draft_model") for name in demo_adapters()]
+    for (method, name), options in zip(made, parsed[1:], strict=True):
         assert options.adapter == str(tmp_path / "output" / "adapters" / name)
-        folder = tmp_path / "output" / "adapters" / name / "draft" / "eagle3"
+        folder = tmp_path / "output" / "adapters" / name / "draft" / method
         assert (folder / "adapter_config.json").exists()
         assert not any(folder.glob("*.jsonl"))
     with open(parsed[1].data) as file:
         lines = [json.loads(line) for line in file]
-    assert len(lines) == HEAD_LORA_PLANS["json"].prompts
+    assert len(lines) == DRAFT_LORA_PLANS["json"].prompts
     assert lines[0]["messages"][-1]["role"] == "assistant"
     monkeypatch.setattr(heads.subprocess, "run", lambda command, check: parsed.append("--resume" in command))
     heads.train_head(shop)  # a second run goes on
