@@ -140,7 +140,7 @@ class AdaptiveProposer:
         if self._drafted:
             self._paused = False
             spent = ended - began - self._drafters.seconds - self._deciding
-            like_it = 1 + unmeasured if self._controller.drafting else 0  # trials are measured, all of them
+            like_it = 1 + unmeasured if self._controller.is_steady and self._held is None else 0  # trials are others
             self._evidence.note(self._controller.costs.add_bookkeeping, spent, like_it)
         steady.usual = ended - began - self._deciding
         self._stepped(drafting + target.seconds + ended - began)

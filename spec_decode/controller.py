@@ -228,17 +228,17 @@ class Controller:
         cost = (change + (0.0 if self._is_surprised else self._modes.noise(self._step))) / prices.idle_seconds
         length = plan.seconds / prices.idle_seconds if self.drafting else 1.0
         few = self._kind != MIXED and self._kind <= FEW
-        gain = self._pricing.gain_of_few(offering[0], plan, prices, drafting=self.drafting) if few else plan.gain
+        gain = self._pricing.gain_of_few(offering, plan, prices, drafting=self.drafting) if few else plan.gain
         are_others = bool(self._planned_for) and self._decided.isdisjoint(self._planned_for)
         self._planned_for = self._decided
         if not is_unknown and self._mode.is_outdone(gain, cost, length, are_others=are_others):
             self._modes.change(self._step)
-        before = None if self.drafting else self._outlooks.get(self._kind)
-        self._outlooks[self._kind] = Outlook.of(self._decided, self._step, gain, cost, before)
+        before = None if self.drafting else self._outlooks.get(self._modes.kind)
+        self._outlooks[self._modes.kind] = Outlook.of(self._decided, self._step, gain, cost, before)
         self._pace.found(plan.seconds if self.drafting else prices.idle_seconds, self._mode.loss(gain))
         self._decide_later()
         self._is_saving = False
-        shown = self._trial_of_the_other(offering, plan, len(rows), prices)
+        shown = self._trial_of_the_other(offering, plan, gain, prices)
         if shown:
             self._passes = plan.passes
             for row, count in zip(offering, plan.num_drafts, strict=True):
@@ -284,8 +284,7 @@ class Controller:
 
     def _nothing_new(self) -> bool:
         """Whether nothing is drafted, and a decision would find what the last one for such a batch did."""
-        kind = self._kind
-        outlook = self._outlooks.get(kind)
+        outlook = self._outlooks.get(self._modes.kind)
         if outlook is None or self.drafting or self._step - outlook.step >= outlook.lasts:
             return False
         if self._mode.is_outdone(outlook.gain, outlook.cost):
@@ -296,7 +295,7 @@ class Controller:
             return False  # what is refused to others may be lent to these
         if not self._budget.may_suffice:
             return True
-        drafting = self._with.get(kind)
+        drafting = self._with.get(self._kind)
         if drafting is not None and drafting.due(self._step, MAX_INTERVAL if outlook.gain < -CLEARLY else 0):
             return False
         return not any(trial.due(self._step) for lane in self._decided for trial in lane.trials)
@@ -311,15 +310,14 @@ class Controller:
 
     # ------------------------------------------------------------------ trials
 
-    def _trial_of_the_other(self, offering: Sequence[RowState], plan: Plan, num_rows: int, prices: Prices) -> bool:
+    def _trial_of_the_other(self, offering: Sequence[RowState], plan: Plan, gain: float, prices: Prices) -> bool:
         """Whether the next steps show the plan: as `drafting` says, or for `TRIAL` steps the contrary."""
         if self._batch[1]:
             return self.drafting
-        kind = row_class(num_rows)
         backoffs = self._without if self.drafting else self._with
-        backoff = backoffs.setdefault(kind, Backoff(self._step, SLOW_INTERVAL))
-        unknown = self.drafting and not self.costs.target.knows(num_rows, prices.base_tokens)
-        if not (unknown or backoff.due(self._step, MAX_INTERVAL if abs(plan.gain) > CLEARLY else 0)):
+        backoff = backoffs.setdefault(self._kind, Backoff(self._step, SLOW_INTERVAL))
+        unknown = self.drafting and not self.costs.target.knows(prices.base_rows, prices.base_tokens)
+        if not (unknown or backoff.due(self._step, MAX_INTERVAL if abs(gain) > CLEARLY else 0)):
             return self.drafting
         if self.drafting:
             num_steps = TRIAL_WITHOUT + settling_steps(prices.idle_seconds)
@@ -333,7 +331,7 @@ class Controller:
             return self.drafting
         backoff.tried(self._step)
         self._owes_probe = True
-        if abs(plan.gain) < 3 * ENTER:
+        if abs(gain) < 3 * ENTER:
             backoff.hasten()
         self._trial_ends = self._next_decision = self._step + num_steps
         return not self.drafting

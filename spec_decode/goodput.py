@@ -134,19 +134,21 @@ def mean_plan(
     target: Curve,
     draft: Curve,
     extra: tuple[float, float],
-    goes_on: float = 1.0,
+    asks: tuple[float, int] = (1.0, 1 << 30),
 ) -> tuple[float, float]:
     """The best goodput of mean requests of one lane, over the number of drafts, and the seconds of such a step.
 
     Args:
         batch: number of rows, and prompt tokens beside them.
         extra: seconds for each step, and for each token.
-        goes_on: chance that an answer does not end before its next token.
+        asks: chance that an answer does not end before its next token, and the most drafts of a row.
     """
     num_rows, prompt_tokens = batch
     tokens, size, product, best = float(num_rows), float(num_rows + prompt_tokens), 1.0, (0.0, 1.0)
     for k, (p, available) in enumerate(zip(rates.probabilities, rates.available, strict=True), 1):
-        product *= p * goes_on
+        if k > asks[1]:
+            break
+        product *= p * asks[0]
         tokens += num_rows * available * product
         size += num_rows * available
         seconds = extra[0] + tokens * extra[1] + target(size) + draft(k)

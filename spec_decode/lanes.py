@@ -266,12 +266,14 @@ class Mode:
 class Modes:
     """Those of all classes of rows."""
 
-    __slots__ = ("_counted", "_last_change", "_modes", "changed_at", "current", "num_changes")
+    __slots__ = ("_counted", "_last_change", "_modes", "changed_at", "current", "kind", "num_changes")
 
     def __init__(self) -> None:
         self._modes: dict[int, Mode] = {}
         self.current = Mode(True, 0)
-        """That of the last decision's rows."""
+        """That of the last decision's rows..."""
+        self.kind = -1
+        """...and their `mode_class`."""
         self.num_changes = 0
         self.changed_at = 0
         """Step in which one of them, or an adapter's drafter, became another; 0: never."""
@@ -285,7 +287,7 @@ class Modes:
     def enter(self, kind: int, step: int) -> None:
         """It is about to be decided for this class of rows. Until now they were those of the last decision."""
         self.current.passed(step - self._counted)
-        self._counted = step
+        self._counted, self.kind = step, kind
         self.current = self._modes.setdefault(kind, Mode(self.current.drafting, step))
 
     def noise(self, step: int) -> float:

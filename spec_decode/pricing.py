@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import mul
 
@@ -12,6 +13,8 @@ from .probing import PROBE_DRAFTS, SETTLING, UNSETTLED
 from .step_costs import MIXED, Curve, StepCosts, row_class
 from .workload import Workload
 
+_PRESENT = 0.125
+"""Of all steps with few rows, as many at least count as if they had the present number."""
 SWITCH = 0.03
 """What another drafter than a lane's present one must promise more."""
 AMORTISED_OVER = 64
@@ -69,30 +72,36 @@ class Pricing:
         base, host = num_rows + prompt_tokens, costs.host_seconds(num_rows)
         return Prices(num_rows, base, host, target, drafts, self._has_passes, extra, token_extra)
 
-    def gain_of_few(self, row: RowState, plan: Plan, prices: Prices, *, drafting: bool) -> float:
+    def gain_of_few(self, offering: Sequence[RowState], plan: Plan, prices: Prices, *, drafting: bool) -> float:
         """What it gains to draft, as `Plan.gain`, for all numbers of rows up to `FEW` as they were met lately: for the
-        present one by `plan`, for others as if their requests were mean ones of the lane of `row`. A batch that drains
-        meets its decisions with many rows, and takes most of its time with one."""
-        costs, drafter = self.costs, row.drafter
+        present one by `plan`, for others as if their requests were mean ones of the lanes of `offering`. A batch that
+        drains meets its decisions with many rows, and takes most of its time with one."""
+        present, met = row_class(prices.base_rows), dict(self.workload.steps_by_rows)
+        met[present] = max(met.get(present, 0.0), _PRESENT * sum(met.values()), 1.0)
         before = after = 0.0
-        for rows, count in self.workload.steps_by_rows.items():
+        for rows, count in met.items():
             idle, seconds, gain = prices.idle_seconds, plan.seconds, plan.gain
-            if rows != row_class(prices.base_rows):
-                host, target = costs.host_seconds(rows), costs.target_curve(rows)
-                goodput, seconds = mean_plan(
-                    row.lane.rates[drafter],
-                    (rows, 0),
-                    target,
-                    costs.draft_curve(drafter, rows),
-                    (host + costs.drafting_seconds(rows), 0.0 if drafter else self._token_extra),
-                    self._goes_on,
-                )
-                idle = host + target(rows)
+            if rows != present:
+                idle = self.costs.host_seconds(rows) + self.costs.target_curve(rows)(rows)
+                goodput, seconds = self._mean_plan(offering, rows)
                 gain = goodput * idle / rows - 1.0
-            # The steps that were counted were of the present mode.
+            # As if all steps that were counted had been of the present mode: most are, a while after each change.
             after += count * (seconds if drafting else idle / (1.0 + gain))
             before += count * (seconds * (1.0 + gain) if drafting else idle)
-        return before / after - 1.0 if after else plan.gain
+        return before / after - 1.0
+
+    def _mean_plan(self, offering: Sequence[RowState], rows: int) -> tuple[float, float]:
+        """Goodput, and the seconds of a step, of so many rows like those of `offering`, one kind after the other."""
+        costs, most = self.costs, max(row.limit for row in offering)
+        target, fixed = costs.target_curve(rows), costs.host_seconds(rows) + costs.drafting_seconds(rows)
+        goodputs = times = 0.0
+        for (lane, drafter), count in Counter((row.lane, row.drafter) for row in offering).items():
+            extra = fixed, 0.0 if drafter else self._token_extra
+            curve, asks = costs.draft_curve(drafter, rows), (self._goes_on, most)
+            goodput, seconds = mean_plan(lane.rates[drafter], (rows, 0), target, curve, extra, asks)
+            goodputs += count * goodput
+            times += count * seconds
+        return goodputs / len(offering), times / len(offering)
 
     def catch_up(self, rows: Iterable[RowState], *, with_prompts: bool = True) -> float:
         """Seconds that it takes until the neural drafter can draft for those that are given to it; without prompts,

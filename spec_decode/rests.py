@@ -197,7 +197,7 @@ class Rests:
         self.num_steps += 1
         self.seconds += seconds
         self.num_outputs += len(rows)
-        if rows[-1].num_tokens == 1:  # prompts come last
+        if rows[-1].num_tokens == 1 and rows[-1].samples:  # prompts come last
             self._had(len(rows), 1)
         for row in rows:
             if row.num_tokens > 1 or not row.samples:

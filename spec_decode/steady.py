@@ -86,12 +86,14 @@ class SteadySteps:
 
     def draft_first(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """The same after the first step of these requests: some may begin in it."""
-        proposals = self.draft(rows, target)
+        proposals, before = self.draft(rows, target), self._num_prompts
         for row in rows:
             new = row.num_valid - row.num_accepted - row.start
             if new > 1:
                 self._num_prompts += new
                 self._num_answers += 1
+        if self._num_prompts > before:
+            self._num_counted += 1  # it is none of those without prompts
         return proposals
 
     def tell(self) -> int:

@@ -41,6 +41,8 @@ MIXED = 0
 """Class of rows of the steps that also computed prompt tokens."""
 _STEPS_A_DECISION = 32
 """Where drafting pays, about: decisions take some half a per cent of the time (`pace`)."""
+_LIKES = 16
+"""Of how many steps that draft one is measured, as long as nobody knows. Of long ones each is: there it is little."""
 _UNMEASURED = 0.1
 """Of the counting of a step that is measured, what one takes that is not."""
 _EXACT = 64
@@ -291,7 +293,7 @@ class StepCosts:
     @property
     def bookkeeping_seconds(self) -> float:
         """Counting, of that, and deciding now and then; most steps are not measured, which is most of it."""
-        share = len(self._likes) / sum(self._likes) if self._likes else 1.0
+        share = len(self._likes) / sum(self._likes) if self._likes else 1.0 / _LIKES
         share += (1.0 - share) * _UNMEASURED
         return self._counting_seconds * share + self.decision_seconds / _STEPS_A_DECISION
 

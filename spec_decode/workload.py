@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from .step_costs import row_class
 
 FEW = 4
-"""Rows up to which a batch that drains passes all numbers in a moment."""
+"""Rows up to which a batch that drains passes all numbers in a moment. By their class: five are like four."""
 RowSteps = Iterable[tuple[int, int]]
 """Numbers of rows, and steps that had so many."""
-_STEPS = 1024
-"""Of few rows, that are counted before older ones are forgotten."""
+_STEPS = 256
+"""Of few rows, that are counted before older ones are forgotten: some batches that drain, but no more, since that may
+have ended."""
 
 _MEMORY, _FEW_OUTPUTS = 4000.0, 200.0
 """Tokens of answers over which it is averaged, and those that it takes to say anything."""
@@ -39,7 +40,7 @@ class Workload:
         """Steps without prompts; those of more than few rows do not count."""
         for num_rows, steps in row_steps:
             rows = row_class(num_rows)
-            if rows <= FEW:
+            if 0 < rows <= FEW:
                 self._steps[rows] = self._steps.get(rows, 0.0) + steps
         if sum(self._steps.values()) > _STEPS:
             self._steps = {rows: steps / 2 for rows, steps in self._steps.items() if steps >= 1.0}

@@ -189,6 +189,7 @@ class DeviceStep:
         parts = 2 * triton.cdiv(num_kv_heads, config.block_heads)
         if rotation is not None:
             parts += triton.cdiv(num_heads, config.block_heads)
+        assert rotation is None or rotation.rows is None, "it does not look up angles"
         cos, sin = (rotation.cos, rotation.sin) if rotation is not None else (q, q)
         scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
         write_kernel[(len(q), parts)](

@@ -147,7 +147,8 @@ class NativeStep:
     ) -> Tensor:
         """`attend` of what a layer's projection gave, heads side by side: qkv [T, (H + 2 Hk) * D], contiguous.
 
-        Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
+        Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32; by
+        angles of tables, if there are `rotation.rows`, which are not checked.
         """
         num_heads, num_kv_heads, dim = self._shape
         width = (num_heads + 2 * num_kv_heads) * dim

@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """The angles of T tokens, as `apply_rope` wants them: [T, 1, D] each, equally strided."""
+    """The angles of T tokens: as `apply_rope` wants them, [T, 1, D] each, equally strided; or tables."""
 
     cos: Tensor
     sin: Tensor
     rows: Tensor | None = None
-    """[T] int64: where `cos` and `sin` are tables of many positions, [P, 1, D], each token's place there; for kernels
-    that look it up themselves. None: they are the tokens' own."""
+    """[T] int64, contiguous, each in [0, P): where `cos` and `sin` are tables of P positions, [P, 1, D], each token's
+    place there; for kernels that look it up themselves, and do not check it. None: they are the tokens' own."""
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class SeparateSteps(ABC):
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if norm is not None:
             qk = norm(qk)
+        assert rotation.rows is None, "it does not look up angles"
         qk = self._rope(qk, rotation.cos, rotation.sin)
         q, k = qk[:, : self._spec.num_heads], qk[:, self._spec.num_heads :]
         return self.forward(q, k, v, kv, plan, window)

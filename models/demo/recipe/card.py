@@ -221,7 +221,7 @@ def model_card(shop: Workshop, results: dict[str, Any]) -> str:
         f"folder also holds `draft/draft_model/`, a LoRA of rank {lora.rank} for the draft model, so that the draft guesses what "
         f"the adapter says: `outrider train-draft` distilled it from the adapted base's answers to {lora.prompts:,} chats in "
         f"{lora.steps} steps: half of the adapter's own kind, two fifths short requests of that kind without the usual details, "
-        "the rest anything else.\n",
+        "the rest anything else (that for `sql` is another, see above).\n",
         _head(shop),
         f"Everything shipped takes {total / 1e6:.1f} MB.\n",
         f"## Acceptance\n\nMean tokens a verification round yields (accepted drafts and one more) with "

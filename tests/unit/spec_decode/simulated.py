@@ -4,6 +4,8 @@ Everything between the clock and the proposer is what the engine runs; only the 
 Goodput is tokens a simulated second, compared with the best of all fixed numbers of drafts in the same world.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import random
@@ -215,13 +217,11 @@ class Draining(World):
 
     lengths: Sequence[int] = (10, 14, 25, 60)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._begin()
-
-    def _begin(self) -> None:
+    def begin(self) -> Draining:
+        """All at once."""
         self.requests = [self.fresh(adapter) for adapter in self.adapters]
         self._lengths = dict(zip(self.requests, self.lengths, strict=True))
+        return self
 
     def length_of(self, request: Request) -> int:
         return self._lengths[request]
@@ -229,7 +229,7 @@ class Draining(World):
     def replace(self, ended: Sequence[int]) -> None:
         self.requests = [request for index, request in enumerate(self.requests) if index not in ended]
         if not self.requests:
-            self._begin()
+            self.begin()
 
 
 class Simulated(NoProposer):

@@ -262,7 +262,7 @@ def test_a_batch_that_drains_is_drafted_for_from_its_beginning_or_never(p, is_wo
     """With one row it gains much, with four nothing: to catch up in the middle of each batch may cost all of that."""
 
     def world():
-        return Draining(steep, {(b"a", 0): p}, [b"a"] * 4, prompt=30, noise=0.05, seed=3)
+        return Draining(steep, {(b"a", 0): p}, [b"a"] * 4, prompt=30, noise=0.05, seed=3).begin()
 
     def drafter(world):
         return WithLayers(world, base=0.1, each=0.2, row=0.01, token=0.02)
@@ -275,3 +275,23 @@ def test_a_batch_that_drains_is_drafted_for_from_its_beginning_or_never(p, is_wo
     proposer = adaptive(ours, drafter(ours))
     ours.run(proposer, 4000)
     assert ours.run(proposer, 2000) > 0.97 * best
+
+
+def test_a_batch_that_drains_to_where_drafting_pays_does_not_flap():
+    """With eight rows it loses, with four it gains: each batch is caught up with once, or none is drafted for."""
+
+    def world():
+        made = Draining(steep, {(b"a", 0): 0.92}, [b"a"] * 8, prompt=30, noise=0.05, seed=3)
+        made.lengths = (10, 12, 14, 20, 30, 60, 80, 120)
+        return made.begin()
+
+    def drafter(world):
+        return WithLayers(world, base=0.1, each=0.2, row=0.01, token=0.02)
+
+    _, best, _ = best_fixed(world, [drafter])
+    ours = world()
+    proposer = adaptive(ours, drafter(ours))
+    ours.run(proposer, 5000)
+    before = proposer.controller._modes.num_changes
+    assert ours.run(proposer, 3000) > 0.95 * best
+    assert proposer.controller._modes.num_changes - before <= 3

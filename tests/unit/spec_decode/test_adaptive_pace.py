@@ -164,8 +164,7 @@ def test_prompts_of_who_joins_are_counted(engine):
     proposer.propose(rows, TargetOutput(seconds=engine.seconds))
     proposer.snapshot()
     assert [sum(counts) for counts in zip(*counted, strict=True)] == [length, 4, 1]
-    assert sum(count for _, count in steps) >= 1
-    assert {num_rows for num_rows, count in steps if count} == {2}
+    assert not any(count for _, count in steps), "a prompt was computed in it"
     counted.clear()
     one.tokens, other.tokens, ended = [*one.tokens, 7, 7, 7], [*other.tokens, 7], len(other.tokens) + 1
     rows = [

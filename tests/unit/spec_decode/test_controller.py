@@ -87,7 +87,8 @@ def test_the_plan_is_as_good_as_the_best_of_all(offers, slope, draft):
     assert any(plan.num_drafts)
     assert all(0 <= k <= len(offer.cumulative) for k, offer in zip(plan.num_drafts, offers, strict=True))
     assert got >= plan.goodput * (1 - 1e-9)  # a pass that no row reaches is not paid
-    # The sweep takes drafts by their chance alone, whoever makes them; where drafting loses, none is made anyway.
+    # The sweep takes drafts by their chance alone, whoever makes them, though another of the same chance that is made
+    # less often may lose less: less is asked where drafting loses.
     assert got >= best * (0.97 if best > plan.off_goodput else 0.9)
     assert plan.off_goodput == pytest.approx(at.base_rows / at.idle_seconds)
 
