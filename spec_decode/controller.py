@@ -42,6 +42,7 @@ from .probing import (
     SLOW_INTERVAL,
     SURPRISED_ROWS,
     TRIAL,
+    TRIAL_MORE,
     TRIAL_WITHOUT,
     Backoff,
     Budget,
@@ -88,6 +89,7 @@ class Controller:
         self._is_saving = False  # for a trial of the other mode, which is worth more than those of drafters...
         self._owes_probe = False  # ...but not than the first one after it: else, where little is earned, none follows
         self._trial_ends = 0
+        self._tries_more = False  # drafts than planned, in such a trial
         self._passes = 0
         self._batch: tuple[int, bool] = (0, False)
         self._idle_seconds = 0.0
@@ -108,7 +110,7 @@ class Controller:
     @property
     def is_steady(self) -> bool:
         """Whether the next steps draft as this one does, until it is time to decide."""
-        return self.drafting and self._step >= self._trial_ends
+        return self.drafting and (self._step >= self._trial_ends or self._tries_more)
 
     @property
     def is_time(self) -> bool:
@@ -201,7 +203,7 @@ class Controller:
         self._decided, self._has_news = {row.lane for row in rows}, False
         self._decide_later()
         self._pace.decided(self._budget.elapsed)
-        self._on_trial = self._idle_seconds = 0.0
+        self._on_trial, self._idle_seconds, self._tries_more = 0.0, 0.0, False
         for lane in self._decided:
             lane.end_trials(self._step)
         self._enter(len(rows), prompt_tokens > 0)
@@ -338,14 +340,16 @@ class Controller:
 
     def _try_more(self, offering: Sequence[RowState], plan: Plan) -> None:
         """One draft more for each row that has some, where that is due: steps between those measured may be shorter
-        than the line between them (products are padded to tiles)."""
+        than the line between them (products are padded to tiles). Not each step is measured, as of others: a small
+        model's steps are a tenth longer where each is."""
         backoff = self._more.setdefault(row_class(self._batch[0]), Backoff(self._step, SLOW_INTERVAL))
-        if backoff.due(self._step) and self._budget.spend(0.05 * TRIAL * plan.seconds, plan.seconds):
+        if backoff.due(self._step) and self._budget.spend(0.0125 * TRIAL_MORE * plan.seconds, plan.seconds):
             backoff.tried(self._step)
             for row in offering:
                 if row.num_drafts:
                     row.num_drafts = min(row.num_drafts + 1, row.limit)
-            self._trial_ends = self._next_decision = self._step + TRIAL
+            self._trial_ends = self._next_decision = self._step + TRIAL_MORE
+            self._tries_more = True
 
     def _probe(self, offering: Sequence[RowState], plan: Plan, prices: Prices) -> None:
         """Lets some rows of each lane try a drafter that the lane does not use, where that is due."""

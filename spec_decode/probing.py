@@ -30,8 +30,8 @@ CHARGED, MOST_CHARGED = 0.5, 8.0
 stays for trials: else decisions that have other reasons, as adapters that come and go, would put these off for ever."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 1024
 """Steps between two trials of the same thing."""
-TRIAL, TRIAL_WITHOUT = 2, 4
-"""Steps of a trial of drafting, and of one of no drafts once settled."""
+TRIAL, TRIAL_WITHOUT, TRIAL_MORE = 2, 4, 8
+"""Steps of a trial of drafting, of one of no drafts once settled, and of one of more drafts."""
 SETTLING, SOON_SETTLED = 0.012, 0.01
 """Seconds after drafting for which steps without it take longer, at first by a quarter or more, since the processor's
 caches hold what drafting left there; and those of a step for which that is little."""
