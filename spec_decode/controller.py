@@ -226,10 +226,10 @@ class Controller:
         prices = self._pricing.prices(offering, batch, drafting=self.drafting)
         plan = best_plan(offers, prices, self._passes)
         self._idle_seconds = prices.idle_seconds
-        change = self._pricing.change(offering, drafting=self.drafting)
-        cost = (change + (0.0 if self._is_surprised else self._modes.noise(self._step))) / prices.idle_seconds
+        noise = 0.0 if self._is_surprised else self._modes.noise(self._step, drains=self._pricing.drains)
+        cost = (self._pricing.change(offering, drafting=self.drafting) + noise) / prices.idle_seconds
         length = plan.seconds / prices.idle_seconds if self.drafting else 1.0
-        few = self._kind != MIXED and self._kind <= FEW
+        few = self._modes.is_of_few
         gain = self._pricing.gain_of_few(offering, plan, prices, drafting=self.drafting) if few else plan.gain
         are_others = bool(self._planned_for) and self._decided.isdisjoint(self._planned_for)
         self._planned_for = self._decided

@@ -33,6 +33,8 @@ NOTABLE = 0.05
 """...beyond this, of gain."""
 NOTICED = 0.5
 """Share of what drafting lacks to pay that is not to come unnoticed."""
+_NOISE_OF_MEAN = 0.25
+"""Of one prediction's noise, what a mean over a hundred steps still has."""
 USUAL = 0.1
 """By how much a request's drafts are right more often than its lane's, or less, where it is like others."""
 MAX_LANES = 4096
@@ -69,7 +71,7 @@ class Before(NamedTuple):
 class Lane:
     """What is known of requests of one kind: the prior of each."""
 
-    __slots__ = ("before", "drafter", "means", "num_drafts", "rates", "surprising", "trials")
+    __slots__ = ("before", "drafter", "means", "num_drafts", "rates", "surprising", "trials", "usual_limit")
 
     def __init__(self, means: Sequence[Rates], max_drafts: int, step: int) -> None:
         self.means = means
@@ -80,6 +82,8 @@ class Lane:
         self.drafter = 0
         self.num_drafts = 0
         """What a request of it was given last: where a new one starts."""
+        self.usual_limit = 0
+        """Drafts that its requests may have, as a rule: all but at their ends. It falls by one a decision."""
         self.before: list[Before | None] = [None] * len(means)
         """While a drafter is on trial."""
         self.surprising = -1
@@ -290,10 +294,18 @@ class Modes:
         self._counted, self.kind = step, kind
         self.current = self._modes.setdefault(kind, Mode(self.current.drafting, step))
 
-    def noise(self, step: int) -> float:
-        """Seconds that a change must save for it not to be noise: none, if it was none lately for other rows."""
+    @property
+    def is_of_few(self) -> bool:
+        """Whether the last decision's rows were few."""
+        return self.kind == FEW
+
+    def noise(self, step: int, *, drains: bool = False) -> float:
+        """Seconds that a change must save for it not to be noise: none, if it was none lately for other rows; less for
+        few rows, if what these gain is a mean over a batch that `drains`."""
         drafting, changed = self._last_change
-        return 0.0 if drafting != self.current.drafting and step - changed < LASTING else NOISE
+        if drafting != self.current.drafting and step - changed < LASTING:
+            return 0.0
+        return NOISE * (_NOISE_OF_MEAN if drains and self.is_of_few else 1.0)
 
     def change(self, step: int) -> None:
         """The present mode changes."""

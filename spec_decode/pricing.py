@@ -8,13 +8,16 @@ from operator import mul
 
 from .acceptance import cumulative
 from .goodput import Offer, Plan, Prices, mean_goodput, mean_plan
-from .lanes import RowState
+from .lanes import Lane, RowState
 from .probing import PROBE_DRAFTS, SETTLING, UNSETTLED
 from .step_costs import MIXED, Curve, StepCosts, row_class
 from .workload import Workload
 
 _PRESENT = 0.125
 """Of all steps with few rows, as many at least count as if they had the present number."""
+UNTOLD = 0.02
+"""What a batch costs that drains while it is drafted for, beyond what its steps tell. Measured with the demo, whose
+steps take half a millisecond: 0.02 to 0.05."""
 SWITCH = 0.03
 """What another drafter than a lane's present one must promise more."""
 AMORTISED_OVER = 64
@@ -75,29 +78,41 @@ class Pricing:
     def gain_of_few(self, offering: Sequence[RowState], plan: Plan, prices: Prices, *, drafting: bool) -> float:
         """What it gains to draft, as `Plan.gain`, for all numbers of rows up to `FEW` as they were met lately: for the
         present one by `plan`, for others as if their requests were mean ones of the lanes of `offering`. A batch that
-        drains meets its decisions with many rows, and takes most of its time with one."""
+        drains meets its decisions with many rows, and takes most of its time with one. At their ends requests may have
+        fewer drafts than before, which says nothing of others: then the present number is like the others."""
+        are_at_ends = self._meet_limits(offering)
         present, met = row_class(prices.base_rows), dict(self.workload.steps_by_rows)
         met[present] = max(met.get(present, 0.0), _PRESENT * sum(met.values()), 1.0)
         before = after = 0.0
         for rows, count in met.items():
             idle, seconds, gain = prices.idle_seconds, plan.seconds, plan.gain
-            if rows != present:
+            if rows != present or are_at_ends:
                 idle = self.costs.host_seconds(rows) + self.costs.target_curve(rows)(rows)
                 goodput, seconds = self._mean_plan(offering, rows)
                 gain = goodput * idle / rows - 1.0
             # As if all steps that were counted had been of the present mode: most are, a while after each change.
             after += count * (seconds if drafting else idle / (1.0 + gain))
             before += count * (seconds * (1.0 + gain) if drafting else idle)
-        return before / after - 1.0
+        return before / after - 1.0 - (UNTOLD if self.drains else 0.0)
+
+    @staticmethod
+    def _meet_limits(offering: Sequence[RowState]) -> bool:
+        """Learn how many drafts requests may have as a rule; returns whether all may have fewer now."""
+        limits: dict[Lane, int] = {}
+        for row in offering:
+            limits[row.lane] = max(row.limit, limits.get(row.lane, 0))
+        for lane, limit in limits.items():
+            lane.usual_limit = max(limit, lane.usual_limit - 1)
+        return all(limit < lane.usual_limit for lane, limit in limits.items())
 
     def _mean_plan(self, offering: Sequence[RowState], rows: int) -> tuple[float, float]:
         """Goodput, and the seconds of a step, of so many rows like those of `offering`, one kind after the other."""
-        costs, most = self.costs, max(row.limit for row in offering)
+        costs = self.costs
         target, fixed = costs.target_curve(rows), costs.host_seconds(rows) + costs.drafting_seconds(rows)
         goodputs = times = 0.0
         for (lane, drafter), count in Counter((row.lane, row.drafter) for row in offering).items():
             extra = fixed, 0.0 if drafter else self._token_extra
-            curve, asks = costs.draft_curve(drafter, rows), (self._goes_on, most)
+            curve, asks = costs.draft_curve(drafter, rows), (self._goes_on, lane.usual_limit)
             goodput, seconds = mean_plan(lane.rates[drafter], (rows, 0), target, curve, extra, asks)
             goodputs += count * goodput
             times += count * seconds
@@ -165,6 +180,11 @@ class Pricing:
                 _, chances, available = self.offer(row)
                 cost += sum(map(mul, chances[: row.num_drafts], available[: row.num_drafts])) / plan.goodput
         return cost
+
+    @property
+    def drains(self) -> bool:
+        """Whether there were several numbers of few rows lately."""
+        return len(self.workload.steps_by_rows) > 1
 
     @property
     def _goes_on(self) -> float:

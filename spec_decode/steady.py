@@ -39,6 +39,7 @@ class SteadySteps:
         self._controller = controller
         self._evidence = evidence
         self._num_steps = 0
+        self._num_joins = 0  # of them, the first ones of a batch
         self._num_counted = 0  # of them, in...
         self._row_steps: list[tuple[int, int]] = []
         self._num_prompts = self._num_answers = 0
@@ -87,6 +88,7 @@ class SteadySteps:
     def draft_first(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """The same after the first step of these requests: some may begin in it."""
         proposals, before = self.draft(rows, target), self._num_prompts
+        self._num_joins += 1
         for row in rows:
             new = row.num_valid - row.num_accepted - row.start
             if new > 1:
@@ -104,7 +106,8 @@ class SteadySteps:
             self._evidence.note(learn, self._controller, [*self._earlier, self._told])
             self._count_rows()
             self._evidence.note(self._controller.workload.had, self._row_steps)
-            self._row_steps, self._num_counted = [], 0
+            self._evidence.note(self._controller.costs.add_joins, self._num_joins, num_steps)
+            self._row_steps, self._num_counted, self._num_joins = [], 0, 0
             counts = self._num_prompts, -self._num_missing, self._num_answers
             if any(counts):
                 self._evidence.note(self._controller.workload.computed, *counts)

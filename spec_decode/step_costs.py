@@ -44,7 +44,11 @@ _STEPS_A_DECISION = 32
 _LIKES = 16
 """Of how many steps that draft one is measured, as long as nobody knows. Of long ones each is: there it is little."""
 _UNMEASURED = 0.1
-"""Of the counting of a step that is measured, what one takes that is not."""
+"""Of the counting of a step that is measured, what one takes that is not..."""
+_JOINING = 2.0
+"""...and takes more where others than before are drafted for: they are taken over by code that no cache holds."""
+_JOINS_MEMORY = 256.0
+"""Steps over which is averaged how many are that."""
 _EXACT = 64
 _TRUSTED_AFTER = 12
 """Times of a cell after which it weighs as much as the plane."""
@@ -275,6 +279,7 @@ class StepCosts:
         self._bookkeeping: deque[float] = deque(maxlen=16)
         self._likes: deque[int] = deque(maxlen=16)  # of how many steps each of those was one
         self._decisions: deque[float] = deque(maxlen=16)
+        self._joins, self._joined_steps = 0.0, 1.0  # lately, of the steps that draft and are not measured
         self._step = 0.0  # seconds of a step of the target, smoothed, whatever it computed
 
     def host_seconds(self, rows: int) -> float:
@@ -294,7 +299,7 @@ class StepCosts:
     def bookkeeping_seconds(self) -> float:
         """Counting, of that, and deciding now and then; most steps are not measured, which is most of it."""
         share = len(self._likes) / sum(self._likes) if self._likes else 1.0 / _LIKES
-        share += (1.0 - share) * _UNMEASURED
+        share += (1.0 - share) * (_UNMEASURED + _JOINING * self._joins / self._joined_steps)
         return self._counting_seconds * share + self.decision_seconds / _STEPS_A_DECISION
 
     @property
@@ -325,6 +330,12 @@ class StepCosts:
         self._bookkeeping.append(max(seconds, 0.0) / self._speed.factor)
         if num_steps:
             self._likes.append(num_steps)
+
+    def add_joins(self, num_joins: int, num_steps: int) -> None:
+        """So many of that many steps that draft and are not measured were the first ones of their batch."""
+        keep = math.exp(-num_steps / _JOINS_MEMORY)
+        self._joins = self._joins * keep + num_joins
+        self._joined_steps = self._joined_steps * keep + num_steps
 
     def add_decision(self, seconds: float) -> None:
         """Time of a decision, with all that is taken in before it."""

@@ -11,7 +11,7 @@ FEW = 4
 """Rows up to which a batch that drains passes all numbers in a moment. By their class: five are like four."""
 RowSteps = Iterable[tuple[int, int]]
 """Numbers of rows, and steps that had so many."""
-_STEPS = 256
+_STEPS = 128
 """Of few rows, that are counted before older ones are forgotten: some batches that drain, but no more, since that may
 have ended."""
 

@@ -43,6 +43,7 @@ class Engine:
             (controller.costs, "add_step"),
             (controller.costs, "add_draft"),
             (controller.costs, "add_drafting_gap"),
+            (controller.costs, "add_joins"),
             (controller, "verified"),
         ):
             setattr(of, name, self.noting(name))
@@ -118,6 +119,7 @@ def test_who_joins_is_drafted_for_without_being_measured(engine):
     assert len(engine.told["add_step"]) == 1
     assert engine.told["add_drafting_gap"] == [], "the end of the step before it was not noted"
     assert proposer._states[1] is proposer._known[third]
+    assert engine.told["add_joins"] == [(1, 1)], "a step that was the first of its batch"
     assert [len(told) for (told,) in engine.told["verified"] if told] == [1, 1], (
         "drafts of the first request, in both steps"
     )

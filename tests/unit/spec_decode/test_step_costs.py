@@ -133,6 +133,21 @@ def test_counting_is_priced_by_the_steps_that_are_measured():
     assert costs.bookkeeping_seconds == pytest.approx(0.0005)
 
 
+def test_who_joins_is_priced_by_how_often_somebody_does():
+    """A batch that drains is taken over again and again: each time about what a measured step takes to count, twice."""
+    costs = StepCosts([True])
+    for _ in range(20):
+        costs.add_bookkeeping(0.0005, 32)
+    alone = costs.bookkeeping_seconds
+    costs.add_joins(0, 200)
+    assert costs.bookkeeping_seconds == pytest.approx(alone)
+    for _ in range(40):
+        costs.add_joins(8, 20)
+    assert costs.bookkeeping_seconds - alone == pytest.approx(31 / 32 * 2 * 0.4 * 0.0005, rel=0.05)
+    costs.add_joins(0, 5000)
+    assert costs.bookkeeping_seconds == pytest.approx(alone, rel=0.01), "lately"
+
+
 def test_catching_up_is_priced_by_the_token_and_kept_out_of_the_table():
     costs = StepCosts([True])
     costs.add_step(1, 1, 0.01)
