@@ -21,6 +21,8 @@ from .workload import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT, Task
 _CALIBRATED_ONE_IN = 4
 """Rounds in which the modes whose limit needs it run with one draft a step, too."""
 _CALIBRATION_TOKENS = 48
+_TRIAL_SECONDS, _TRIAL_ROUNDS = 2.0, (2, 16)
+"""Of a trial that finds the fastest of some modes: until each took so long, but no fewer rounds, and no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,26 @@ def measure(engines: Sequence[BenchEngine], tasks: Sequence[Task], plan: Plan) -
             for task in tasks:
                 rows += _measure_task(_contestants(engines, task), task, batch_size, plan, progress)
     return rows
+
+
+def fastest(engines: Sequence[BenchEngine], task: Task, plan: Plan) -> BenchEngine:
+    """The one that needs least time for the requests of `task`, at the smallest batch size: as whoever has to choose a
+    drafter would find it. Measured as `measure` does, but briefly, and none of it is in the result."""
+    batch_size = min(plan.batch_sizes)
+    requests = make_requests(task, batch_size, plan)
+    contestants = [_contestants([engine], task)[0] for engine in engines]
+    least, most = _TRIAL_ROUNDS
+    seconds = [0.0] * len(engines)
+    for number in range(-1, most):
+        for first in range(0, len(requests), batch_size):
+            for index in _order(len(contestants), number, first):
+                contestant = contestants[index]
+                some = contestant.address(requests[first : first + batch_size], f"choice {number}")
+                taken = contestant.engine.run(some, batch_size).seconds
+                seconds[index] += taken if number >= 0 else 0.0
+        if number + 1 >= least and min(seconds) >= _TRIAL_SECONDS:
+            break
+    return engines[seconds.index(min(seconds))]
 
 
 def _contestants(engines: Sequence[BenchEngine], task: Task) -> list[_Contestant]:

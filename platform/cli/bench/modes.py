@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...core.errors import InvalidRequestError
@@ -27,6 +27,8 @@ class Mode:
     that of "off", whose figures beside it show what is noise."""
     config: dict[str, Any]
     """The `speculative_config`."""
+    choices: tuple[Mode, ...] = ()
+    """The same with each drafter that it could have, and none of them was chosen yet: see `measure.fastest`."""
 
     @property
     def fixed(self) -> bool:
@@ -37,6 +39,11 @@ class Mode:
 def is_adaptive(mode: str) -> bool:
     """Whether a mode of that name chooses the number of drafts itself."""
     return mode.partition(":")[0] == ADAPTIVE
+
+
+def as_fixed(mode: Mode) -> Mode:
+    """An adaptive mode's drafter with a fixed number of drafts."""
+    return Mode(mode.method, mode.method, {k: v for k, v in mode.config.items() if k != "adaptive"})
 
 
 def available_modes(models: Mapping[str, str]) -> list[str]:
@@ -50,7 +57,7 @@ def make_modes(
     """The modes by name; "off" comes first and is always there, for all are compared with it.
 
     Args:
-        names: of `MODES`; "adaptive:METHOD" has that drafter, "adaptive" alone the best of those given.
+        names: of `MODES`; "adaptive:METHOD" has that drafter, "adaptive" alone the fastest of those given (`choices`).
         models: path of each method's weights.
         rates: synthetic acceptance rates, for every mode.
 
@@ -68,18 +75,25 @@ def make_modes(
         if name == CONTROL:
             modes.append(Mode(CONTROL, OFF, {"method": OFF}))
             continue
-        adaptive, method = is_adaptive(name), name.removeprefix(f"{ADAPTIVE}:")
-        if method == ADAPTIVE:
-            method = next((base for base in _BASES_OF_ADAPTIVE if base in models), "ngram")
-        config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
-        if method in MODEL_METHODS:
-            if method not in models:
-                option = "--" + method.replace("_", "-")
-                raise InvalidRequestError(f"mode {name} needs {option} PATH", param="modes")
-            config["model"] = models[method]
-        if adaptive:
-            config["adaptive"] = True
-        if rates is not None:
-            config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
-        modes.append(Mode(name, method, config))
+        methods = [name.removeprefix(f"{ADAPTIVE}:")]
+        if name == ADAPTIVE:
+            methods = [base for base in _BASES_OF_ADAPTIVE if base in models] or ["ngram"]
+        choices = [_make(name, method, models, num_drafts, rates) for method in methods]
+        modes.append(choices[0] if len(choices) == 1 else replace(choices[0], choices=tuple(choices)))
     return modes
+
+
+def _make(
+    name: str, method: str, models: Mapping[str, str], num_drafts: int, rates: Sequence[float] | None = None
+) -> Mode:
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
+    if method in MODEL_METHODS:
+        if method not in models:
+            option = "--" + method.replace("_", "-")
+            raise InvalidRequestError(f"mode {name} needs {option} PATH", param="modes")
+        config["model"] = models[method]
+    if is_adaptive(name):
+        config["adaptive"] = True
+    if rates is not None:
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
+    return Mode(name, method, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .modes import ADAPTIVE
 from .workload import WITH_DRAFT, WITHOUT_DRAFT
 
 _COLUMNS = (
@@ -54,6 +55,9 @@ def format_table(report: dict[str, Any]) -> str:
         f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}; {settings['num_speculative_tokens']} "
         f"drafts a step, median of {settings['rounds']} rounds"
     )
+    drafter = settings.get("modes", {}).get(ADAPTIVE, {}).get("method")
+    if drafter is not None:
+        lines.append(f"{ADAPTIVE} drafts with {drafter}; where several are given, with the fastest in a trial before")
     if model.get("inflated_from"):
         lines.append(f"inflated from {model['inflated_from']}: the same function at the cost of this size")
     for batch_size in dict.fromkeys(row["batch_size"] for row in report["rows"]):

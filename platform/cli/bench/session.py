@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from ...core.lora_request import LoRARequest
 from ...engine.engine_core import EngineCore
 from .driver import BenchEngine, settle
 from .machine import describe_machine, describe_model
-from .measure import Plan, adapter_paths, measure
-from .modes import Mode
+from .measure import Plan, adapter_paths, fastest, measure
+from .modes import Mode, as_fixed
 from .report import labels
 from .workload import Task, make_tasks, random_task, read_prompts, without_draft_weights
 
@@ -57,16 +57,24 @@ def measure_speculation(
     )
     shared = _engine_options(options, tasks, max(plan.batch_sizes), num_drafts, facts.max_position_embeddings)
     engines: list[BenchEngine] = []
+    weights = _load_target(EngineArgs(model=str(path), **shared))
+
+    def start(mode: Mode) -> BenchEngine:
+        engine = BenchEngine(mode, EngineArgs(model=str(path), speculative_config=mode.config, **shared), weights)
+        engines.append(engine)
+        for name, folder in adapter_paths(tasks).items():
+            engine.load_adapter(LoRARequest(name, path=folder))
+        return engine
+
     try:
-        weights = _load_target(EngineArgs(model=str(path), **shared))
+        by_mode = {mode.name: start(mode) for mode in modes if not mode.choices}
         for mode in modes:
-            args = EngineArgs(model=str(path), speculative_config=mode.config, **shared)
-            engines.append(BenchEngine(mode, args, weights))
-            for name, folder in adapter_paths(tasks).items():
-                engines[-1].load_adapter(LoRARequest(name, path=folder))
+            if mode.choices:
+                by_mode[mode.name] = start(_choose(mode, engines, start, tasks[0], plan))
+        running = [by_mode[mode.name] for mode in modes]
         settle()
-        rows = measure(engines, tasks, plan)
-        model_facts = describe_model(engines[0].core.info, path)
+        rows = measure(running, tasks, plan)
+        model_facts = describe_model(running[0].core.info, path)
     finally:
         for engine in engines:
             engine.core.shutdown()
@@ -79,10 +87,28 @@ def measure_speculation(
             "num_speculative_tokens": num_drafts,
             "max_tokens": plan.max_tokens,
             "rounds": plan.rounds,
-            "modes": {m.name: {k: v for k, v in m.config.items() if k != "model"} for m in modes},
+            "modes": {e.mode.name: {k: v for k, v in e.mode.config.items() if k != "model"} for e in running},
         },
         "rows": rows,
     }
+
+
+def _choose(
+    mode: Mode, engines: list[BenchEngine], start: Callable[[Mode], BenchEngine], task: Task, plan: Plan
+) -> Mode:
+    """Of `mode.choices` the one whose drafter is the fastest with a fixed number of drafts. `engines`: those that were
+    started; others are started for the trial alone."""
+    had = list(engines)
+    fixed = {engine.mode.method: engine for engine in had if engine.mode.fixed}
+    for choice in mode.choices:
+        if choice.method not in fixed:
+            fixed[choice.method] = start(as_fixed(choice))
+    settle()
+    found = fastest([fixed[choice.method] for choice in mode.choices], task, plan)
+    for engine in engines[len(had) :]:
+        engine.core.shutdown()
+    del engines[len(had) :]
+    return next(choice for choice in mode.choices if choice.method == found.mode.method)
 
 
 def _load_target(args: EngineArgs) -> Decoder:

@@ -8,7 +8,7 @@ import pytest
 from outrider.platform.cli.bench import driver, session
 from outrider.platform.cli.bench.driver import Round
 from outrider.platform.cli.bench.limit import full_steps, measure_limit, trimmed_mean
-from outrider.platform.cli.bench.modes import MODES, Mode, available_modes, make_modes
+from outrider.platform.cli.bench.modes import MODES, Mode, as_fixed, available_modes, make_modes
 from outrider.platform.cli.bench.observer import StepTimes
 from outrider.platform.cli.bench.steps import format_steps, steps_by_kind
 from outrider.platform.cli.bench.workload import Prompt, Task, read_prompts, without_draft_weights
@@ -51,6 +51,14 @@ def test_adaptive_may_be_over_any_drafter():
         ("ngram", None),
     ]
     assert all(mode.config["adaptive"] and not mode.fixed for mode in modes)
+    assert [len(mode.choices) for mode in modes] == [0, 2, 0], "who names none has one chosen"
+    assert [(choice.method, choice.config["model"]) for choice in modes[1].choices] == [
+        ("eagle3", "e"),
+        ("draft_model", "d"),
+    ]
+    assert {mode.name for mode in modes[1].choices} == {"adaptive"}
+    fixed = as_fixed(modes[1].choices[1])
+    assert fixed == make_modes(["draft_model"], models, 4)[1]
 
 
 def test_what_is_available_depends_on_the_weights():
@@ -250,6 +258,40 @@ def test_all_modes_use_one_copy_of_the_weights(monkeypatch):
     assert len(found) == 3
     for off, *others in zip(*found, strict=True):
         assert all(other is not off and other._packed is off._packed for other in others)
+
+
+@pytest.mark.parametrize("fixed", ["eagle3,", ""])
+@pytest.mark.parametrize("best", ["eagle3", "draft_model"])
+def test_adaptive_drafts_with_the_fastest_of_the_drafters_given(monkeypatch, tmp_path, capsys, best, fixed):
+    """As whoever has to choose one would: drafters that are no mode themselves are there for the trial alone."""
+    tried, closed = [], []
+
+    def fastest(engines, task, plan):
+        tried.extend(engines)
+        assert task.name == "base"
+        return next(engine for engine in engines if engine.mode.method == best)
+
+    class Core(EngineCore):
+        def shutdown(self):
+            super().shutdown()
+            closed.append(self)
+
+    monkeypatch.setattr(driver, "EngineCore", Core)
+    monkeypatch.setattr(session, "fastest", fastest)
+    file = tmp_path / "r.json"
+    more = f"--modes {fixed}adaptive,control --tasks base --batch-sizes 1 --output-json {file}"
+    assert main([*QUICK, *more.split()]) == 0
+    assert [engine.mode.name for engine in tried] == ["eagle3", "draft_model"], "with a fixed number of drafts"
+    assert f"adaptive drafts with {best}" in capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert report["settings"]["modes"]["adaptive"]["method"] == best
+    assert [(row["mode"], row["method"]) for row in report["rows"] if row["kind"] == "base model"] == [
+        ("off", "off"),
+        *([("eagle3", "eagle3")] if fixed else []),
+        ("adaptive", best),
+        ("control", "off"),
+    ]
+    assert len(closed) == len(set(closed)) == 5, "each once"
 
 
 def test_no_mode_is_the_engine_that_loaded_the_weights(monkeypatch):

@@ -133,7 +133,7 @@ def test_what_few_rows_gain_does_not_depend_on_their_order():
 
 
 def test_that_requests_are_at_their_ends_says_nothing_of_others():
-    """A decision that falls on the last tokens of all does not find that drafting loses; a cap that lasts is learned."""
+    """A decision that falls on the last tokens of all does not find that drafting loses; a lasting cap is learned."""
     pricing = Pricing([True], has_layers=False)
     row = Controller([DrafterTraits("draft_model", True)], 4).new_row((b"", True))
     for rows in (1, 2):
