@@ -5,7 +5,7 @@ import pytest
 
 from outrider.platform.cli.bench.driver import RequestTimes, Round
 from outrider.platform.cli.bench.figures import Cell, figures
-from outrider.platform.cli.bench.measure import Plan, fastest, measure
+from outrider.platform.cli.bench.measure import Plan, measure
 from outrider.platform.cli.bench.modes import make_modes
 from outrider.platform.cli.bench.observer import StepTimes
 from outrider.platform.cli.bench.workload import Task
@@ -73,29 +73,6 @@ def test_one_draft_a_step_is_measured_in_some_rounds_among_all_others():
     assert rows[1]["limit"]["c"] == pytest.approx(0.01 / 0.1), "what one draft more costs; their shared part is none"
     assert len(rows) == 2
     assert rows[1]["requests"] == 2, "those with one draft are no round of the mode"
-
-
-class Timed(FakeEngine):
-    """A round takes some seconds, the first one many."""
-
-    def __init__(self, name, seconds, log):
-        super().__init__(name, log)
-        self.seconds, self.salts = seconds, set()
-
-    def run(self, requests, concurrency):
-        self.salts.add(requests[0].cache_salt)
-        warm_up = 0.0 if len(self.salts) > 1 else 10.0 / self.seconds
-        return Round(warm_up + self.seconds * len(requests), super().run(requests, concurrency).requests, [])
-
-
-@pytest.mark.parametrize(("seconds", "rounds"), [(1.5, 2), (0.3, 4), (0.001, 16)])
-def test_the_fastest_is_found_in_rounds_that_a_warm_up_precedes(seconds, rounds):
-    log = []
-    slow, fast = Timed("suffix", 1.2 * seconds, log), Timed("ngram", seconds, log)
-    plan = Plan(batch_sizes=(4, 2), rounds=1, max_tokens=2)
-    assert fastest([slow, fast], Task("base", [[1], [2]]), plan) is fast
-    assert log.count(("ngram", [0, 1])) == log.count(("suffix", [0, 1])) == 1 + rounds
-    assert len(fast.salts) == 1 + rounds, "no round helps another"
 
 
 def test_a_round_of_several_turns_is_their_sum():

@@ -260,40 +260,6 @@ def test_all_modes_use_one_copy_of_the_weights(monkeypatch):
         assert all(other is not off and other._packed is off._packed for other in others)
 
 
-@pytest.mark.parametrize("fixed", ["eagle3,", ""])
-@pytest.mark.parametrize("best", ["eagle3", "draft_model"])
-def test_adaptive_drafts_with_the_fastest_of_the_drafters_given(monkeypatch, tmp_path, capsys, best, fixed):
-    """As whoever has to choose one would: drafters that are no mode themselves are there for the trial alone."""
-    tried, closed = [], []
-
-    def fastest(engines, task, plan):
-        tried.extend(engines)
-        assert task.name == "base"
-        return next(engine for engine in engines if engine.mode.method == best)
-
-    class Core(EngineCore):
-        def shutdown(self):
-            super().shutdown()
-            closed.append(self)
-
-    monkeypatch.setattr(driver, "EngineCore", Core)
-    monkeypatch.setattr(session, "fastest", fastest)
-    file = tmp_path / "r.json"
-    more = f"--modes {fixed}adaptive,control --tasks base --batch-sizes 1 --output-json {file}"
-    assert main([*QUICK, *more.split()]) == 0
-    assert [engine.mode.name for engine in tried] == ["eagle3", "draft_model"], "with a fixed number of drafts"
-    assert f"adaptive drafts with {best}" in capsys.readouterr().out
-    report = json.loads(file.read_text())
-    assert report["settings"]["modes"]["adaptive"]["method"] == best
-    assert [(row["mode"], row["method"]) for row in report["rows"] if row["kind"] == "base model"] == [
-        ("off", "off"),
-        *([("eagle3", "eagle3")] if fixed else []),
-        ("adaptive", best),
-        ("control", "off"),
-    ]
-    assert len(closed) == len(set(closed)) == 5, "each once"
-
-
 def test_no_mode_is_the_engine_that_loaded_the_weights(monkeypatch):
     loaded, given, closed = [], [], []
 
