@@ -34,7 +34,7 @@ NOTABLE = 0.05
 NOTICED = 0.5
 """Share of what drafting lacks to pay that is not to come unnoticed."""
 _NOISE_OF_MEAN = 0.25
-"""Of one prediction's noise, what a mean over a hundred steps still has."""
+"""Share of it where few rows' steps are judged together: by trial, with the demo."""
 USUAL = 0.1
 """By how much a request's drafts are right more often than its lane's, or less, where it is like others."""
 MAX_LANES = 4096
@@ -83,7 +83,7 @@ class Lane:
         self.num_drafts = 0
         """What a request of it was given last: where a new one starts."""
         self.usual_limit = 0
-        """Drafts that its requests may have, as a rule: all but at their ends. It falls by one a decision."""
+        """Drafts that its requests may have, as a rule: all but at their ends. It falls by one a decision at most."""
         self.before: list[Before | None] = [None] * len(means)
         """While a drafter is on trial."""
         self.surprising = -1
@@ -296,12 +296,12 @@ class Modes:
 
     @property
     def is_of_few(self) -> bool:
-        """Whether the last decision's rows were few."""
+        """Whether the rows of the last decision, or of the one that is made now, are few."""
         return self.kind == FEW
 
     def noise(self, step: int, *, drains: bool = False) -> float:
-        """Seconds that a change must save for it not to be noise: none, if it was none lately for other rows; less for
-        few rows, if what these gain is a mean over a batch that `drains`."""
+        """Seconds that a change must save for it not to be noise: none, if it was none lately for other rows. `drains`:
+        whether batches pass several numbers of few rows: for these it is less then."""
         drafting, changed = self._last_change
         if drafting != self.current.drafting and step - changed < LASTING:
             return 0.0

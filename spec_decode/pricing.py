@@ -15,9 +15,9 @@ from .workload import Workload
 
 _PRESENT = 0.125
 """Of all steps with few rows, as many at least count as if they had the present number."""
-UNTOLD = 0.02
-"""What a batch costs that drains while it is drafted for, beyond what its steps tell. Measured with the demo, whose
-steps take half a millisecond: 0.02 to 0.05."""
+UNTOLD = 4e-5
+"""Seconds that a step costs of a batch that drains while it is drafted for, beyond what steps tell. Measured with the
+demo, whose steps that draft take two milliseconds: 2 to 5% of them."""
 SWITCH = 0.03
 """What another drafter than a lane's present one must promise more."""
 AMORTISED_OVER = 64
@@ -36,10 +36,18 @@ class Pricing:
         self.workload = Workload()
         self._has_passes = has_passes
         self._has_layers = has_layers
+        self._are_at_ends = False  # all of the last decision's rows had fewer drafts left than is usual
 
     def limit_to_known(self, rows: Sequence[RowState], prompt_tokens: int) -> None:
         """At most twice as many tokens a step as were ever measured, or two drafts a row: a step that is far too long
-        is not found out by running it."""
+        is not found out by running it. What requests may have as a rule is learned before."""
+        limits: dict[Lane, int] = {}
+        for row in rows:
+            if row.limit:
+                limits[row.lane] = max(row.limit, limits.get(row.lane, 0))
+        for lane, limit in limits.items():
+            lane.usual_limit = max(limit, lane.usual_limit - 1)
+        self._are_at_ends = all(limit < lane.usual_limit for lane, limit in limits.items())
         if prompt_tokens == 0:
             most = max(2, int(2 * self.costs.target.reach / max(len(rows), 1)) - 1)
             for row in rows:
@@ -80,30 +88,22 @@ class Pricing:
         present one by `plan`, for others as if their requests were mean ones of the lanes of `offering`. A batch that
         drains meets its decisions with many rows, and takes most of its time with one. At their ends requests may have
         fewer drafts than before, which says nothing of others: then the present number is like the others."""
-        are_at_ends = self._meet_limits(offering)
+        untold = UNTOLD if self.drains else 0.0
         present, met = row_class(prices.base_rows), dict(self.workload.steps_by_rows)
         met[present] = max(met.get(present, 0.0), _PRESENT * sum(met.values()), 1.0)
         before = after = 0.0
         for rows, count in met.items():
             idle, seconds, gain = prices.idle_seconds, plan.seconds, plan.gain
-            if rows != present or are_at_ends:
+            if rows != present or self._are_at_ends:
                 idle = self.costs.host_seconds(rows) + self.costs.target_curve(rows)(rows)
                 goodput, seconds = self._mean_plan(offering, rows)
                 gain = goodput * idle / rows - 1.0
+            gain = (1.0 + gain) * seconds / (seconds + untold) - 1.0
+            seconds += untold
             # As if all steps that were counted had been of the present mode: most are, a while after each change.
             after += count * (seconds if drafting else idle / (1.0 + gain))
             before += count * (seconds * (1.0 + gain) if drafting else idle)
-        return before / after - 1.0 - (UNTOLD if self.drains else 0.0)
-
-    @staticmethod
-    def _meet_limits(offering: Sequence[RowState]) -> bool:
-        """Learn how many drafts requests may have as a rule; returns whether all may have fewer now."""
-        limits: dict[Lane, int] = {}
-        for row in offering:
-            limits[row.lane] = max(row.limit, limits.get(row.lane, 0))
-        for lane, limit in limits.items():
-            lane.usual_limit = max(limit, lane.usual_limit - 1)
-        return all(limit < lane.usual_limit for lane, limit in limits.items())
+        return before / after - 1.0
 
     def _mean_plan(self, offering: Sequence[RowState], rows: int) -> tuple[float, float]:
         """Goodput, and the seconds of a step, of so many rows like those of `offering`, one kind after the other."""
@@ -183,8 +183,9 @@ class Pricing:
 
     @property
     def drains(self) -> bool:
-        """Whether there were several numbers of few rows lately."""
-        return len(self.workload.steps_by_rows) > 1
+        """Whether there were several numbers of few rows lately, one step in eight at least of others than most had."""
+        steps = self.workload.steps_by_rows.values()
+        return 8 * (sum(steps) - max(steps, default=0.0)) >= max(sum(steps), 1.0)
 
     @property
     def _goes_on(self) -> float:

@@ -332,7 +332,8 @@ class StepCosts:
             self._likes.append(num_steps)
 
     def add_joins(self, num_joins: int, num_steps: int) -> None:
-        """So many of that many steps that draft and are not measured were the first ones of their batch."""
+        """So many of that many steps that draft and are not measured were the first ones of their batch. Those in which
+        another than the first drafter serves somebody are no part of either."""
         keep = math.exp(-num_steps / _JOINS_MEMORY)
         self._joins = self._joins * keep + num_joins
         self._joined_steps = self._joined_steps * keep + num_steps

@@ -40,7 +40,7 @@ class Workload:
         """Steps without prompts; those of more than few rows do not count."""
         for num_rows, steps in row_steps:
             rows = row_class(num_rows)
-            if 0 < rows <= FEW:
+            if steps and 0 < rows <= FEW:
                 self._steps[rows] = self._steps.get(rows, 0.0) + steps
         if sum(self._steps.values()) > _STEPS:
             self._steps = {rows: steps / 2 for rows, steps in self._steps.items() if steps >= 1.0}

@@ -47,8 +47,8 @@ that would have ended at 3,200 steps, with sums up to 30 and lists of examples i
 2,400 on schedules that ended there (with rows of 1,024 tokens alone from 1,920 to 2,000); then to 3,000 with more and
 smaller sums. The draft was trained for 800 steps against the base of step 2,400 and for 400 more against the final
 one. The tokenizer is from before those edits. The first 466 steps of the EAGLE-3 head ran on a schedule that would have
-ended at 2,000. The LoRA of the draft model for `sql` is of an earlier recipe, 150 steps on that adapter's own documents
-alone; those of this one were no better. A fresh run follows the recipe throughout and gives a model of the same kind, not the same bits.
+ended at 2,000. The LoRA of the draft model for `sql` was trained for 3,000 steps. A fresh run follows the recipe
+throughout and gives a model of the same kind, not the same bits.
 """
 
 _DATA = """\
@@ -221,7 +221,7 @@ def model_card(shop: Workshop, results: dict[str, Any]) -> str:
         f"folder also holds `draft/draft_model/`, a LoRA of rank {lora.rank} for the draft model, so that the draft guesses what "
         f"the adapter says: `outrider train-draft` distilled it from the adapted base's answers to {lora.prompts:,} chats in "
         f"{lora.steps} steps: half of the adapter's own kind, two fifths short requests of that kind without the usual details, "
-        "the rest anything else (that for `sql` is another, see above).\n",
+        "the rest anything else.\n",
         _head(shop),
         f"Everything shipped takes {total / 1e6:.1f} MB.\n",
         f"## Acceptance\n\nMean tokens a verification round yields (accepted drafts and one more) with "

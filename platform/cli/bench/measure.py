@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,24 +94,28 @@ def measure(engines: Sequence[BenchEngine], tasks: Sequence[Task], plan: Plan) -
     return rows
 
 
-def fastest(engines: Sequence[BenchEngine], task: Task, plan: Plan) -> BenchEngine:
-    """The one that needs least time for the requests of `task`, at the smallest batch size: as whoever has to choose a
-    drafter would find it. Measured as `measure` does, but briefly, and none of it is in the result."""
+def trial(engines: Sequence[BenchEngine], task: Task, plan: Plan) -> list[float]:
+    """Output tokens/s of each, the median of some rounds of the requests of `task` at the smallest batch size: as
+    whoever has to choose one of them would try them. Measured as `measure` does, but briefly."""
     batch_size = min(plan.batch_sizes)
     requests = make_requests(task, batch_size, plan)
     contestants = [_contestants([engine], task)[0] for engine in engines]
+    rounds: list[list[Round]] = [[] for _ in engines]
     least, most = _TRIAL_ROUNDS
-    seconds = [0.0] * len(engines)
-    for number in range(-1, most):
-        for first in range(0, len(requests), batch_size):
-            for index in _order(len(contestants), number, first):
-                contestant = contestants[index]
-                some = contestant.address(requests[first : first + batch_size], f"choice {number}")
-                taken = contestant.engine.run(some, batch_size).seconds
-                seconds[index] += taken if number >= 0 else 0.0
-        if number + 1 >= least and min(seconds) >= _TRIAL_SECONDS:
-            break
-    return engines[seconds.index(min(seconds))]
+    with tqdm(total=most + 1, desc="Choosing", unit="round", file=sys.stderr, leave=False) as progress:
+        for number in range(-1, most):
+            turns: list[list[Round]] = [[] for _ in engines]
+            for first in range(0, len(requests), batch_size):
+                for index in _order(len(contestants), number, first):
+                    some = contestants[index].address(requests[first : first + batch_size], f"choice {number}")
+                    turns[index].append(contestants[index].engine.run(some, batch_size))
+            progress.update()
+            if number >= 0:
+                for had, parts in zip(rounds, turns, strict=True):
+                    had.append(Round.of(parts))
+            if number + 1 >= least and all(sum(r.seconds for r in had) >= _TRIAL_SECONDS for had in rounds):
+                break
+    return [statistics.median(r.output_tokens / r.seconds for r in had) for had in rounds]
 
 
 def _contestants(engines: Sequence[BenchEngine], task: Task) -> list[_Contestant]:

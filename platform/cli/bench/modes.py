@@ -28,7 +28,7 @@ class Mode:
     config: dict[str, Any]
     """The `speculative_config`."""
     choices: tuple[Mode, ...] = ()
-    """The same with each drafter that it could have, and none of them was chosen yet: see `measure.fastest`."""
+    """The same with each drafter that it could have, and none of them was chosen yet: see `measure.trial`."""
 
     @property
     def fixed(self) -> bool:

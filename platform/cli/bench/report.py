@@ -55,9 +55,10 @@ def format_table(report: dict[str, Any]) -> str:
         f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}; {settings['num_speculative_tokens']} "
         f"drafts a step, median of {settings['rounds']} rounds"
     )
-    drafter = settings.get("modes", {}).get(ADAPTIVE, {}).get("method")
-    if drafter is not None:
-        lines.append(f"{ADAPTIVE} drafts with {drafter}; where several are given, with the fastest in a trial before")
+    tried = settings.get("tokens_per_second_in_trial")
+    if tried:
+        speeds = ", ".join(f"{method} {speed:g}" for method, speed in tried.items())
+        lines.append(f"{ADAPTIVE} drafts with {max(tried, key=tried.get)}; tokens/s in a trial before: {speeds}")
     if model.get("inflated_from"):
         lines.append(f"inflated from {model['inflated_from']}: the same function at the cost of this size")
     for batch_size in dict.fromkeys(row["batch_size"] for row in report["rows"]):

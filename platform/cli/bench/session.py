@@ -17,7 +17,7 @@ from ...core.lora_request import LoRARequest
 from ...engine.engine_core import EngineCore
 from .driver import BenchEngine, settle
 from .machine import describe_machine, describe_model
-from .measure import Plan, adapter_paths, fastest, measure
+from .measure import Plan, adapter_paths, measure, trial
 from .modes import Mode, as_fixed
 from .report import labels
 from .workload import Task, make_tasks, random_task, read_prompts, without_draft_weights
@@ -68,9 +68,11 @@ def measure_speculation(
 
     try:
         by_mode = {mode.name: start(mode) for mode in modes if not mode.choices}
+        tried: dict[str, float] = {}
         for mode in modes:
             if mode.choices:
-                by_mode[mode.name] = start(_choose(mode, engines, start, tasks[0], plan))
+                chosen, tried = _choose(mode, engines, start, tasks[0], plan)
+                by_mode[mode.name] = start(chosen)
         running = [by_mode[mode.name] for mode in modes]
         settle()
         rows = measure(running, tasks, plan)
@@ -88,6 +90,7 @@ def measure_speculation(
             "max_tokens": plan.max_tokens,
             "rounds": plan.rounds,
             "modes": {e.mode.name: {k: v for k, v in e.mode.config.items() if k != "model"} for e in running},
+            "tokens_per_second_in_trial": tried,
         },
         "rows": rows,
     }
@@ -95,20 +98,21 @@ def measure_speculation(
 
 def _choose(
     mode: Mode, engines: list[BenchEngine], start: Callable[[Mode], BenchEngine], task: Task, plan: Plan
-) -> Mode:
-    """Of `mode.choices` the one whose drafter is the fastest with a fixed number of drafts. `engines`: those that were
-    started; others are started for the trial alone."""
+) -> tuple[Mode, dict[str, float]]:
+    """Of `mode.choices` the one whose drafter is the fastest with a fixed number of drafts, and the tokens/s of each.
+    `engines`: those that were started; others are started for the trial alone."""
     had = list(engines)
     fixed = {engine.mode.method: engine for engine in had if engine.mode.fixed}
     for choice in mode.choices:
         if choice.method not in fixed:
             fixed[choice.method] = start(as_fixed(choice))
     settle()
-    found = fastest([fixed[choice.method] for choice in mode.choices], task, plan)
+    speeds = trial([fixed[choice.method] for choice in mode.choices], task, plan)
     for engine in engines[len(had) :]:
         engine.core.shutdown()
     del engines[len(had) :]
-    return next(choice for choice in mode.choices if choice.method == found.mode.method)
+    tried = {choice.method: round(speed, 1) for choice, speed in zip(mode.choices, speeds, strict=True)}
+    return mode.choices[speeds.index(max(speeds))], tried
 
 
 def _load_target(args: EngineArgs) -> Decoder:

@@ -34,7 +34,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--modes",
         type=list_of(str),
-        help=f"of {','.join(MODES)}, or adaptive:METHOD for another drafter (default: all whose weights are there)",
+        help=f"of {','.join(MODES)}, or adaptive:METHOD; adaptive alone has the drafter that a trial finds fastest "
+        "(default: all whose weights are there)",
     )
     for method in _MODEL_OPTIONS:
         add("--" + method.replace("_", "-"), metavar="PATH", help=f"weights of the {method} drafter")

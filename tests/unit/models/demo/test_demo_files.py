@@ -58,6 +58,7 @@ def test_adapters_bring_draft_weights(method, drafter):
         assert config["peft_type"] == "LORA"
         assert config["base_model_name_or_path"] == f"{DEMO_MODEL_NAME}-{drafter}"
         assert (folder / "draft" / method / "adapter_model.safetensors").exists()
+        assert "peft_version" not in config, "written by `outrider train-draft`, as the card says"
 
 
 def test_adapters_are_plain_peft():
