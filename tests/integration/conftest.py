@@ -15,6 +15,7 @@ from outrider.platform.core.messages import EngineRequest
 
 VOCAB = 160
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MEDUSA_HEADS = 5
 
 
 class Models:
@@ -50,7 +51,7 @@ class Models:
             self.adapters[name] = str(root / f"adapter-{name}")
             get_peft_model(base, lora).save_pretrained(self.adapters[name])
         for name, rank in (("a", 4), ("b", 2)):  # draft weights: `c` has none
-            for method in ("eagle", "eagle3"):
+            for method in ("eagle", "eagle3", "medusa"):
                 self._write_head_lora(Path(self.adapters[name]) / "draft" / method, method, rank)
         with torch.no_grad():  # a drafter that is right about half of the time
             for parameter in model.parameters():
@@ -74,6 +75,8 @@ class Models:
         modules = {"layers.0.self_attn.q_proj": (width, 48), "layers.0.mlp.down_proj": (96, 48)}
         if method == "eagle3":
             modules["fc"] = (144, 48)
+        elif method == "medusa":
+            modules = {f"{head}.0.linear": (48, 48) for head in range(MEDUSA_HEADS)}
         for module, (size, out) in modules.items():
             key = f"base_model.model.{module}.lora"
             tensors[f"{key}_A.weight"] = 0.2 * torch.randn(rank, size, generator=generator)
@@ -109,7 +112,7 @@ class Models:
                 batch_tokens=1024,
                 eval_every=1000,
                 save_every=1000,
-                medusa_heads=5,
+                medusa_heads=MEDUSA_HEADS,
                 progress=False,
             )
             train_draft(options, samples, samples[:2])

@@ -21,6 +21,8 @@ from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.request import Request
 
+from .test_async_speculation import note_drafts
+
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
 WEIGHTS = "adapter_model.safetensors"
 
@@ -338,53 +340,54 @@ def test_what_the_demo_adapters_draft_weights_are_worth(name, make_engine, run, 
 
 
 @pytest.fixture
-def eagle3_head(models, tmp_path):
-    """A random EAGLE-3 head for the tiny target, and a LoRA for its modules."""
+def eagle3_heads(models, tmp_path):
+    """Folders of an EAGLE-3 head for the tiny target, and of the same with a LoRA for all its projections merged into
+    it; that LoRA's tensors by the head's canonical names, to be scaled by 1.5."""
     generator = torch.Generator().manual_seed(4)
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-
-    attention = {"q_proj": (48, 96), "k_proj": (16, 96), "v_proj": (16, 96), "o_proj": (48, 48)}
-    mlp = {"gate_proj": (96, 48), "up_proj": (96, 48), "down_proj": (48, 96)}
-    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
-    shapes |= {f"mlp.{name}": shape for name, shape in mlp.items()}
-    tensors = {f"midlayer.{name}.weight": random(*shape) for name, shape in shapes.items()}
-    tensors |= {"fc.weight": random(48, 144), "lm_head.weight": random(160, 48), "norm.weight": torch.ones(48)}
-    for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-        tensors[f"midlayer.{norm}.weight"] = torch.ones(48)
-    head = tmp_path / "head"
-    head.mkdir()
-    save_file(tensors, head / "model.safetensors")
-    config = json.loads((models.target / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 160}
-    config |= {"tie_word_embeddings": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-    (head / "config.json").write_text(json.dumps(config))
-    lora = {}
-    for name, (out, features) in {"fc": (48, 144), **{f"layers.0.{n}": s for n, s in shapes.items()}}.items():
-        lora[f"base_model.model.{name}.lora_A.weight"] = random(2, features)
-        lora[f"base_model.model.{name}.lora_B.weight"] = random(out, 2)
-    return head, lora
+    head, merged, lora = models.head("eagle3"), tmp_path / "merged", {}
+    shutil.copytree(head, merged)
+    tensors = load_file(head / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith(("_proj.weight", "fc.weight")):
+            a, b = (0.2 * torch.randn(shape, generator=generator) for shape in ((2, weight.shape[1]), (len(weight), 2)))
+            key = f"base_model.model.{name.replace('midlayer', 'layers.0').removesuffix('weight')}"
+            lora |= {f"{key}lora_A.weight": a, f"{key}lora_B.weight": b}
+            tensors[name] = weight.float() + 1.5 * b @ a
+    save_file(tensors, merged / "model.safetensors")
+    assert len(lora) == 2 * 8
+    return head, merged, lora
 
 
 def test_draft_weights_for_an_eagle3_head(
-    models, make_engine, plain_engine, run, prompts, greedy, drafted, eagle3_head, tmp_path, bare
+    models, make_engine, plain_engine, run, prompts, greedy, drafted, eagle3_heads, tmp_path, bare
 ):
-    """The head's canonical names; draft weights for a draft model, in the same place, do not fit it."""
-    head, lora = eagle3_head
+    """The drafts are the merged head's. Draft weights for a draft model, in the same place, do not fit the head."""
+    head, merged, lora = eagle3_heads
     folder = tmp_path / "x"
     shutil.copytree(bare["a"], folder)
     nested = folder / "draft" / "eagle3"
     nested.mkdir(parents=True)
     save_file(lora, nested / WEIGHTS)
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
-    (nested / "adapter_config.json").write_text(json.dumps(config))
-    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
-    engine = make_engine(**LORA, speculative_config=speculative)
-    assert engine.load_adapter(request_of("x", folder)).draft == "loaded"
-    assert "no linear module" in engine.load_adapter(request_of("unfit", drafted["b"])).draft
-    requests = [request_of("x", folder), request_of("unfit", drafted["b"]), None]
-    outcomes = run(engine, [(prompt, greedy, request) for prompt in prompts for request in requests])
-    names = [models.lora("a"), models.lora("b"), None]
-    expected = run(plain_engine, [(prompt, greedy, request) for prompt in prompts for request in names])
-    assert [o.token_ids for o in outcomes] == [o.token_ids for o in expected]
+    (nested / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 3}))
+
+    def jobs(requests):  # greedy: the seeds only tell the requests' drafts apart
+        return [(p, greedy.clone(seed=seed), request) for p in prompts for seed, request in enumerate(requests)]
+
+    def drafts(path, *requests):
+        """The engine, the drafts and the texts."""
+        config = {"method": "eagle3", "model": str(path), "num_speculative_tokens": 3}
+        engine = make_engine(**LORA, speculative_config=config)
+        found = note_drafts(engine)
+        return engine, found, [o.token_ids for o in run(engine, jobs(requests))]
+
+    engine, adapted, texts = drafts(head, request_of("x", folder), request_of("unfit", drafted["b"]), None)
+    x, unfit = engine.list_adapters()
+    assert x.draft == "loaded"
+    assert "no linear module" in unfit.draft
+    _, without, _ = drafts(head, request_of("x", bare["a"]), request_of("unfit", bare["b"]), None)
+    _, of_x, _ = drafts(merged, request_of("x", bare["a"]))
+    seeds = {seed for seed, _ in of_x}
+    assert adapted == of_x | {key: ids for key, ids in without.items() if key[0] not in seeds}
+    assert adapted != without
+    expected = run(plain_engine, jobs([models.lora("a"), models.lora("b"), None]))
+    assert texts == [o.token_ids for o in expected]

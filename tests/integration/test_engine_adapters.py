@@ -349,7 +349,7 @@ def _numbers(outcome):
 
 
 @pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"])
 def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, prompts, wide, method, k, monkeypatch):
     """1 + k rows of each request, and its prompt's, beside those of requests without an adapter there."""
     monkeypatch.setattr("outrider.platform.engine.model_runner.LOGITS_CHUNK", 7)
@@ -363,6 +363,8 @@ def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, prompt
     drafted = run(make_engine(**engine, speculative_config=models.speculative(method, k)), jobs)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
     assert sum(o.speculation.num_accepted_tokens for o in drafted if o.speculation) > 0
+    for index, name in enumerate(wide):
+        assert sum(o.speculation.num_draft_tokens for o in drafted[index :: len(wide)] if o.speculation) > 0, name
     for one, other in zip(drafted, plain, strict=True):
         ids, values = _numbers(one)
         expected_ids, expected = _numbers(other)

@@ -7,7 +7,8 @@ import pytest
 from outrider import SamplingParams
 from outrider.kernels import penalties
 from outrider.kernels.late import OnDevice
-from outrider.spec_decode import drawing
+from outrider.spec_decode import adaptive_factory, drawing
+from outrider.spec_decode.controller import Controller
 
 METHODS = ["draft_model", "eagle3", "medusa"]
 KINDS = [
@@ -28,7 +29,7 @@ class Drafts:
     """What the drafter did while the host asked for nothing."""
 
     def __init__(self, monkeypatch):
-        self.read_while_drafting = self.num_sources = 0
+        self.read_while_drafting = self.num_sources = self.num_mixed = 0
         self._drafting = False
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
         known = OnDevice.known
@@ -48,7 +49,9 @@ class Drafts:
             self._drafting = True
             proposals = propose(rows, target)
             self._drafting = False
-            self.num_sources += any(hasattr(p.drafts.token_ids, "source") for p in proposals)
+            are_late = {hasattr(p.drafts.token_ids, "source") for p in proposals if p.drafts.token_ids}
+            self.num_sources += True in are_late
+            self.num_mixed += len(are_late) == 2
             return proposals
 
         proposer.propose = watched
@@ -120,10 +123,37 @@ def test_rejection_sampling_gets_the_same_drafts(models, make_engine, run, promp
     assert texts[0] == texts[1]
 
 
-def test_under_the_controller_and_with_a_fallback(models, make_engine, plain_tokens, run, prompts, drafts):
-    """Rows whose drafts the host knows, from prompt lookup, stand beside others."""
+@pytest.fixture
+def every_other_row_by_lookup(monkeypatch):
+    """In place of the controller's decisions, which follow from a clock."""
+
+    def decide(self, rows, prompt_tokens):
+        for index, row in enumerate(rows):
+            row.drafter, row.num_drafts = index % 2, row.limit
+
+    monkeypatch.setattr(Controller, "decide", decide)
+    monkeypatch.setattr(adaptive_factory, "_LOOKUP_MIN", 1)  # so that prompt lookup finds something often
+
+
+def run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts):
+    """The text is that without drafts; returns how many were verified."""
     config = models.speculative("draft_model", 3) | {"adaptive": True}
     engine = make_engine(speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8)
+    drafts.watch(engine)
     jobs = jobs_of(models, prompts, KINDS, True)
     for _ in range(3):
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
+    return sum(entry.counts.num_draft_tokens for entry in engine.stats().speculation)
+
+
+def test_under_the_controller(models, make_engine, plain_tokens, run, prompts, drafts):
+    """It drafts at first, whatever it finds that to cost."""
+    assert run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts) > 0
+    assert drafts.num_sources > 0
+
+
+@pytest.mark.usefixtures("every_other_row_by_lookup")
+def test_with_a_fallback(models, make_engine, plain_tokens, run, prompts, drafts):
+    """Rows whose drafts the host knows, from prompt lookup, stand beside others."""
+    assert run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts) > 0
+    assert drafts.num_mixed > 0

@@ -319,3 +319,68 @@ def test_a_broken_target_is_told_in_a_line(file, command, target, tmp_path, caps
     (tmp_path / "broken" / file).write_bytes(b"[]")
     assert "--model" in refused([*command(), "--model", tmp_path / "broken"], capsys)
     assert not (tmp_path / "out").exists()
+
+
+# --- of every method ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(target, tmp_path_factory):
+    """One that changes the target's text, of a larger rank for some modules than it has for most."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(1)
+    patterns = {"rank_pattern": {"down_proj": 80}, "alpha_pattern": {"down_proj": 160}}
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **patterns)
+    folder = tmp_path_factory.mktemp("adapter")
+    get_peft_model(LlamaForCausalLM.from_pretrained(target), config).save_pretrained(folder)
+    return folder
+
+
+def texts_of(target, prompts, lora=None, **options):
+    """Greedy texts of the engine as token ids, the adapters that it knows in the end, and drafts that it verified."""
+    from outrider import LLM, SamplingParams
+
+    with LLM(str(target), dtype="float32", enable_lora=True, max_lora_rank=80, **options) as llm:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(given, SamplingParams(temperature=0, max_tokens=9), lora, use_tqdm=False)
+        num_drafts = sum(entry.counts.num_draft_tokens for entry in llm.stats().speculation)
+        return [list(output.outputs[0].token_ids) for output in outputs], llm.list_lora_adapters(), num_drafts
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+def test_draft_weights_are_trained_on_what_the_adapter_says(kind, command, target, adapter, tmp_path, capsys):
+    from outrider import LoRARequest
+
+    draft = target  # any model with its vocabulary
+    if kind == "eagle3":
+        draft = tmp_path / "head"
+        assert main(command("--steps", 1, output="head")) == 0
+    more = ("--method", "draft-lora", "--adapter", adapter, "--draft", draft, "--rank", 4)
+    assert main(command(*more, "--generate", "--max-tokens", 9)) == 0
+    out = tmp_path / "out"
+    assert "draft-lora: 16 samples to learn from" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (out / "generated.jsonl").read_text().splitlines()]
+    prompts, found = ([line[f"{part}_token_ids"] for line in lines] for part in ("prompt", "completion"))
+    assert found != texts_of(target, prompts)[0], "the base says something else"
+    lora = LoRARequest("own", path=str(adapter), draft_path=str(out))
+    config = {"method": kind, "model": str(draft), "num_speculative_tokens": 3}
+    texts, known, _ = texts_of(target, prompts, lora, speculative_config=config)
+    assert found == texts
+    assert [(info.name, info.draft) for info in known] == [("own", "loaded")]
+    weights = load_file(out / "adapter_model.safetensors")
+    assert {len(tensor) for name, tensor in weights.items() if "lora_A" in name} == {4}
+    assert any(tensor.any() for name, tensor in weights.items() if "lora_B" in name), "nothing was learned"
+
+
+def test_an_eagle_head_of_the_command_drafts(command, target, tmp_path):
+    own = ("--regression-weight", 0.5, "--token-weight", 0.2, "--feature-noise", 0, "--intermediate-size", 24)
+    assert main(command("--method", "eagle", *own)) == 0
+    out = tmp_path / "out"
+    assert load_file(out / "model.safetensors")["layers.0.mlp.up_proj.weight"].shape == (24, 32)
+    config = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
+    prompts = [[5, 6, 7], [9, 8]]
+    texts, _, num_drafts = texts_of(target, prompts, speculative_config=config | {"adaptive": False})
+    assert texts == texts_of(target, prompts)[0]
+    assert num_drafts > 0

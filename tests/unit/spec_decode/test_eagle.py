@@ -1,7 +1,6 @@
 """EAGLE heads in every public format against a plain dense forward pass of the same tensors."""
 
 import random
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,16 +9,12 @@ from hypothesis import strategies as st
 
 from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
-from outrider.models.batch import allocate_kv
-from outrider.platform.core.batch import RowPlan
-from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
+from outrider.platform.core.request import Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode import state_ring
-from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
-from outrider.spec_decode.rests import MOST_WAITING, Spells
+from outrider.spec_decode.eagle_config import read_eagle_config
 
-BLOCK, NUM_BLOCKS = 4, 96
-GREEDY = SamplingParams(temperature=0.0)
+from .schedules import BLOCK, Engine, random_schedule
 
 EAGLE1 = {
     "plain": {},
@@ -53,127 +48,17 @@ EAGLE3 = {
 }
 VARIANTS = [("eagle", o) for o in EAGLE1.values()] + [("eagle3", o) for o in EAGLE3.values()]
 NAMES = [f"1: {n}" for n in EAGLE1] + [f"3: {n}" for n in EAGLE3]
-
-
-@dataclass
-class Sequence:
-    """One request as the engine drives it."""
-
-    request: Request
-    table: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    num_draft_computed: int = 0
-    drafts: Drafts = NO_DRAFTS
-
-
-class Engine:
-    """A proposer with blocks of its own; the target is transformers', computed whole for every step."""
-
-    def __init__(self, target, proposer, rng=None) -> None:
-        self.target, self.proposer, self.rng = target, proposer, rng or random.Random(0)
-        self.kv = allocate_kv(proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
-        proposer.bind(self.kv, no_adapters)
-        self.free = list(range(NUM_BLOCKS))
-        self.rng.shuffle(self.free)
-        self.references: dict[int, int] = {}
-        self.spells = Spells()
-        self.count = 0
-
-    def tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(self.target.vocab_size) for _ in range(count)]
-
-    def sequence(self, length: int, params: SamplingParams = GREEDY) -> Sequence:
-        self.count += 1
-        return Sequence(Request(f"r{self.count}", self.tokens(length), length, params, seed_key=1000 + self.count))
-
-    def reserve(self, sequence: Sequence, count: int) -> None:
-        while len(sequence.table) * BLOCK < count:
-            sequence.table.append(self.free.pop())
-            self.references[sequence.table[-1]] = 1
-
-    def release(self, sequence: Sequence) -> None:
-        """What the last one lets go of is the next that is taken."""
-        for block in sequence.table:
-            self.references[block] -= 1
-            if not self.references[block]:
-                self.free.append(block)
-        sequence.table, sequence.num_computed, sequence.num_draft_computed = [], 0, 0
-        sequence.drafts = NO_DRAFTS
-
-    def share(self, donor: Sequence, num_blocks: int, num_drafted: int, more: int) -> Sequence:
-        """A request that the prefix cache has `num_blocks` of, the first `num_drafted` of them with draft KV."""
-        sequence = self.sequence(0)
-        sequence.request.tokens = donor.request.tokens[: num_blocks * BLOCK] + self.tokens(more)
-        sequence.table = donor.table[:num_blocks]
-        for block in sequence.table:
-            self.references[block] += 1
-        sequence.num_computed, sequence.num_draft_computed = num_blocks * BLOCK, num_drafted * BLOCK
-        return sequence
-
-    def row(self, sequence: Sequence, k: int, chunk: int | None, accepted: int, first_index: int):
-        """The row of a step and the tokens that the target computed in it."""
-        tokens, start = sequence.request.tokens, sequence.num_computed
-        if chunk is not None and chunk < len(tokens) - start:
-            self.reserve(sequence, start + chunk)
-            valid = min(sequence.num_draft_computed, len(tokens))
-            row = DraftRow(
-                sequence.request, tokens, start + chunk, valid, 0, list(sequence.table), False, start, first_index
-            )
-            return row, tokens[: start + chunk]
-        drafts = sequence.drafts.token_ids
-        accepted = min(accepted, len(drafts))
-        after = tokens + drafts[:accepted] + self.tokens(1)
-        self.reserve(sequence, len(tokens) + len(drafts) + k)
-        row = DraftRow(
-            sequence.request,
-            after,
-            num_valid=len(after) - 1,
-            num_draft_valid=min(sequence.num_draft_computed, len(tokens) + accepted),
-            max_drafts=k,
-            block_table=list(sequence.table),
-            sampled=True,
-            start=start,
-            first_index=first_index,
-            num_drafts=len(drafts),
-            num_accepted=accepted,
-        )
-        return row, tokens + drafts
-
-    def step(self, *work: tuple) -> list[Drafts]:
-        """work: (sequence, k, chunk or None, drafts accepted) each."""
-        rows, states, total = [], [], 0
-        for sequence, k, chunk, accepted in work:
-            row, computed = self.row(sequence, k, chunk, accepted, total)
-            rows.append(row)
-            states.append([state[row.start :] for state in self.target.states(computed)])
-            total += len(computed) - row.start
-        joined = [torch.cat(parts) for parts in zip(*states, strict=True)]
-        output = TargetOutput(joined[-1], tuple(joined[i] for i in self.proposer.needs.aux_layers))
-        for sequence, *_ in work:
-            sequence.request.blocks = sequence.table
-        if any(row.max_drafts or row.num_drafts for row in rows) or self.rng.random() < 0.5:
-            self.look_at_rests()
-            proposals = self.proposer.propose(rows, output)
-        else:
-            proposals = self.rest(rows, output)
-        for (sequence, k, *_), row, proposal in zip(work, rows, proposals, strict=True):
-            assert len(proposal.drafts.token_ids) <= k
-            assert proposal.num_draft_computed <= len(row.tokens), "drafts are computed again"
-            sequence.request.tokens, sequence.num_computed = row.tokens, row.num_valid
-            sequence.drafts, sequence.num_draft_computed = proposal
-        return [proposal.drafts for proposal in proposals]
-
-    def rest(self, rows: list[DraftRow], output: TargetOutput) -> list[Proposal]:
-        """Some are looked at later, as the adaptive proposer does it."""
-        plans = [RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0) for row in rows]
-        self.spells.add(plans, output)
-        if self.spells.num_steps >= MOST_WAITING:
-            self.look_at_rests()
-        return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
-
-    def look_at_rests(self) -> None:
-        if spells := self.spells.take():
-            self.proposer.watch_rests(spells)
+PUBLIC_NAMES = [
+    ("eagle", "LlamaForCausalLM"),
+    ("eagle", "EagleLlamaForCausalLM"),
+    ("eagle", "LlamaForCausalLMEagle"),
+    ("eagle3", "LlamaForCausalLM"),
+    ("eagle3", "Eagle3LlamaForCausalLM"),
+    ("eagle3", "EagleLlamaForCausalLM"),
+    ("eagle3", "LlamaForCausalLMEagle3"),
+    ("eagle3", "Eagle3Speculator"),
+    ("eagle3", "Eagle3DraftModel"),
+]
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS, ids=NAMES)
@@ -187,6 +72,15 @@ def test_drafts_are_those_of_a_plain_forward_pass(target, make_head, load_head, 
         assert drafts.probs is None
         head.check_greedy(sequence.request.tokens, drafts.token_ids)
         assert sequence.num_draft_computed == len(sequence.request.tokens)
+
+
+@pytest.mark.parametrize(("method", "name"), PUBLIC_NAMES)
+def test_every_architecture_name_is_read_as_its_kind(decoder, make_head, method, name):
+    """Some names stand for both kinds; the method says which."""
+    raw = make_head(method).config() | {"architectures": [name]}
+    config = read_eagle_config(raw, method, decoder.config)
+    assert config.eagle3 == (method == "eagle3")
+    assert len(config.aux_layers) == (3 if method == "eagle3" else 0)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -230,36 +124,6 @@ def test_sampled_drafts_and_their_distribution(target, make_head, load_head, met
     head.check_greedy(sequences[1].request.tokens, sequences[1].drafts.token_ids)
 
 
-def _random_schedule(engine: Engine, head, rng: random.Random, steps: int, whole: bool) -> None:
-    """Chunks, spells without drafts, any acceptance, shared blocks with or without draft KV, preemption, reuse."""
-    running = [engine.sequence(rng.randint(1, 14)) for _ in range(2)]
-    for _ in range(steps):
-        event = rng.random()
-        if event < 0.15 and len(running) > 1:
-            engine.release(running.pop(rng.randrange(len(running))))
-        elif event < 0.3:
-            engine.release(rng.choice(running))  # preempted: computed again, from other blocks
-        elif event < 0.55 and len(running) < 4:
-            donor = rng.choice(running)
-            blocks = rng.randint(0, donor.num_computed // BLOCK)
-            drafted = rng.randint(0, min(blocks, donor.num_draft_computed // BLOCK))
-            running.append(engine.share(donor, blocks, drafted, rng.randint(1, 6)))
-        elif event < 0.65 and len(running) < 4:
-            running.append(engine.sequence(rng.randint(1, 14)))
-        quiet = rng.random() < 0.4
-        work = []
-        for sequence in rng.sample(running, rng.randint(1, len(running))):
-            chunk = rng.randint(1, 6) if rng.random() < 0.3 else None
-            work.append((sequence, 0 if quiet else rng.randint(0, 4), chunk, rng.randint(0, 4)))
-        asked = [
-            k and not (chunk is not None and chunk < len(s.request.tokens) - s.num_computed) for s, k, chunk, _ in work
-        ]
-        for (sequence, k, *_), wants, drafts in zip(work, asked, engine.step(*work), strict=True):
-            if whole:
-                assert len(drafts.token_ids) == (k if wants else 0)
-            head.check_greedy(sequence.request.tokens, drafts.token_ids)
-
-
 @pytest.fixture
 def loaded(make_head, load_head):
     made = {}
@@ -280,7 +144,7 @@ def test_any_schedule_leaves_the_drafts_as_they_are(target, loaded, method):
     def check(seed, budget):
         head, proposer = loaded(method, budget)
         rng = random.Random(seed)
-        _random_schedule(Engine(target, proposer, rng), head, rng, steps=12, whole=budget > 100)
+        random_schedule(Engine(target, proposer, rng), head, rng, steps=12, whole=budget > 100)
 
     check()
 

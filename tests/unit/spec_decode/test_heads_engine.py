@@ -180,8 +180,9 @@ def test_acceptance_does_not_depend_on_the_schedule(make_engine, folders, prompt
         seen[name] = outcome.num_accepted / outcome.num_verified
     assert seen["plain"] > 0.1
     # How many drafts fit at the end differs with the budget, and a preempted row proposes none at once.
-    for name, length in seen.items():
-        assert length == pytest.approx(seen["plain"], rel=0.15), name
+    assert seen["no prefix cache"] == seen["small blocks"] == seen["plain"]
+    for name in ("chunked", "preempted"):
+        assert seen[name] == pytest.approx(seen["plain"], rel=0.06), name
 
 
 @pytest.mark.parametrize("method", METHODS)

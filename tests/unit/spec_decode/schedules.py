@@ -1,0 +1,179 @@
+"""Drafters that have layers of their own, as the engine drives them: their blocks, and schedules made at random."""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from outrider.models.batch import allocate_kv
+from outrider.platform.core.batch import RowPlan
+from outrider.platform.core.request import NO_DRAFTS, Drafts, Request
+from outrider.platform.core.sampling_params import SamplingParams
+from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.rests import MOST_WAITING, Spells
+
+BLOCK, NUM_BLOCKS = 4, 96
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Sequence:
+    """One request as the engine drives it."""
+
+    request: Request
+    table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_draft_computed: int = 0
+    drafts: Drafts = NO_DRAFTS
+
+
+class Engine:
+    """A proposer with blocks of its own; the target is transformers', computed whole for every step.
+
+    `drafts_count`: what was computed of drafts stays valid once they are accepted, as a draft model's does.
+    """
+
+    def __init__(self, target, proposer, rng=None, *, drafts_count: bool = False) -> None:
+        self.target, self.proposer, self.rng = target, proposer, rng or random.Random(0)
+        self.drafts_count = drafts_count
+        self.kv = allocate_kv(proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
+        proposer.bind(self.kv, no_adapters)
+        self.free = list(range(NUM_BLOCKS))
+        self.rng.shuffle(self.free)
+        self.references: dict[int, int] = {}
+        self.spells = Spells()
+        self.count = 0
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(self.target.vocab_size) for _ in range(count)]
+
+    def sequence(self, length: int, params: SamplingParams = GREEDY) -> Sequence:
+        self.count += 1
+        return Sequence(Request(f"r{self.count}", self.tokens(length), length, params, seed_key=1000 + self.count))
+
+    def reserve(self, sequence: Sequence, count: int) -> None:
+        while len(sequence.table) * BLOCK < count:
+            sequence.table.append(self.free.pop())
+            self.references[sequence.table[-1]] = 1
+
+    def release(self, sequence: Sequence) -> None:
+        """What the last one lets go of is the next that is taken."""
+        for block in sequence.table:
+            self.references[block] -= 1
+            if not self.references[block]:
+                self.free.append(block)
+        sequence.table, sequence.num_computed, sequence.num_draft_computed = [], 0, 0
+        sequence.drafts = NO_DRAFTS
+
+    def share(self, donor: Sequence, num_blocks: int, num_drafted: int, more: int) -> Sequence:
+        """A request that the prefix cache has `num_blocks` of, the first `num_drafted` of them with draft KV."""
+        sequence = self.sequence(0)
+        sequence.request.tokens = donor.request.tokens[: num_blocks * BLOCK] + self.tokens(more)
+        sequence.table = donor.table[:num_blocks]
+        for block in sequence.table:
+            self.references[block] += 1
+        sequence.num_computed, sequence.num_draft_computed = num_blocks * BLOCK, num_drafted * BLOCK
+        return sequence
+
+    def row(self, sequence: Sequence, k: int, chunk: int | None, accepted: int, first_index: int):
+        """The row of a step and the tokens that the target computed in it."""
+        tokens, start = sequence.request.tokens, sequence.num_computed
+        if chunk is not None and chunk < len(tokens) - start:
+            self.reserve(sequence, start + chunk)
+            valid = min(sequence.num_draft_computed, len(tokens))
+            row = DraftRow(
+                sequence.request, tokens, start + chunk, valid, 0, list(sequence.table), False, start, first_index
+            )
+            return row, tokens[: start + chunk]
+        drafts = sequence.drafts.token_ids
+        accepted = min(accepted, len(drafts))
+        after = tokens + drafts[:accepted] + self.tokens(1)
+        self.reserve(sequence, len(tokens) + len(drafts) + k)
+        row = DraftRow(
+            sequence.request,
+            after,
+            num_valid=len(after) - 1,
+            num_draft_valid=min(sequence.num_draft_computed, len(tokens) + accepted),
+            max_drafts=k,
+            block_table=list(sequence.table),
+            sampled=True,
+            start=start,
+            first_index=first_index,
+            num_drafts=len(drafts),
+            num_accepted=accepted,
+        )
+        return row, tokens + drafts
+
+    def step(self, *work: tuple) -> list[Drafts]:
+        """work: (sequence, k, chunk or None, drafts accepted) each."""
+        rows, states, total = [], [], 0
+        for sequence, k, chunk, accepted in work:
+            row, computed = self.row(sequence, k, chunk, accepted, total)
+            rows.append(row)
+            states.append([state[row.start :] for state in self.target.states(computed)])
+            total += len(computed) - row.start
+        joined = [torch.cat(parts) for parts in zip(*states, strict=True)]
+        output = TargetOutput()
+        if joined:
+            output = TargetOutput(joined[-1], tuple(joined[i] for i in self.proposer.needs.aux_layers))
+        for sequence, *_ in work:
+            sequence.request.blocks = sequence.table
+        if any(row.max_drafts or row.num_drafts for row in rows) or self.rng.random() < 0.5:
+            self.look_at_rests()
+            proposals = self.proposer.propose(rows, output)
+        else:
+            proposals = self.rest(rows, output)
+        for (sequence, k, *_), row, proposal in zip(work, rows, proposals, strict=True):
+            assert len(proposal.drafts.token_ids) <= k
+            ahead = max(0, len(proposal.drafts.token_ids) - 1) if self.drafts_count else 0
+            assert proposal.num_draft_computed <= len(row.tokens) + ahead, "what no pass has computed"
+            sequence.request.tokens, sequence.num_computed = row.tokens, row.num_valid
+            sequence.drafts, sequence.num_draft_computed = proposal
+        return [proposal.drafts for proposal in proposals]
+
+    def rest(self, rows: list[DraftRow], output: TargetOutput) -> list[Proposal]:
+        """Some are looked at later, as the adaptive proposer does it."""
+        plans = [RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0) for row in rows]
+        self.spells.add(plans, output)
+        if self.spells.num_steps >= MOST_WAITING:
+            self.look_at_rests()
+        return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
+
+    def look_at_rests(self) -> None:
+        if spells := self.spells.take():
+            self.proposer.watch_rests(spells)
+
+
+def random_schedule(engine: Engine, head, rng: random.Random, steps: int, whole: bool) -> None:
+    """Chunks, spells without drafts, any acceptance, shared blocks with or without draft KV, preemption, reuse.
+
+    Args:
+        head: its `check_greedy` judges the drafts after every step.
+        whole: every row gets all the drafts that it asks for: the budget of a catch-up pass is large.
+    """
+    running = [engine.sequence(rng.randint(1, 14)) for _ in range(2)]
+    for _ in range(steps):
+        event = rng.random()
+        if event < 0.15 and len(running) > 1:
+            engine.release(running.pop(rng.randrange(len(running))))
+        elif event < 0.3:
+            engine.release(rng.choice(running))  # preempted: computed again, from other blocks
+        elif event < 0.55 and len(running) < 4:
+            donor = rng.choice(running)
+            blocks = rng.randint(0, donor.num_computed // BLOCK)
+            drafted = rng.randint(0, min(blocks, donor.num_draft_computed // BLOCK))
+            running.append(engine.share(donor, blocks, drafted, rng.randint(1, 6)))
+        elif event < 0.65 and len(running) < 4:
+            running.append(engine.sequence(rng.randint(1, 14)))
+        quiet = rng.random() < 0.4
+        work = []
+        for sequence in rng.sample(running, rng.randint(1, len(running))):
+            chunk = rng.randint(1, 6) if rng.random() < 0.3 else None
+            work.append((sequence, 0 if quiet else rng.randint(0, 4), chunk, rng.randint(0, 4)))
+        asked = [
+            k and not (chunk is not None and chunk < len(s.request.tokens) - s.num_computed) for s, k, chunk, _ in work
+        ]
+        for (sequence, k, *_), wants, drafts in zip(work, asked, engine.step(*work), strict=True):
+            if whole:
+                assert len(drafts.token_ids) == (k if wants else 0)
+            head.check_greedy(sequence.request.tokens, drafts.token_ids)
