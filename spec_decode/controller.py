@@ -13,7 +13,7 @@ Every few steps, or when the batch has changed, `Controller.decide` does this:
    last, twice as many each time that the last change did not last. It is on at first, and off at once where the first
    prediction for so many rows is that it loses; where all are of other lanes than the last ones, it changes at once,
    and where a trial has just shown another text, noise does not count. For few rows all this is one, whatever their
-   number: what drafting gains is that of all such steps lately (`Pricing.gain_of_few`), where it counts as less noise.
+   number: what drafting gains is that of all such steps lately (`Pricing.gain_of_few`), and noise counts less.
 4. Trials (`probing`): no drafts or the best plan for `TRIAL` steps; a draft or two by a drafter that a lane does not
    use, for one step.
 

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.batch import allocate_kv
 from outrider.platform.core.batch import RowPlan
@@ -14,6 +15,25 @@ from outrider.spec_decode.rests import MOST_WAITING, Spells
 
 BLOCK, NUM_BLOCKS = 4, 96
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def small_llama(path, vocab_size: int, max_positions: int = 256) -> LlamaForCausalLM:
+    """A draft model in transformers, in float32, with weights that differ much; saved to `path`."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocab_size,
+        max_position_embeddings=max_positions,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).float().eval()
+    model.save_pretrained(path)
+    return model
 
 
 @dataclass

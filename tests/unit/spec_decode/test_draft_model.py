@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
@@ -23,6 +23,8 @@ from outrider.spec_decode.draft_model import DraftModelProposer
 from outrider.spec_decode.factory import ProposerContext, make_proposer
 from outrider.spec_decode.ngram import NgramProposer
 from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput, no_adapters
+
+from .schedules import small_llama
 
 VOCAB, BLOCK, NUM_BLOCKS, MAX_POSITIONS = 97, 4, 64, 96
 GREEDY = SamplingParams(temperature=0.0)
@@ -47,22 +49,8 @@ class Draft:
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Draft:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
     path = tmp_path_factory.mktemp("draft")
-    model = LlamaForCausalLM(config).float().eval()
-    model.save_pretrained(path)
-    return Draft(path, model)
+    return Draft(path, small_llama(path, VOCAB, MAX_POSITIONS))
 
 
 @dataclass

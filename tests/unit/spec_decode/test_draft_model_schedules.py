@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.loader import load_model
 from outrider.spec_decode.draft_model import DraftModelProposer
 
-from .schedules import BLOCK, Engine, random_schedule
+from .schedules import BLOCK, Engine, random_schedule, small_llama
 
 VOCAB = 97
 
@@ -29,20 +28,7 @@ class Reference:
     """The draft model in transformers."""
 
     def __init__(self, path) -> None:
-        torch.manual_seed(3)
-        config = LlamaConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=VOCAB,
-            max_position_embeddings=256,
-            initializer_range=0.3,
-            tie_word_embeddings=False,
-        )
-        self.path, self.model = path, LlamaForCausalLM(config).float().eval()
-        self.model.save_pretrained(path)
+        self.path, self.model = path, small_llama(path, VOCAB)
 
     @torch.inference_mode()
     def check_greedy(self, tokens: list[int], drafts: list[int]) -> None:
