@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -21,22 +22,37 @@ RANDOM_WEIGHTS = "random_weights"
 
 
 def describe_machine() -> dict[str, Any]:
-    """Date, processor, memory and versions, for the head of a result file."""
+    """Date, commit, processor, memory and versions, for the head of a result file."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
     return {
         "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
         "cpu": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "amx": any(line.startswith("flags") and "amx_tile" in line for line in lines),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that runs, with "+changes" where files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() or None
 
 
 def describe_model(info: EngineInfo, path: Path) -> dict[str, Any]:
