@@ -12,6 +12,7 @@ from ..core.errors import AdapterError, InvalidUserInputError, NotFoundError, Ou
 from ..core.lora_request import LoRARequest
 from ..tenancy.principal import Principal
 from ..tenancy.records import StoredAdapter
+from .adapters import MAX_ADAPTER_NAME
 from .audit import audit
 from .body import documented, read_body
 from .protocol import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
@@ -20,9 +21,6 @@ from .serving import Serving, principal_of, require_admin, serving_of
 from .text import shorten
 
 router = APIRouter()
-
-MAX_ADAPTER_NAME = 256
-"""Characters."""
 
 
 @router.get("/v1/models", response_model=None)
