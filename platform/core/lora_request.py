@@ -17,8 +17,8 @@ MAX_PARTS = 8
 MAX_WEIGHT = 100.0
 """Largest weight of an adapter, and smallest when negated."""
 
-# A weight has a decimal point: "sql:2" and "llama3:8" are versions. A '+' would stand between two adapters, so exponents
-# have none; a weight within the limits needs none.
+# A weight has a decimal point: "sql:2" and "llama3:8" are versions. A "+" would stand between two adapters, so
+# exponents have none; a weight within the limits needs none.
 _SCALED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+\.\d*|\.\d+)(?:[eE]-?\d+)?)", re.ASCII | re.DOTALL)
 
 
@@ -32,12 +32,15 @@ class LoRARequest:
 
     `draft_path` is the folder of its draft weights, a PEFT adapter for the engine's draft model or draft head; without
     one they are looked for in the adapter's own folder, under `draft/`. Engines that draft with neither ignore it.
+
+    `digest` is that of the files (`adapter_files.files_digest`), when other files are to be refused.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str
     draft_path: str | None = None
+    digest: str | None = None
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class LoRARequest:
         *,
         path: str | os.PathLike[str] | None = None,
         draft_path: str | os.PathLike[str] | None = None,
+        digest: str | None = None,
     ) -> None:
         """InvalidRequestError names the field that is wrong."""
         if not isinstance(lora_name, str) or not lora_name:
@@ -61,6 +65,7 @@ class LoRARequest:
         object.__setattr__(self, "lora_int_id", lora_int_id)
         object.__setattr__(self, "lora_path", where)
         object.__setattr__(self, "draft_path", drafts)
+        object.__setattr__(self, "digest", digest)
 
     @property
     def name(self) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from ..core.adapter_files import files_digest
+from ..core.adapter_names import engine_name
 from ..core.errors import AdapterError, InvalidUserInputError, NotFoundError, OutriderError, PermissionDeniedError
 from ..core.lora_request import LoRARequest
 from ..tenancy.principal import Principal
@@ -74,9 +77,10 @@ async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_ada
         admitted.request, tenant=tenant, load_inplace=body.load_inplace, pinned=body.pinned, root=body.lora_path
     )
     try:
+        stored = None if serving.keeper is None else await _stored(serving, admitted.request, tenant, body.pinned)
         await policy.check_again(admitted)
-        if serving.keeper is not None:
-            await serving.keeper.remember(_stored(admitted.request, tenant, body.pinned), max_adapters)
+        if serving.keeper is not None and stored is not None:
+            await serving.keeper.remember(stored, max_adapters)
     except AdapterError:  # nobody knows what has been read
         with contextlib.suppress(OutriderError):
             await models.unload(body.lora_name, "abort", tenant=tenant)
@@ -90,9 +94,16 @@ async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_ada
         raise
 
 
-def _stored(request: LoRARequest, tenant: str, pinned: bool) -> StoredAdapter:
+async def _stored(serving: Serving, request: LoRARequest, tenant: str, pinned: bool) -> StoredAdapter:
+    local = serving.models.adapter(engine_name(tenant, request.name))
+    digest = None if local is None else await asyncio.to_thread(files_digest, local.path)
     return StoredAdapter(
-        tenant=tenant, name=request.name, path=request.path, draft_path=request.draft_path, pinned=pinned
+        tenant=tenant,
+        name=request.name,
+        path=request.path,
+        draft_path=request.draft_path,
+        pinned=pinned,
+        digest=digest,
     )
 
 

@@ -328,5 +328,4 @@ def unknown_adapter(name: str) -> NotFoundError:
 def _owned(request: LoRARequest, tenant: str) -> LoRARequest:
     if not tenant:
         return request
-    name = engine_name(tenant, request.name)
-    return LoRARequest(name, request.lora_int_id, request.path, draft_path=request.draft_path)
+    return dataclasses.replace(request, lora_name=engine_name(tenant, request.name))

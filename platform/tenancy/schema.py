@@ -70,6 +70,7 @@ adapters = Table(
     Column("draft_path", String(4096)),
     Column("pinned", Boolean, nullable=False, default=False),
     Column("created_at", Double, nullable=False),
+    Column("digest", String(64)),
     UniqueConstraint("tenant", "name"),
 )
 """Adapters loaded over HTTP, so that a server that starts again has them."""

@@ -8,10 +8,6 @@ from typing import Protocol, runtime_checkable
 
 from ...core.errors import AdapterError, AdapterSourceError
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-ADAPTER_FILES = (CONFIG_FILE, *WEIGHT_FILES)
-"""The files that `outrider.lora` reads of a folder; repeated here because this process must not import torch."""
 DRAFT_FOLDER = "draft"
 """Holds the same files for a drafter, or folders of them by method."""
 
