@@ -177,6 +177,8 @@ class Request:
     is drafted for it."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """For penalties."""
+    edit_state: Any = None
+    """What the edits of its logits remember; opaque here."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
     edits_logits: bool = field(init=False)

@@ -18,6 +18,7 @@ from ..core.messages import MAX_TENANT_WEIGHT, AdapterInfo, EngineInfo, EngineRe
 from ..core.model_limits import check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
+from .logits_edits import EditTables, edit_state
 from .pipeline import Pipeline
 from .setup import build
 from .speculation_totals import SpeculationTotals
@@ -54,6 +55,7 @@ class EngineCore:
         self._run_id = uuid4().hex
         self._pipeline = Pipeline(parts.scheduler, parts.runner, parts.adapters.wait)
         self._speculation = SpeculationTotals()
+        self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
 
     @property
     def model(self) -> Decoder:
@@ -96,6 +98,8 @@ class EngineCore:
             arrival_time=request.arrival_time,
         )
         self._adapters.resolve(sequence)
+        if sequence.edits_logits:
+            self._edit_tables = edit_state(sequence, self._edit_tables).tables
         if self._config.speculative is not None and request.params.max_drafts != 0:
             name = request.lora.label if request.lora is not None else ""
             sequence.speculation_totals = self._speculation.of(name, request.tenant)
