@@ -187,6 +187,8 @@ class Request:
     """`params.edits_read_tokens`, likewise."""
     counts_tokens: bool = field(init=False)
     """`params.penalises`, likewise."""
+    token_cost: float = field(init=False)
+    """`params.token_cost`, likewise."""
     stop_ids: frozenset[int] = field(init=False)
     """`params.stop_token_ids`, which may be many: each new token is looked up."""
 
@@ -195,6 +197,7 @@ class Request:
         self.edits_logits = self.params.edits_logits
         self.reads_tokens = self.params.edits_read_tokens
         self.counts_tokens = self.params.penalises
+        self.token_cost = self.params.token_cost
 
     @property
     def num_output_tokens(self) -> int:
