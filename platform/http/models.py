@@ -15,6 +15,7 @@ from ..core.errors import AdapterError, InvalidUserInputError, NotFoundError, Ou
 from ..core.lora_request import LoRARequest
 from ..tenancy.principal import Principal
 from ..tenancy.records import StoredAdapter
+from .accounting import charge_call
 from .adapters import MAX_ADAPTER_NAME
 from .audit import audit
 from .body import documented, read_body
@@ -141,6 +142,7 @@ async def unpin_adapter(request: Request) -> Response:
 
 async def _set_pinned(request: Request, pinned: bool) -> str:
     require_admin(request)
+    charge_call(request)
     serving = serving_of(request)
     body = await read_body(request, PinAdapterRequest, serving.config.max_body_bytes)
     tenant = _owner(serving, principal_of(request), body.tenant)
@@ -153,14 +155,17 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
 
 
 def _may_have_adapters(request: Request) -> Principal:
-    """Who may load and unload: those who run the server, and tenants that may have adapters of their own.
+    """Who may load and unload: those who run the server, and tenants that may have adapters of their own. The call
+    counts against their limits, before anything is done for it.
 
     Raises:
         PermissionDeniedError: neither.
+        RateLimitError: there are no more requests this minute.
     """
     principal = principal_of(request)
     if not (principal.tenant and principal.max_adapters):
         require_admin(request)
+    charge_call(request)
     return principal
 
 

@@ -103,6 +103,7 @@ audit = Table(
     Column("tenant", String(MAX_NAME), nullable=False),  # the key's
     Column("client", String(MAX_CLIENT), nullable=False),  # an address, or user@machine of the command line
     Column("action", String(MAX_ACTION), nullable=False),
+    Index(None, "tenant"),
 )
 """Who changed what; a row is written in the transaction of the change."""
 
