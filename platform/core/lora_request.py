@@ -187,8 +187,8 @@ def _shown_weight(weight: float) -> str:
 
 
 def _folder(field: str, path: Any, what: str) -> str:
-    """A path as text: no other object is, whatever its `str` would be."""
+    """A path as text, "~" as the home folder: no other object is, whatever its `str` would be."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise InvalidRequestError(f"{field} must name {what}: a string or a path object", param=field)
-    return text
+    return os.path.expanduser(text)

@@ -12,7 +12,7 @@ from ...kernels.threads import compute_alone
 from ...models.decoder import Decoder
 from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
+from ..core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import check_params, check_token_ids
@@ -138,13 +138,14 @@ class EngineCore:
 
     def unload_adapter(self, name: str, mode: str = "drain") -> None:
         """Take no new requests for an adapter, and free it with the last that has it. With `mode` "abort" they all end
-        now, with finish reason "abort".
+        now, with a NotFoundError.
 
         Raises:
             NotFoundError: the name is unknown. InvalidRequestError: no such mode.
         """
         ending = self._adapters.unload(name, mode)
-        self.scheduler.end([request.request_id for request in ending])
+        gone = NotFoundError(f"the adapter {name!r} was unloaded while the request ran (mode 'abort')", param="model")
+        self.scheduler.end([request.request_id for request in ending], gone.info())
 
     def adapter_pin_reader(self, name: str) -> Callable[[], Any] | None:
         """Reads what `pin_adapter` needs of an adapter that is not in memory, in another thread; None when it is.

@@ -44,7 +44,10 @@ def test_over_the_limit_the_prompt_is_not_tokenized(http, llm, monkeypatch, path
     ],
 )
 def test_calls_about_adapters_count_against_the_limits(http, llm, path, body):
-    limiter, owner = Limiter(lambda *which: None), dataclasses.replace(ACME, scopes=frozenset({"admin"}), max_adapters=1)
+    limiter, owner = (
+        Limiter(lambda *which: None),
+        dataclasses.replace(ACME, scopes=frozenset({"admin"}), max_adapters=1),
+    )
     people = SimpleNamespace(authenticate=lambda key: owner)
     http.app = create_app(llm, ServerConfig(), authenticator=people, tenancy=SimpleNamespace(limiter=limiter))
     assert http.post(path, body).status_code in (400, 404), "it is counted before it is looked at"

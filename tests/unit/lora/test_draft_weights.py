@@ -177,6 +177,13 @@ def test_the_request():
     assert (request.lora_path, request.draft_path) == ("/a", "/d")
 
 
+def test_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    request = LoRARequest("x", path="~/a", draft_path=Path("~/d"))
+    assert (request.lora_path, request.draft_path) == ("/home/me/a", "/home/me/d")
+    assert LoRARequest("x", path="./~").path == "./~"
+
+
 class BytesPath:
     def __fspath__(self):
         return b"/x"
