@@ -9,9 +9,10 @@ Both parts are one object: read, digested, placed and dropped together.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +25,7 @@ from .peft_config import CONFIG_FILE, adapter_error, shown
 from .plans import ReadPlans
 from .weights import DRAFTER, WEIGHT_FILES, FolderWeights, LoraWeights, ModuleShape, read_weights
 
-__all__ = ["Adapter", "AdapterSource", "DraftTarget", "Fingerprint", "LoraWeights", "ModuleShape", "parse"]
-
-Fingerprint = tuple[tuple[str, int, int], ...]
-"""(file, modification time in ns, size) of an adapter's files: they have changed when it has."""
+__all__ = ["Adapter", "AdapterSource", "DraftTarget", "LoraWeights", "ModuleShape", "parse"]
 
 DRAFT_FOLDER = "draft"
 LOADED = "loaded"
@@ -40,6 +38,8 @@ class AdapterSource(NamedTuple):
     path: str
     draft_path: str | None = None
     """The draft weights' folder, when it was named; None: `DRAFT_FOLDER` of `path`, where it exists and fits."""
+    digest: str | None = None
+    """Of the files as another server registered them (`files_digest`); None: nobody did."""
 
     def matches(self, asked: AdapterSource) -> bool:
         """Whether a request that asks for `asked` means this; without a draft path it means the one registered."""
@@ -65,8 +65,6 @@ class Adapter:
     """Rank rows that it takes on the device: the largest rank of its modules, the drafter's too."""
     modules: Mapping[str, LoraWeights]
     """By module name of the base model, e.g. "model.layers.3.self_attn.q_proj"."""
-    fingerprint: Fingerprint = ()
-    """Of the files as they were before they were read."""
     draft_modules: Mapping[str, LoraWeights] = field(default_factory=dict)
     """By module name of the drafter."""
     draft: str = ""
@@ -84,27 +82,22 @@ def _draft_folders(source: AdapterSource, method: str) -> tuple[str, str]:
     return os.path.join(root, method), root
 
 
-def _files(source: AdapterSource, method: str | None) -> Iterator[tuple[str, str]]:
-    """(name in the fingerprint, path) of every file that `parse` may read."""
-    folders = {"": source.path}
-    if method is not None:
-        nested, root = _draft_folders(source, method)
-        folders |= {f"{DRAFT_FOLDER}/{method}/": nested, f"{DRAFT_FOLDER}/": root}
-    for prefix, folder in folders.items():
+def num_bytes(source: AdapterSource, method: str | None = None) -> int:
+    """The size of the files that `parse` may read. `method`: the drafter's, whose files count too."""
+    size = 0
+    for folder in (source.path, *(_draft_folders(source, method) if method is not None else ())):
         for name in (CONFIG_FILE, *WEIGHT_FILES):
-            yield prefix + name, os.path.join(folder, name)
+            with contextlib.suppress(OSError, ValueError):  # it is missing; ValueError: a NUL in the path
+                size += os.stat(os.path.join(folder, name)).st_size
+    return size
 
 
-def fingerprint(source: AdapterSource, method: str | None = None) -> Fingerprint:
-    """Of an adapter's files; those that are missing are left out. `method`: the drafter's, whose files count too."""
-    found = []
-    for name, path in _files(source, method):
-        try:
-            status = os.stat(path)
-        except (OSError, ValueError):  # ValueError: a NUL in the path
-            continue
-        found.append((name, status.st_mtime_ns, status.st_size))
-    return tuple(found)
+def changed_error(name: str, reason: str = "") -> AdapterError:
+    """The error for an adapter whose files are not those that were registered."""
+    why = f" ({reason})" if reason else ""
+    return adapter_error(
+        f"the files of adapter {shown(name)} have changed since it was loaded{why}; load it again with load_inplace"
+    )
 
 
 def check_folders(source: AdapterSource) -> None:
@@ -142,14 +135,13 @@ def parse(
             whose folder was named; other draft weights that do not fit are left out.
     """
     source = AdapterSource(path, draft_path if draft is not None else None)
-    files = fingerprint(source, draft.method if draft is not None else None)
     check_folders(source)
     weights = read_weights(Path(source.path), known, max_rank, dtype, plans=plans)
     found: FolderWeights | str = _read_draft(source, draft, max_rank, dtype) if draft is not None else ""
     if isinstance(found, str):
-        return Adapter(weights.digest, weights.rank, weights.modules, files, draft=found)
+        return Adapter(weights.digest, weights.rank, weights.modules, draft=found)
     digest = hashlib.sha256(b"with draft weights" + weights.digest + found.digest).digest()
-    return Adapter(digest, max(weights.rank, found.rank), weights.modules, files, found.modules, LOADED)
+    return Adapter(digest, max(weights.rank, found.rank), weights.modules, found.modules, LOADED)
 
 
 def _read_draft(source: AdapterSource, target: DraftTarget, max_rank: int, dtype: torch.dtype) -> FolderWeights | str:

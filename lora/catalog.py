@@ -13,7 +13,7 @@ from ..platform.core.errors import InvalidRequestError, InvalidUserInputError
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .adapter import LOADED
+from .adapter import LOADED, changed_error
 from .files import AdapterFiles
 from .placing import HostEntry
 from .registry import AdapterRegistry
@@ -186,6 +186,9 @@ class Catalog:
         version = self._registry.get(name)
         entry = self._residency.host.get(version.digest)
         if entry is None:
+            read = read if read is not None else self.reader(self._request_for(version), load_inplace=True)()
+            if version.expected not in (None, read.entry.adapter.digest):
+                raise changed_error(name)
             return self.load(self._request_for(version), load_inplace=True, pinned=True, read=read)
         self._residency.pin(name, entry, self._transfers.num_reads)
         self._set_pinned(version, True)
@@ -204,7 +207,8 @@ class Catalog:
 
     @staticmethod
     def _request_for(version: AdapterVersion) -> LoRARequest:
-        return LoRARequest(version.name, path=version.source.path, draft_path=version.source.draft_path)
+        path, draft_path, digest = version.source
+        return LoRARequest(version.name, path=path, draft_path=draft_path, digest=digest)
 
     # --- what there is ---
 

@@ -1,4 +1,4 @@
-"""The files of one engine's adapters: where a request's are, whether they changed, and what is in them."""
+"""The files of one engine's adapters: where a request's are, and what is in them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
+from ..platform.core.adapter_files import files_digest
 from ..platform.core.lora_request import LoRARequest
-from .adapter import Adapter, AdapterSource, DraftTarget, Fingerprint, check_folders, fingerprint, parse
+from .adapter import Adapter, AdapterSource, DraftTarget, changed_error, check_folders, parse
 from .layout import ModelLayout
+from .pacing import give_way
 from .plans import ReadPlans
 from .weights import ModuleShape
 
@@ -38,18 +40,16 @@ class AdapterFiles:
     def source(self, request: LoRARequest) -> AdapterSource:
         """Where the files are that a request means here."""
         draft_path = request.draft_path if self.draft is not None else None
-        return AdapterSource(os.path.abspath(request.path), draft_path and os.path.abspath(draft_path))
+        return AdapterSource(os.path.abspath(request.path), draft_path and os.path.abspath(draft_path), request.digest)
 
     def check(self, source: AdapterSource) -> None:
         """AdapterError unless its folders exist: what can be said without reading a file."""
         check_folders(source)
 
-    def changed(self, source: AdapterSource, before: Fingerprint) -> bool:
-        """Whether the files are others than when their fingerprint was `before`."""
-        return fingerprint(source, self.draft.method if self.draft is not None else None) != before
-
     def read(self, source: AdapterSource) -> Adapter:
-        """See `parse`; AdapterError."""
+        """See `parse`; AdapterError, also where the files are not those that were registered elsewhere."""
+        if source.digest is not None and files_digest(source.path, give_way) != source.digest:
+            raise changed_error(source.path)
         return parse(
             source.path,
             self.modules,

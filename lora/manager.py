@@ -22,12 +22,12 @@ from ..platform.core.errors import AdapterError, OutriderError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
+from .adapter import changed_error
 from .aging import LOOK_SECONDS, Aging
 from .capacity import count_rows
 from .catalog import Catalog, ReadAdapter
 from .files import AdapterFiles
 from .layers import LoraBatch
-from .peft_config import adapter_error
 from .placing import Placer
 from .pool import RowPool
 from .preparing import PlanRows, StepAdapters
@@ -369,8 +369,10 @@ class AdapterManager:
                 self._residency.check_fits(version.name, entry)
         except AdapterError as caught:
             error = caught
-        if entry is not None and version.digest not in (None, entry.adapter.digest):
-            error = adapter_error(f"the files of adapter '{version.name}' changed on disk; try again")
+        if entry is not None and version.expected not in (None, entry.adapter.digest):
+            error = changed_error(version.name)
+        elif isinstance(error, AdapterError) and version.expected is not None and not version.parts:
+            error = changed_error(version.name, error.message)
         if error is not None or entry is None:
             assert error is not None
             self._fail(version, error)

@@ -11,9 +11,9 @@ from typing import Any
 
 import regex
 
+from ..platform.core.adapter_files import CONFIG_FILE
 from ..platform.core.errors import AdapterError
 
-CONFIG_FILE = "adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SHOWN_PATH = 200
 # Patterns come with the adapter, from whoever uploaded it, and some patterns take exponential time.

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..platform.core.errors import ErrorInfo, error_from_info
-from .adapter import AdapterSource, fingerprint
+from .adapter import AdapterSource, num_bytes
 from .files import AdapterFiles
 from .layout import ModelLayout
 from .pacing import StepSignal
@@ -107,7 +107,7 @@ class AdapterReader:
                 return None
             assert self._connection is not None
             try:
-                size = sum(size for _, _, size in fingerprint(source, self._files.draft and self._files.draft.method))
+                size = num_bytes(source, self._files.draft and self._files.draft.method)
                 self._connection.settimeout(READ_SECONDS + size / BYTES_A_SECOND)
                 send(self._connection, source)
                 message, memory = receive(self._connection)

@@ -148,7 +148,6 @@ def encode_adapter(adapter: Adapter, packed: Sequence[PackedModules]) -> tuple[d
     message = {
         "digest": adapter.digest.hex(),
         "rows": adapter.rows,
-        "fingerprint": adapter.fingerprint,
         "draft": adapter.draft,
         "parts": parts,
         "size": offset,
@@ -173,7 +172,6 @@ def decode_adapter(message: dict[str, Any], memory: int, layouts: Sequence[Model
         bytes.fromhex(message["digest"]),
         message["rows"],
         {},
-        tuple((name, time, size) for name, time, size in message["fingerprint"]),
         draft=message["draft"],
     )
     return ReadyRows(adapter, packed)

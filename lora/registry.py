@@ -97,10 +97,11 @@ class AdapterRegistry:
         return version
 
     def renew(self, stale: AdapterVersion) -> AdapterVersion:
-        """A new version for the same files, to be read again by later requests. Pinned ones are never out of memory."""
+        """A new version for the same content, to be read again by later requests. Pinned ones are never out of
+        memory."""
         assert not stale.pinned
         version = AdapterVersion(stale.name, stale.source)
-        version.registered = stale.registered
+        version.registered, version.expected = stale.registered, stale.expected
         return self._replace(version)
 
     def succeed(self, version: AdapterVersion) -> None:
@@ -119,7 +120,7 @@ class AdapterRegistry:
             self._drop_newcomer(name)
         elif not version.current:
             return
-        elif version.registered or version.digest is not None:
+        elif version.registered or version.expected is not None:
             self.set_pinned(version, False)
             self.renew(version)
         else:  # it never was an adapter

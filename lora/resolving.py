@@ -26,9 +26,9 @@ class Resolver:
     def version_of(self, lora: LoRA) -> AdapterVersion:
         """What a new request for `lora` is bound to.
 
-        A registered content stays the registered one when its files change, as long as it is in memory; a request that
-        names other folders replaces it once these have been read. A mix has a version for as long as each of its parts
-        has the version that it was made of.
+        A registered content stays the registered one when its files change: read again, they are refused. A request
+        that names other folders replaces it once these have been read. A mix has a version for as long as each of its
+        parts has the version that it was made of.
 
         Raises:
             AdapterError: a path is not a folder; nothing has changed.
@@ -60,13 +60,4 @@ class Resolver:
             version = self._registry.introduce(request.name, source)
             self._residency.update_pins()
             self._on_change()
-        elif self._is_stale(version):
-            version = self._registry.renew(version)
-            self._on_change()
         return version
-
-    def _is_stale(self, version: AdapterVersion) -> bool:
-        """Whether the files are another content than the one that was read, and not in memory any more."""
-        if version.digest is None or version.loading or version.digest in self._residency.host:
-            return False
-        return self._files.changed(version.source, version.fingerprint)

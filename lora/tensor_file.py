@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..platform.core.adapter_files import WEIGHT_FILES
 from ..platform.core.errors import OutriderError
 from .pacing import give_way
 from .peft_config import adapter_error, shown
 from .tensor_header import HeaderEntry, InvalidFileError, read_header
-
-WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 # A header is a line of JSON for each tensor; an adapter of a large model has ten thousand of 150 bytes.
 _MAX_HEADER_BYTES = 16 << 20

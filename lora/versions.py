@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..platform.core.errors import ErrorInfo
 from ..platform.core.request import Request
-from .adapter import AdapterSource, Fingerprint
+from .adapter import AdapterSource
 from .placing import HostEntry
 from .tensor_keys import LM_HEAD
 
@@ -44,14 +44,14 @@ class AdapterVersion:
     """Whether somebody registered it, rather than a request brought it: its name stays when it cannot be read."""
     digest: bytes | None = None
     """None until the first parse."""
+    expected: bytes | None = None
+    """Digest that its files must have: of what was read before under this registration. None: nothing was."""
     rank: int = 0
     """Largest rank of the base model's modules; 0 until the first parse."""
     rows: int = 0
     """Rank rows, for the drafter's modules too."""
     num_bytes: int = 0
     """Of its content in host memory."""
-    fingerprint: Fingerprint = ()
-    """Of the files that were parsed."""
     targets_head: bool = False
     """Whether it adapts the model's lm_head."""
     has_gains: bool = False
@@ -82,7 +82,7 @@ class AdapterVersion:
     def take_content(self, entry: HostEntry) -> None:
         """Remember what was read, and the memory that it takes."""
         adapter, target = entry.adapter, entry.packed[0]
-        self.digest, self.fingerprint = adapter.digest, adapter.fingerprint
+        self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = target.rank, adapter.rows, entry.num_bytes
         self.targets_head, self.has_draft = LM_HEAD in adapter.modules, bool(adapter.draft_modules)
         self.has_gains = bool(target.gains)

@@ -88,6 +88,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def _folder(text: str) -> str:
+    text = os.path.expanduser(text)
     if not os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"there is no folder {shorten(text)!r}")
     return os.path.abspath(text)

@@ -262,7 +262,7 @@ class LLM:
         self._engine.register_adapters([self._sources.localize_request_now(request) for request in lora_requests])
 
     def unload_lora(self, lora_name: str, mode: str = "drain") -> None:
-        """Forget an adapter; `mode` "abort" also ends the requests that have it, with finish reason "abort".
+        """Forget an adapter; `mode` "abort" also ends the requests that have it, with a NotFoundError.
 
         Raises:
             NotFoundError: it is not registered.

@@ -17,8 +17,9 @@ MAX_PARTS = 8
 MAX_WEIGHT = 100.0
 """Largest weight of an adapter, and smallest when negated."""
 
-# A '+' would stand between two adapters, so exponents have none; a weight within the limits needs none.
-_SCALED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE]-?\d+)?)", re.ASCII | re.DOTALL)
+# A weight has a decimal point: "sql:2" and "llama3:8" are versions. A "+" would stand between two adapters, so
+# exponents have none; a weight within the limits needs none.
+_SCALED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+\.\d*|\.\d+)(?:[eE]-?\d+)?)", re.ASCII | re.DOTALL)
 
 
 @dataclass(slots=True, frozen=True, init=False)
@@ -31,12 +32,15 @@ class LoRARequest:
 
     `draft_path` is the folder of its draft weights, a PEFT adapter for the engine's draft model or draft head; without
     one they are looked for in the adapter's own folder, under `draft/`. Engines that draft with neither ignore it.
+
+    `digest` is that of the files (`adapter_files.files_digest`), when other files are to be refused.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str
     draft_path: str | None = None
+    digest: str | None = None
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class LoRARequest:
         *,
         path: str | os.PathLike[str] | None = None,
         draft_path: str | os.PathLike[str] | None = None,
+        digest: str | None = None,
     ) -> None:
         """InvalidRequestError names the field that is wrong."""
         if not isinstance(lora_name, str) or not lora_name:
@@ -60,6 +65,7 @@ class LoRARequest:
         object.__setattr__(self, "lora_int_id", lora_int_id)
         object.__setattr__(self, "lora_path", where)
         object.__setattr__(self, "draft_path", drafts)
+        object.__setattr__(self, "digest", digest)
 
     @property
     def name(self) -> str:
@@ -96,8 +102,9 @@ class LoRAMix(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As HTTP clients write it: "a:0.7+b:0.3"."""
-        return "+".join(f"{part.request.name}:{_shown_weight(part.weight)}" for part in self.parts)
+        """As HTTP clients write it: "a:0.7+b:0.3", and "+a:0.5" where there is one adapter."""
+        text = "+".join(f"{part.request.name}:{_shown_weight(part.weight)}" for part in self.parts)
+        return text if len(self.parts) > 1 else f"+{text}"
 
     @property
     def label(self) -> str:
@@ -135,26 +142,32 @@ def mix_of(parts: Iterable[tuple[LoRARequest, Any]], *, param: str = "lora_reque
     return mixed[0].request if len(mixed) == 1 and mixed[0].weight == 1 else LoRAMix(mixed)
 
 
-def split_mix(text: str, is_known: Callable[[str], bool]) -> list[tuple[str, float]] | None:
-    """The names and weights of a mix written as "a:0.7+b:0.3", "a:0.5" or "a+b", where a missing weight is 1; None when
-    `text` is not written like a mix. A known name is taken as it stands, whatever is in it.
+def split_mix(text: str, is_name: Callable[[str], bool]) -> list[tuple[str, float]] | None:
+    """The names and weights of a mix written as "a:0.7+b:0.3", "a+b", where a missing weight is 1, or "+a:0.5"; None
+    when `text` is not written like a mix.
+
+    Version tags look like weights, so that a weight stands in a sum alone, after a '+' or before one, and has a decimal
+    point: "a:2", "v1:0.5" and "llama3:8b" are names. What `is_name` says is a name, of an adapter that is registered or
+    was, is taken as it stands, whatever is in it.
 
     Raises:
         InvalidRequestError: too many parts.
     """
-    whole = _SCALED.fullmatch(text)
-    if whole is not None and is_known(whole["name"]):
+    if "+" not in text:
+        return None
+    whole = _SCALED.fullmatch(text[1:]) if text[0] == "+" else None
+    if whole is not None and ("+" not in text[1:] or is_name(whole["name"])) and not is_name(text[1:]):
         return [(whole["name"], float(whole["weight"]))]
     if text.count("+") >= MAX_PARTS:
         raise InvalidRequestError(f"at most {MAX_PARTS} adapters can be mixed")
     parts: list[tuple[str, float]] = []
     for piece in text.split("+"):
-        scaled = None if is_known(piece) else _SCALED.fullmatch(piece)
+        scaled = None if is_name(piece) else _SCALED.fullmatch(piece)
         name, weight = (piece, 1.0) if scaled is None else (scaled["name"], float(scaled["weight"]))
         if not name:
             return None
         parts.append((name, weight))
-    return None if parts == [(text, 1.0)] else parts
+    return parts
 
 
 def _checked_weight(name: str, weight: object, param: str) -> float:
@@ -169,12 +182,13 @@ def _checked_weight(name: str, weight: object, param: str) -> float:
 
 
 def _shown_weight(weight: float) -> str:
-    return repr(weight).removesuffix(".0")
+    mantissa, *exponent = repr(weight).split("e")
+    return "e".join([mantissa if "." in mantissa else f"{mantissa}.0", *exponent])
 
 
 def _folder(field: str, path: Any, what: str) -> str:
-    """A path as text: no other object is, whatever its `str` would be."""
+    """A path as text, "~" as the home folder: no other object is, whatever its `str` would be."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise InvalidRequestError(f"{field} must name {what}: a string or a path object", param=field)
-    return text
+    return os.path.expanduser(text)

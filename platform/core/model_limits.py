@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from .errors import InvalidRequestError
 from .sampling_params import SamplingParams
+
+MAX_BAD_WORD_TOKENS = 1 << 14
+"""Tokens of one request's bad words: an automaton is built of them, which takes two microseconds a token."""
+MAX_BAD_WORD_TOKENS_X_N = 1 << 19
+"""The same, counted for each sequence: each is sent to the engine with them."""
+MAX_ALLOWED = 1 << 21
+"""Allowed tokens, counted for each sequence: a step looks at all of them."""
 
 
 def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
@@ -15,7 +22,8 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
 
     Raises:
         InvalidRequestError: a token id is not below `vocab_size`, there are more allowed tokens than that, a bad word
-            has no token, or more than `max_logprobs` log-probabilities are wanted; `param` names the field.
+            has no token, the bad words have too many, or more than `max_logprobs` log-probabilities are wanted; `param`
+            names the field.
     """
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
@@ -29,15 +37,29 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
             f"allowed_token_ids has {len(allowed)} entries, more than the vocabulary of {vocab_size} tokens",
             param="allowed_token_ids",
         )
+    _check_total("allowed_token_ids", len(allowed), params.n, MAX_ALLOWED)
     check_token_ids("allowed_token_ids", allowed, vocab_size)
+    num_tokens = sum(map(len, params.bad_words_token_ids))
+    _check_total("bad_words", num_tokens, 1, MAX_BAD_WORD_TOKENS)
+    _check_total("bad_words", num_tokens, params.n, MAX_BAD_WORD_TOKENS_X_N)
     for word in params.bad_words_token_ids:
         if not word:
             raise InvalidRequestError("bad_words: a word has no tokens", param="bad_words")
         check_token_ids("bad_words", word, vocab_size)
 
 
-def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def _check_total(name: str, num_tokens: int, n: int, most: int) -> None:
+    if num_tokens * n > most:
+        times = f" for each of n = {n} sequences" if n > 1 else ""
+        raise InvalidRequestError(
+            f"{name} has {num_tokens} tokens{times}; at most {most} are taken{' in all' if times else ''}", param=name
+        )
+
+
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary; `name` is the field they stand in."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):  # no loop in Python: they may be many
+        return
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(

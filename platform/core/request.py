@@ -177,6 +177,8 @@ class Request:
     is drafted for it."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """For penalties."""
+    edit_state: Any = None
+    """What the edits of its logits remember; opaque here."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
     edits_logits: bool = field(init=False)
@@ -185,6 +187,8 @@ class Request:
     """`params.edits_read_tokens`, likewise."""
     counts_tokens: bool = field(init=False)
     """`params.penalises`, likewise."""
+    token_cost: float = field(init=False)
+    """`params.token_cost`, likewise."""
     stop_ids: frozenset[int] = field(init=False)
     """`params.stop_token_ids`, which may be many: each new token is looked up."""
 
@@ -193,6 +197,7 @@ class Request:
         self.edits_logits = self.params.edits_logits
         self.reads_tokens = self.params.edits_read_tokens
         self.counts_tokens = self.params.penalises
+        self.token_cost = self.params.token_cost
 
     @property
     def num_output_tokens(self) -> int:

@@ -12,12 +12,13 @@ from ...kernels.threads import compute_alone
 from ...models.decoder import Decoder
 from ...spec_decode.proposer import Proposer
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
+from ..core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
+from .logits_edits import EditTables, edit_state
 from .pipeline import Pipeline
 from .setup import build
 from .speculation_totals import SpeculationTotals
@@ -54,6 +55,7 @@ class EngineCore:
         self._run_id = uuid4().hex
         self._pipeline = Pipeline(parts.scheduler, parts.runner, parts.adapters.wait)
         self._speculation = SpeculationTotals()
+        self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
 
     @property
     def model(self) -> Decoder:
@@ -96,6 +98,8 @@ class EngineCore:
             arrival_time=request.arrival_time,
         )
         self._adapters.resolve(sequence)
+        if sequence.edits_logits:
+            self._edit_tables = edit_state(sequence, self._edit_tables).tables
         if self._config.speculative is not None and request.params.max_drafts != 0:
             name = request.lora.label if request.lora is not None else ""
             sequence.speculation_totals = self._speculation.of(name, request.tenant)
@@ -134,13 +138,14 @@ class EngineCore:
 
     def unload_adapter(self, name: str, mode: str = "drain") -> None:
         """Take no new requests for an adapter, and free it with the last that has it. With `mode` "abort" they all end
-        now, with finish reason "abort".
+        now, with a NotFoundError.
 
         Raises:
             NotFoundError: the name is unknown. InvalidRequestError: no such mode.
         """
         ending = self._adapters.unload(name, mode)
-        self.scheduler.end([request.request_id for request in ending])
+        gone = NotFoundError(f"the adapter {name!r} was unloaded while the request ran (mode 'abort')", param="model")
+        self.scheduler.end([request.request_id for request in ending], gone.info())
 
     def adapter_pin_reader(self, name: str) -> Callable[[], Any] | None:
         """Reads what `pin_adapter` needs of an adapter that is not in memory, in another thread; None when it is.

@@ -162,7 +162,10 @@ class Turns:
         insort(account.running, request, key=_order)
         self._served[account] = None
         self.num_running += 1
-        account.counter += self._prices.prompt_cost * num_prompt_tokens / account.weight
+        # The head is computed for every token whose log-probability is wanted.
+        is_scored = request.params.prompt_logprobs is not None
+        price = self._prices.output_cost if is_scored else self._prices.prompt_cost
+        account.counter += price * num_prompt_tokens / account.weight
 
     def stop(self, request: Request) -> None:
         """A running sequence waits again, with what it was charged for paid."""
@@ -175,9 +178,10 @@ class Turns:
         (self._retire if running else self._dequeue)(request.order[0], request)
 
     def charge(self, request: Request, num_emitted: int, num_rejected: int) -> None:
-        """Charge a sequence's account for tokens emitted, and for drafts verified in vain."""
+        """Charge a sequence's account for tokens emitted, by what choosing them takes, and for drafts verified in
+        vain."""
         prices, account = self._prices, request.order[0]
-        cost = prices.output_cost * num_emitted + prices.rejected_draft_cost * num_rejected
+        cost = prices.output_cost * request.token_cost * num_emitted + prices.rejected_draft_cost * num_rejected
         account.counter += cost / account.weight
 
     def num_wanted(self, num_seats: int) -> int:

@@ -1,14 +1,14 @@
 """Sampling parameters that change single logits: masks, biases and penalties.
 
 Each edit is a function of the request's parameters and its tokens, drafts before the row included, so that neither
-preemption nor rejected drafts can make it stale: `Request.counts` only remembers how far the accepted tokens, which
-are never taken back, have been counted. All are vectorised over the rows that want them, whatever the batch. Penalties
-are a kernel, for which the device need not tell the host which tokens it has drafted or sampled.
+preemption nor rejected drafts can make it stale: `Request.counts` and `EditState` only remember how far the accepted
+tokens, which are never taken back, have been looked at. All are vectorised over the rows that want them, whatever the
+batch. Penalties are a kernel, for which the device need not tell the host which tokens it has drafted or sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from ...kernels.staging import to_device
 from ...spec_decode.proposer import DraftRow
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
+from .bad_words import BadWords
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -62,10 +63,60 @@ class LogitsRow(NamedTuple):
         num_tokens = len(self.request.tokens) if self.num_tokens is None else self.num_tokens
         return num_tokens - self.request.num_prompt_tokens + self.num_drafts
 
-    @property
-    def outputs(self) -> list[int]:
-        """Generated tokens that this row continues."""
-        return [*self.request.tokens[self.request.num_prompt_tokens :], *chain.from_iterable(self.drafts)]
+
+class EditTables:
+    """A request's parameters in the form in which steps use them: made once, shared by the sequences of one request."""
+
+    def __init__(self, request: Request) -> None:
+        params = self._params = request.params
+        self._eos_token_ids = request.eos_token_ids
+        self.allowed = _tokens(params.allowed_token_ids)
+        self.ends = _tokens([*request.eos_token_ids, *request.stop_ids])
+        self.biased = _tokens(params.logit_bias)
+        self.biases = np.array([*(params.logit_bias or {}).values()], np.float32)
+        self.words = BadWords(params.bad_words_token_ids)
+
+    def fits(self, request: Request) -> bool:
+        """Whether these are the tables of another sequence, too."""
+        mine, its = self._params, request.params
+        return self._eos_token_ids == request.eos_token_ids and all(
+            getattr(mine, name) == getattr(its, name)
+            for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words_token_ids")
+        )
+
+
+def _tokens(token_ids: Collection[int] | None) -> np.ndarray:
+    return np.fromiter(token_ids or (), np.int64, len(token_ids or ()))
+
+
+class EditState:
+    """What the edits of one sequence remember between steps."""
+
+    def __init__(self, tables: EditTables) -> None:
+        self.tables = tables
+        self._num_seen = 0  # generated tokens
+        self._word_state = 0  # after these
+
+    def banned_by_words(self, row: LogitsRow) -> np.ndarray:
+        """Tokens that would complete a bad word."""
+        words, request = self.tables.words, row.request
+        if (
+            not request.reads_tokens
+        ):  # drafts may still be on the device: only words of several tokens make the host wait
+            return words.banned(0)
+        new = request.tokens[request.num_prompt_tokens + self._num_seen :]
+        self._word_state = words.advance(self._word_state, new)
+        self._num_seen += len(new)
+        return words.banned(words.advance(self._word_state, chain.from_iterable(row.drafts)))
+
+
+def edit_state(request: Request, tables: EditTables | None = None) -> EditState:
+    """The request's state. `tables`: of another sequence, maybe of the same request, which it shares then."""
+    if request.edit_state is None:
+        shared = tables is not None and tables.fits(request)
+        request.edit_state = EditState(tables if tables is not None and shared else EditTables(request))
+    state: EditState = request.edit_state
+    return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,53 +141,39 @@ def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[DraftRow, tuple[Seque
     apply_edits(logits, [LogitsRow(i, row.request, drafts, None, row.seen) for i, (row, drafts) in enumerate(rows)])
 
 
-def _flat(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int] | np.ndarray]]) -> Tensor:
+def _flat(logits: Tensor, pairs: Sequence[tuple[LogitsRow, np.ndarray]]) -> Tensor:
     """Indices into `logits.view(-1)` of these tokens of these rows. Tokens are below V: admission checks it."""
     width = logits.shape[1]
-    parts = [np.asarray(tokens, dtype=np.int64) + row.place * width for row, tokens in pairs]
+    parts = [tokens + row.place * width for row, tokens in pairs]
     return to_device(np.concatenate(parts), logits.device)
 
 
-def _ban(logits: Tensor, pairs: Sequence[tuple[LogitsRow, Sequence[int]]]) -> None:
+def _ban(logits: Tensor, pairs: Sequence[tuple[LogitsRow, np.ndarray]]) -> None:
     if any(len(tokens) for _, tokens in pairs):
         logits.view(-1)[_flat(logits, pairs)] = NEGATIVE_INFINITY
 
 
 def _allow_only(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-    where = _flat(logits, [(row, row.request.params.allowed_token_ids or ()) for row in rows])
+    where = _flat(logits, [(row, edit_state(row.request).tables.allowed) for row in rows])
     kept = logits.view(-1)[where]
     logits[to_device(np.array([row.place for row in rows]), logits.device)] = NEGATIVE_INFINITY
     logits.view(-1)[where] = kept
 
 
-def _banned_by_words(row: LogitsRow) -> list[int]:
-    """Tokens that would complete a bad word."""
-    words = row.request.params.bad_words_token_ids
-    # Drafts may still be on the device: only words of several tokens make the host wait for them.
-    outputs = row.outputs if any(len(word) > 1 for word in words) else []
-    last = outputs[-1] if outputs else None
-    return [
-        word[-1]
-        for word in words
-        # Most words fail on the cheap comparison.
-        if len(word) == 1 or (word[-2] == last and outputs[1 - len(word) :] == word[:-1])
-    ]
-
-
 def _bad_words(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-    _ban(logits, [(row, _banned_by_words(row)) for row in rows])
+    _ban(logits, [(row, edit_state(row.request).banned_by_words(row)) for row in rows])
 
 
 def _min_tokens(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """No end-of-sequence and no stop token before `min_tokens` tokens."""
     short = [row for row in rows if row.num_outputs < row.request.params.min_tokens]
-    _ban(logits, [(row, [*row.request.eos_token_ids, *row.request.stop_ids]) for row in short])
+    _ban(logits, [(row, edit_state(row.request).tables.ends) for row in short])
 
 
 def _logit_bias(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-    pairs = [(row, list(row.request.params.logit_bias or ())) for row in rows]
-    amounts = [bias for row in rows for bias in (row.request.params.logit_bias or {}).values()]
-    logits.view(-1)[_flat(logits, pairs)] += to_device(np.array(amounts, np.float32), logits.device)
+    tables = [edit_state(row.request).tables for row in rows]
+    where = _flat(logits, [(row, own.biased) for row, own in zip(rows, tables, strict=True)])
+    logits.view(-1)[where] += to_device(np.concatenate([own.biases for own in tables]), logits.device)
 
 
 def token_entries(request: Request) -> np.ndarray:

@@ -26,7 +26,7 @@ from ...spec_decode.verification import (
     choose_rule,
     verify,
 )
-from ..core.errors import ErrorInfo, InvalidRequestError, OutriderError
+from ..core.errors import AdapterError, ErrorInfo, InvalidRequestError, OutriderError
 from ..core.messages import TokenLogprobs
 from ..core.request import Drafts, Request
 from ..core.sampling_params import SamplingParams
@@ -72,10 +72,12 @@ def no_choice(params: SamplingParams) -> InvalidRequestError:
 
 
 def not_finite(request: Request) -> OutriderError:
-    """The model has no usable logits for this request: it, or its adapter, has overflowed."""
+    """The model has no usable logits for this request: it, or its adapter, has overflowed. Adapters are the user's, and
+    finite weights may be too large to compute with."""
+    message = "the model's logits are not finite"
     if request.lora is None:
-        return OutriderError("the model's logits are not finite")
-    return OutriderError(f"the model's logits are not finite (adapter {request.lora.name!r})")
+        return OutriderError(message)
+    return AdapterError(f"{message} with the adapter {request.lora.name!r}: its weights are too large", param="model")
 
 
 class Sampler:

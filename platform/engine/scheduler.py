@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from ..core.batch import RowPlan, StepPlan, StepResult
 from ..core.config import SchedulerConfig
-from ..core.errors import OutriderError
+from ..core.errors import ErrorInfo, OutriderError
 from ..core.messages import TokenDelta
 from ..core.request import NO_DRAFTS, Request, Status
 from .block_pool import BlockPool
@@ -115,12 +115,12 @@ class Scheduler:
             if request is not None:
                 self._finish(request)
 
-    def end(self, request_ids: Iterable[str]) -> None:
-        """The same, but tell the client: the next step's deltas end them with finish reason "abort"."""
+    def end(self, request_ids: Iterable[str], error: ErrorInfo) -> None:
+        """The same, but tell the client: the next step's deltas end them with this error."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._failed.append(TokenDelta(request_id, finish_reason="abort"))
+                self._failed.append(TokenDelta(request_id, error=error))
                 self._finish(request)
 
     # --------------------------------------------------------------- schedule

@@ -139,7 +139,7 @@ class AdapterKeeper:
         """A plain one is read when it is first asked for; one that cannot be had is tried again at the next change, and
         sooner where that is not the adapter's fault."""
         key = (row.tenant, row.name)
-        request = LoRARequest(row.name, path=row.path, draft_path=row.draft_path)
+        request = LoRARequest(row.name, path=row.path, draft_path=row.draft_path, digest=row.digest)
         old = self._applied.get(key)
         try:
             if old is None and not row.pinned:

@@ -66,7 +66,7 @@ class AdapterPolicy:
         homes = [os.path.join(root, tenant) for root in self._tenant_roots]
         for home in homes:
             rules = FolderRules(real_roots([home]), self._rules.max_bytes)
-            path = os.path.join(home, source)
+            path = os.path.join(home, os.path.expanduser(source))
             real, root = os.path.realpath(path), rules.roots[0]
             if (real == root or real.startswith(root + os.sep)) and (home == homes[-1] or os.path.isdir(real)):
                 folder = rules.check(path, field)

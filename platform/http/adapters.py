@@ -12,6 +12,9 @@ from .observation import current_note
 from .protocol import SamplingFields
 from .text import shorten
 
+MAX_ADAPTER_NAME = 256
+"""Characters."""
+
 
 class ChosenAdapter(NamedTuple):
     """What a request runs on."""
@@ -62,23 +65,25 @@ def adapter_of_model(models: ModelView, model: str | None) -> LoRA | None:
     """What `model` asks for by itself. A registered name wins, whatever is in it. Errors: see `choose_adapter`."""
     try:
         return models.resolve(model)
-    except NotFoundError:
+    except NotFoundError as error:
         assert model is not None
-        try:
-            parts = split_mix(model, lambda name: _exists(models, name))
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"model: {error.message}", param="model") from None
-        if parts is None:
+        if models.was_adapter(model):
             raise
+        try:
+            parts = split_mix(model, models.is_adapter)
+        except InvalidRequestError as wrong:
+            raise InvalidRequestError(f"model: {wrong.message}", param="model") from None
+        if parts is None:
+            raise NotFoundError(error.message + _hint(model), param="model") from None
     return mix_of([(_part(models, name, "model"), weight) for name, weight in parts], param="model")
 
 
-def _exists(models: ModelView, name: str) -> bool:
-    try:
-        models.resolve(name)
-    except NotFoundError:
-        return False
-    return True
+def _hint(name: str) -> str:
+    """How a weight is written, for a name that ends like one."""
+    base, colon, number = name.rpartition(":")
+    if not (base and colon and len(name) <= MAX_ADAPTER_NAME and number.replace(".", "", 1).isdecimal()):
+        return ""
+    return f" (a weight has a decimal point and stands in a sum, such as '+{base}:0.5')"
 
 
 def _part(models: ModelView, name: str, field: str) -> LoRARequest:
@@ -86,7 +91,7 @@ def _part(models: ModelView, name: str, field: str) -> LoRARequest:
         lora = models.resolve(name)
     except NotFoundError:
         message = f"{field}: the adapter {shorten(name)!r} does not exist; /v1/models lists those that do"
-        raise NotFoundError(message, param=field) from None
+        raise NotFoundError(message + _hint(name), param=field) from None
     if lora is None:
         message = f"{field}: {shorten(name)!r} is the base model; only adapters have weights and can be mixed"
         raise InvalidRequestError(message, param=field)

@@ -55,18 +55,38 @@ class ModelView:
         Raises:
             NotFoundError: no model or adapter of that name.
         """
-        base_names = self._registry.base_names
-        if model is None or model in base_names:
+        if model is None or model in self._registry.base_names:
             return None
-        adapter = self._adapter(model)
-        for base in base_names:
-            if adapter is None and model.startswith(f"{base}:"):
-                adapter = self._adapter(model[len(base) + 1 :])
+        adapter = next(filter(None, map(self._adapter, self._spellings(model))), None)
         if adapter is not None:
             return adapter
         raise NotFoundError(
             f"The model {shorten(model)!r} does not exist; /v1/models lists those that do", param="model"
         )
+
+    def is_adapter(self, name: str) -> bool:
+        """Whether an adapter has this name, or had it: what is in the name then means nothing. Also for the base."""
+        try:
+            self.resolve(name)
+        except NotFoundError:
+            return self.was_adapter(name)
+        return True
+
+    def was_adapter(self, name: str) -> bool:
+        """Whether an adapter of this name, which this client could have used, was unloaded."""
+        owners = dict.fromkeys((self._tenant, ""))
+        return MARK not in name and any(
+            self._registry.was_adapter(engine_name(tenant, spelled))
+            for spelled in self._spellings(name)
+            for tenant in owners
+        )
+
+    def _spellings(self, name: str) -> Iterator[str]:
+        """The name, and what follows a base model's."""
+        yield name
+        for base in self._registry.base_names:
+            if name.startswith(f"{base}:"):
+                yield name[len(base) + 1 :]
 
     def _adapter(self, name: str) -> LoRARequest | None:
         if MARK in name or not self.allows(name):
@@ -93,12 +113,9 @@ class ModelView:
     def _names_in(self, texts: Sequence[str]) -> Iterator[str]:
         """Every adapter's name that they may hold: with a base model's name before it, a weight behind it, in a sum."""
         for text in texts:
-            for piece in (text, *text.split("+")[: MAX_PARTS + 1]):
+            for piece in (text, text.removeprefix("+"), *text.split("+")[: MAX_PARTS + 1]):
                 for name in (piece, piece.rpartition(":")[0]):
-                    yield name
-                    for base in self._registry.base_names:
-                        if name.startswith(f"{base}:"):
-                            yield name[len(base) + 1 :]
+                    yield from self._spellings(name)
 
     # --- cards ---
 

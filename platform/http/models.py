@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from ..core.adapter_files import files_digest
+from ..core.adapter_names import engine_name
 from ..core.errors import AdapterError, InvalidUserInputError, NotFoundError, OutriderError, PermissionDeniedError
 from ..core.lora_request import LoRARequest
 from ..tenancy.principal import Principal
 from ..tenancy.records import StoredAdapter
+from .accounting import charge_call
+from .adapters import MAX_ADAPTER_NAME
 from .audit import audit
 from .body import documented, read_body
 from .protocol import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
@@ -20,9 +25,6 @@ from .serving import Serving, principal_of, require_admin, serving_of
 from .text import shorten
 
 router = APIRouter()
-
-MAX_ADAPTER_NAME = 256
-"""Characters."""
 
 
 @router.get("/v1/models", response_model=None)
@@ -76,9 +78,10 @@ async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_ada
         admitted.request, tenant=tenant, load_inplace=body.load_inplace, pinned=body.pinned, root=body.lora_path
     )
     try:
+        stored = None if serving.keeper is None else await _stored(serving, admitted.request, tenant, body.pinned)
         await policy.check_again(admitted)
-        if serving.keeper is not None:
-            await serving.keeper.remember(_stored(admitted.request, tenant, body.pinned), max_adapters)
+        if serving.keeper is not None and stored is not None:
+            await serving.keeper.remember(stored, max_adapters)
     except AdapterError:  # nobody knows what has been read
         with contextlib.suppress(OutriderError):
             await models.unload(body.lora_name, "abort", tenant=tenant)
@@ -92,9 +95,16 @@ async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_ada
         raise
 
 
-def _stored(request: LoRARequest, tenant: str, pinned: bool) -> StoredAdapter:
+async def _stored(serving: Serving, request: LoRARequest, tenant: str, pinned: bool) -> StoredAdapter:
+    local = serving.models.adapter(engine_name(tenant, request.name))
+    digest = None if local is None else await asyncio.to_thread(files_digest, local.path)
     return StoredAdapter(
-        tenant=tenant, name=request.name, path=request.path, draft_path=request.draft_path, pinned=pinned
+        tenant=tenant,
+        name=request.name,
+        path=request.path,
+        draft_path=request.draft_path,
+        pinned=pinned,
+        digest=digest,
     )
 
 
@@ -132,6 +142,7 @@ async def unpin_adapter(request: Request) -> Response:
 
 async def _set_pinned(request: Request, pinned: bool) -> str:
     require_admin(request)
+    charge_call(request)
     serving = serving_of(request)
     body = await read_body(request, PinAdapterRequest, serving.config.max_body_bytes)
     tenant = _owner(serving, principal_of(request), body.tenant)
@@ -144,14 +155,17 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
 
 
 def _may_have_adapters(request: Request) -> Principal:
-    """Who may load and unload: those who run the server, and tenants that may have adapters of their own.
+    """Who may load and unload: those who run the server, and tenants that may have adapters of their own. The call
+    counts against their limits, before anything is done for it.
 
     Raises:
         PermissionDeniedError: neither.
+        RateLimitError: there are no more requests this minute.
     """
     principal = principal_of(request)
     if not (principal.tenant and principal.max_adapters):
         require_admin(request)
+    charge_call(request)
     return principal
 
 

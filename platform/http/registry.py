@@ -34,6 +34,9 @@ MAX_AGE = 1.0
 REFRESH_TIMEOUT = 2.0
 """Seconds that the engine gets to say it; after that its last word is shown again."""
 
+MAX_GONE = 10_000
+"""Unloaded adapters' names that are remembered."""
+
 _UNREAD = AdapterInfo("", "", "", 0, 0, "disk")
 
 
@@ -50,6 +53,7 @@ class ModelRegistry:
         self._llm = llm
         self.base_names = base_names
         self._created: dict[str, int] = dict.fromkeys(base_names, int(time.time()))
+        self._gone: dict[str, None] = {}  # names of adapters that were unloaded, where they could be read as a sum
         self._roots: dict[str, str] = {}  # where adapters came from, when it was no local folder
         self._found: dict[str, LoRARequest] = {}  # by `discover`
         self._in_directories: dict[str, str] = {}  # name -> folder, as of the last `refresh`
@@ -73,6 +77,11 @@ class ModelRegistry:
     def adapter(self, name: str) -> LoRARequest | None:
         """What has been loaded under an engine's name, else what has been found."""
         return self._llm.adapters.get(name) or self._found.get(name)
+
+    def was_adapter(self, name: str) -> bool:
+        """Whether an adapter of this engine's name was unloaded, and is not there again. Known of names that could be
+        read as a weighted sum, and since this server's start."""
+        return name in self._gone and self.adapter(name) is None
 
     def known(self) -> dict[str, str]:
         """All adapters: engine's name -> where it comes from, as of the last `refresh`."""
@@ -98,6 +107,7 @@ class ModelRegistry:
             if found is not None:
                 self._found[name] = found
             elif self._found.pop(name, None) is not None:
+                self._remember_gone(name)
                 with contextlib.suppress(OutriderError):  # it may never have been used
                     await self._llm.unload_lora(name)
 
@@ -194,9 +204,16 @@ class ModelRegistry:
             if not known:  # else the engine has lost it, and now it is gone everywhere
                 raise unknown_adapter(name) from None
         self._llm.sources.restrict(owned)
+        self._remember_gone(owned)
         for memory in (self._created, self._roots, self._found, self._infos, self._draft):
             memory.pop(owned, None)
         self._note_change()
+
+    def _remember_gone(self, name: str) -> None:
+        if ":" in name or "+" in name:
+            self._gone[name] = None
+            if len(self._gone) > MAX_GONE:
+                del self._gone[next(iter(self._gone))]
 
     async def set_pinned(self, name: str, pinned: bool, *, tenant: str = "") -> None:
         """Keep an adapter on the device, or not; one that was only found is loaded to be pinned."""
@@ -311,5 +328,4 @@ def unknown_adapter(name: str) -> NotFoundError:
 def _owned(request: LoRARequest, tenant: str) -> LoRARequest:
     if not tenant:
         return request
-    name = engine_name(tenant, request.name)
-    return LoRARequest(name, request.lora_int_id, request.path, draft_path=request.draft_path)
+    return dataclasses.replace(request, lora_name=engine_name(tenant, request.name))

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, delete, insert, or_, select
 
 from ..core.errors import InvalidRequestError
 from .database import Database
@@ -18,6 +18,9 @@ logger.setLevel(logging.INFO)  # whatever --log-level says: who changed what mus
 COLUMNS = tuple(audit.c.keys())
 MAX_ROWS = 1000
 """In one answer."""
+MAX_NOTES = 10_000
+"""Rows about adapters that are kept of one tenant."""
+_NOTED = ("loaded", "unloaded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,15 @@ def write_row(connection: Connection, at: float, actor: Actor, action: str) -> N
     values = {"changed_at": at, "via": actor.via, "key_id": actor.key_id, "tenant": actor.tenant}
     values |= {"client": actor.client[:MAX_CLIENT], "action": action[:MAX_ACTION]}
     connection.execute(insert(audit).values(values))
+
+
+def forget_old_notes(connection: Connection, tenant: str) -> None:
+    """Of what a tenant did with adapters only the last `MAX_NOTES` rows are kept: it may do so all day."""
+    its = (audit.c.tenant == tenant) & or_(*(audit.c.action.startswith(f"{verb} adapter ") for verb in _NOTED))
+    last = select(audit.c.id).where(its).order_by(audit.c.id.desc()).offset(MAX_NOTES).limit(1)
+    found = connection.execute(last).scalar()
+    if found is not None:
+        connection.execute(delete(audit).where(its & (audit.c.id <= found)))
 
 
 def write_line(actor: Actor, action: str) -> None:

@@ -70,6 +70,7 @@ adapters = Table(
     Column("draft_path", String(4096)),
     Column("pinned", Boolean, nullable=False, default=False),
     Column("created_at", Double, nullable=False),
+    Column("digest", String(64)),
     UniqueConstraint("tenant", "name"),
 )
 """Adapters loaded over HTTP, so that a server that starts again has them."""
@@ -102,6 +103,7 @@ audit = Table(
     Column("tenant", String(MAX_NAME), nullable=False),  # the key's
     Column("client", String(MAX_CLIENT), nullable=False),  # an address, or user@machine of the command line
     Column("action", String(MAX_ACTION), nullable=False),
+    Index(None, "tenant"),
 )
 """Who changed what; a row is written in the transaction of the change."""
 

@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError
 from ..core.labels import DEFAULT_TENANT, OTHER
-from .audit import Actor, write_line, write_row
+from .audit import Actor, forget_old_notes, write_line, write_row
 from .database import Database
 from .keys import make_key
 from .principal import SCOPES, Limits, Scope, limit_fields, limits_of
@@ -55,10 +55,12 @@ class Store:
         return Store(self._database, self._clock, actor)
 
     def note(self, action: str) -> None:
-        """Write down a change that was made elsewhere."""
+        """Write down a change that was made elsewhere. Of a tenant's the last ones are kept."""
         write_line(self._actor, action)
         with self._database.write() as connection:
             write_row(connection, self._clock(), self._actor, action)
+            if self._actor.tenant:
+                forget_old_notes(connection, self._actor.tenant)
 
     # --- tenants ---
 

@@ -29,10 +29,10 @@ def test_mixes_answer_under_their_name(client):
     assert text(mixed) == text(chat(client, "json:0.5+sql:0.6")), "the order has no meaning"
     listed = chat(client, "outrider-demo", adapters=[{"name": "json", "weight": 0.5}, {"name": "sql", "weight": 0.6}])
     assert (listed.model, text(listed)) == ("json:0.5+sql:0.6", text(mixed))
-    assert text(chat(client, "sql:1+json:0")) == sql
-    assert text(chat(client, "outrider-demo:sql:1")) == sql
-    assert text(chat(client, "sql:0")) == text(chat(client, "outrider-demo")) != sql
-    assert text(chat(client, "sql:-1")) != sql
+    assert text(chat(client, "sql:1.0+json:0.0")) == sql
+    assert text(chat(client, "outrider-demo:sql")) == sql
+    assert text(chat(client, "+sql:0.0")) == text(chat(client, "outrider-demo")) != sql
+    assert text(chat(client, "+sql:-1.0")) != sql
 
 
 def test_prefixes_belong_to_the_mix(client):
@@ -40,7 +40,7 @@ def test_prefixes_belong_to_the_mix(client):
         answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=2, temperature=0)
         return answer.usage.prompt_tokens_details.cached_tokens
 
-    models = ("sql", "json", "sql:0.7+json:0.3", "sql:0.3+json:0.7", "sql:0.5")
+    models = ("sql", "json", "sql:0.7+json:0.3", "sql:0.3+json:0.7", "+sql:0.5")
     assert [cached(model) for model in models] == [0] * len(models)
     assert all(cached(model) > 0 for model in models)
 
@@ -51,7 +51,7 @@ def test_what_is_refused(client):
     with pytest.raises(openai.BadRequestError, match="exclude each other"):
         chat(client, "sql", adapters=["json"])
     with pytest.raises(openai.BadRequestError, match="from -100 to 100"):
-        chat(client, "sql:1000")
+        chat(client, "+sql:1000.0")
 
 
 def test_an_unloaded_part(client, http, tmp_path):
@@ -71,7 +71,7 @@ def test_mixes_are_counted_by_their_adapters_alone(client, server):
 
     before = counted()
     for weight in (0.1, 0.2, 0.3):
-        chat(client, f"support:{weight}+json:1")
+        chat(client, f"support:{weight}+json:1.0")
     assert counted() == before + 3
-    assert server.metric("request_success_total", adapter="json:1+support:0.1") == 0
+    assert server.metric("request_success_total", adapter="json:1.0+support:0.1") == 0
     assert server.metric("spec_decode_num_drafts_total", adapter="json+support") > 0

@@ -157,8 +157,8 @@ def test_unloading_with_abort_ends_what_has_the_adapter(models, make_engine, run
     assert [request.request_id for request in engine.scheduler.running] == ["base"]
     while engine.has_work():
         deltas += engine.step()
-    reasons = {delta.request_id: delta.finish_reason for delta in deltas if delta.finish_reason is not None}
-    assert (reasons["runs"], reasons["waits"]) == ("abort", "abort")
+    errors = {delta.request_id: delta.error.type for delta in deltas if delta.error is not None}
+    assert errors == {"runs": "NotFoundError", "waits": "NotFoundError"}, "half an answer is an error"
     assert [t for d in deltas if d.request_id == "base" for t in d.token_ids] == alone[None]
     stats = engine.stats()
     assert (stats.lora_host_bytes, stats.lora_rows_used, stats.num_adapters, stats.adapters) == (0, 0, 0, [])

@@ -189,6 +189,6 @@ def test_offline_spellings(models, prompts, greedy, merged_texts, monkeypatch):
         [output] = llm.generate([prompts[1]], params, lora_request=[(a, 0.7), (b, 0.3)], use_tqdm=False)
         assert output.outputs[0].token_ids == merged_texts["mostly a"]
         outputs = llm.generate(
-            [prompts[1]] * 4, params, lora_request=[[(a, 0.3), ("b", 0.7)], None, "a:0.5", b], use_tqdm=False
+            [prompts[1]] * 4, params, lora_request=[[(a, 0.3), ("b", 0.7)], None, "+a:0.5", b], use_tqdm=False
         )
     assert [o.outputs[0].token_ids for o in outputs] == [merged_texts[n] for n in ("mostly b", "base", "less", "b")]

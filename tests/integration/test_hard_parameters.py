@@ -111,8 +111,8 @@ def test_an_adapter_that_overflows_fails_its_own_requests(
     first, *failed, last = run(engine, jobs)
     for got in failed:
         assert (got.token_ids, got.logprobs, got.prompt_logprobs) == ([], [], None)
-        assert got.error.type == "InternalServerError"
-        assert "not finite (adapter 'overflowing')" in got.error.message
+        assert (got.error.type, got.error.param) == ("InvalidAdapter", "model")
+        assert "not finite with the adapter 'overflowing'" in got.error.message
     # now in the blocks that the failed ones had
     again = run(engine, [(prompts[1], greedy), (prompts[3], greedy)])
     assert [a.token_ids for a in again] == [first.token_ids, last.token_ids]

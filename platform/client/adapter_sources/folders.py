@@ -16,8 +16,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ...core.adapter_files import CONFIG_FILE
 from ...core.errors import AdapterError
-from .resolver import CONFIG_FILE, DRAFT_FOLDER, no_adapter, shown_source, valid_folder_name
+from .resolver import DRAFT_FOLDER, no_adapter, shown_source, valid_folder_name
 
 MAX_PATH = 4096
 _MAX_ENTRIES = 1000

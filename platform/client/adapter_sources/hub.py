@@ -5,8 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import Any
 
+from ...core.adapter_files import CONFIG_FILE
 from .resolver import (
-    CONFIG_FILE,
     DRAFT_FOLDER,
     HUB_SCHEME,
     is_hub_id,

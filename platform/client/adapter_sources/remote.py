@@ -7,14 +7,12 @@ import posixpath
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...core.adapter_files import ADAPTER_FILES, CONFIG_FILE, WEIGHT_FILES
 from ...core.errors import AdapterError
 from .cache import DownloadCache
 from .resolver import (
-    ADAPTER_FILES,
-    CONFIG_FILE,
     DRAFT_FOLDER,
     HUB_SCHEME,
-    WEIGHT_FILES,
     no_adapter,
     scheme_of,
     shown_source,

@@ -8,10 +8,6 @@ from typing import Protocol, runtime_checkable
 
 from ...core.errors import AdapterError, AdapterSourceError
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-ADAPTER_FILES = (CONFIG_FILE, *WEIGHT_FILES)
-"""The files that `outrider.lora` reads of a folder; repeated here because this process must not import torch."""
 DRAFT_FOLDER = "draft"
 """Holds the same files for a drafter, or folders of them by method."""
 
@@ -63,9 +59,10 @@ def is_hub_id(text: str) -> bool:
 
 
 def local_path(source: str) -> str:
-    """The path of a "file://" source; any other source as it is."""
+    """The path of a "file://" source, and "~" as the home folder; any other source as it is."""
     match = _SCHEME.match(source)
-    return source[match.end() :] if match is not None and match[1].lower() in LOCAL_SCHEMES else source
+    path = source[match.end() :] if match is not None and match[1].lower() in LOCAL_SCHEMES else source
+    return os.path.expanduser(path)
 
 
 def shown_source(source: str) -> str:

@@ -319,7 +319,7 @@ def _is_remote(request: LoRARequest) -> bool:
 
 
 def _moved(request: LoRARequest, path: str, draft_path: str | None) -> LoRARequest:
-    return LoRARequest(request.lora_name, request.lora_int_id, path, draft_path=draft_path)
+    return LoRARequest(request.lora_name, request.lora_int_id, path, draft_path=draft_path, digest=request.digest)
 
 
 async def _result(future: Future[T]) -> T:

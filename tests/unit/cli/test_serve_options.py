@@ -144,8 +144,9 @@ def test_where_adapters_come_from(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     args, config = resolve(
-        "/m", "--lora-dir", "a", "--lora-root", "b", "--lora-root", str(tmp_path), "--lora-remote", "hf, S3",
+        "/m", "--lora-dir", "a", "--lora-root", "~/b", "--lora-root", str(tmp_path), "--lora-remote", "hf, S3",
         "--max-lora-bytes", "1MiB", "--lora-cache-dir", "/cache", "--lora-cache-bytes", "2GB", "--lora-resolver", "m:f",
     )  # fmt: skip
     assert args.enable_lora

@@ -10,7 +10,6 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from outrider.lora import peft_config, weights
 from outrider.platform.client.adapter_sources import AdapterSources, SourceOptions, resolver
 from outrider.platform.core.errors import (
     AdapterError,
@@ -97,11 +96,6 @@ def names_in(folder: str) -> list[str]:
 
 def localize(sources: AdapterSources, source: str, name: str = "x", **options) -> str:
     return sources.localize_request_now(LoRARequest(name, path=source), **options).path
-
-
-def test_the_file_names_are_those_of_the_reader():
-    assert resolver.CONFIG_FILE == peft_config.CONFIG_FILE
-    assert set(resolver.WEIGHT_FILES) == set(weights.WEIGHT_FILES)
 
 
 def test_passwords_and_signatures_are_not_shown():

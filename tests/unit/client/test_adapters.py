@@ -34,7 +34,7 @@ def resolve(lora: Any) -> Any:
         ("a:2", KNOWN["a:2"]),
         ((A, 0.5), HALF),
         (("a", 0.5), HALF),
-        ("a:0.5", HALF),
+        ("+a:0.5", HALF),
         ([(A, 0.5)], HALF),
         (MIX, MIX),
         ("b:0.3+a:0.7", MIX),
@@ -45,7 +45,7 @@ def resolve(lora: Any) -> Any:
         ([(A, 0.35), (B, 0.3), ("a", 0.35)], MIX),
         ((A, 1), A),
         ([(A, 1), (B, 0)], A),
-        ("a:0", None),
+        ("+a:0.0", None),
         (LoRAMix(()), None),
         ("a+b", LoRAMix((LoRAPart(A, 1.0), LoRAPart(B, 1.0)))),
     ],
@@ -67,7 +67,7 @@ def test_what_is_no_adapter(spelled: Any) -> None:
     assert "lora_request" in caught.value.message
 
 
-@pytest.mark.parametrize("spelled", ["c", ("c", 0.5), "a:0.5+c", [(A, 1), ("c", 1)], "c:0.5"])
+@pytest.mark.parametrize("spelled", ["c", ("c", 0.5), "a:0.5+c", [(A, 1), ("c", 1)], "+c:0.5"])
 def test_unknown_names(spelled: Any) -> None:
     with pytest.raises(NotFoundError, match="the adapter 'c' is not loaded; loaded are: a, a:2, b") as caught:
         resolve(spelled)
@@ -81,7 +81,7 @@ def test_thousands_of_names_are_not_all_shown() -> None:
 
 
 def test_weights_are_checked() -> None:
-    for spelled in ([(A, float("nan"))], (A, 1000), "a:1000", LoRAMix((LoRAPart(A, float("inf")),)), [(A, True)]):
+    for spelled in ([(A, float("nan"))], (A, 1000), "+a:1000.0", LoRAMix((LoRAPart(A, float("inf")),)), [(A, True)]):
         with pytest.raises(InvalidRequestError, match="lora_request: the weight of adapter 'a'"):
             resolve(spelled)
 
@@ -150,7 +150,7 @@ def test_through_the_engine_process(model_path: str, nothing_is_left: None, monk
         async with AsyncLLM.from_spec(spec) as llm:
             await llm.load_adapter(A)
             params = SamplingParams(max_tokens=1)
-            for spelled, meant in (([("a", 0.7), (B, 0.3)], MIX), (("a", 0.5), HALF), ("a:0.5", HALF)):
+            for spelled, meant in (([("a", 0.7), (B, 0.3)], MIX), (("a", 0.5), HALF), ("+a:0.5", HALF)):
                 outputs = [output async for output in llm.generate([5], params, lora_request=spelled)]
                 assert outputs[-1].lora_request == meant
             monkeypatch.setattr(llm._adapters, "requests", Names(llm.adapters))

@@ -10,6 +10,7 @@ from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError, PromptTooLongError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.messages import MAX_TENANT_WEIGHT
+from outrider.platform.core.model_limits import check_params
 from outrider.platform.core.sampling_params import MAX_SEED, SamplingParams
 
 
@@ -77,6 +78,20 @@ def test_a_bad_word_without_tokens_is_refused(processor: InputProcessor, monkeyp
     monkeypatch.setattr(type(processor.tokenizer), "encode", lambda *_, **__: [])
     with pytest.raises(InvalidRequestError, match="bad_words"):
         processor.process("r", [5], SamplingParams(bad_words=["fox"]))
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"bad_words_token_ids": [[1] * 9000, [2] * 9000]}, "bad_words"),
+        ({"bad_words_token_ids": [[1] * 9000], "n": 64}, "bad_words"),
+        ({"allowed_token_ids": [1, 2] * 16_000, "n": 128}, "allowed_token_ids"),
+    ],
+)
+def test_an_engines_work_for_one_request_is_bounded(params: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} has .* tokens.*; at most") as caught:
+        check_params(SamplingParams(**params), 32_000, 20)
+    assert caught.value.param == field
 
 
 def test_repeated_bad_words_count_once(processor: InputProcessor) -> None:

@@ -22,8 +22,8 @@ def test_names():
     mix = mix_of([(B, 0.3), (A, 0.7)])
     assert mix == LoRAMix((LoRAPart(A, 0.7), LoRAPart(B, 0.3)))
     assert (mix.name, mix.label) == ("a:0.7+b:0.3", "a+b")
-    assert mix_of([(A, -2)]).name == "a:-2"
-    assert mix_of([(A, 1), (B, 1e-5)]).name == "a:1+b:1e-05"
+    assert mix_of([(A, -2)]).name == "+a:-2.0"
+    assert mix_of([(A, 1), (B, 1e-5)]).name == "a:1.0+b:1.0e-05"
     assert (A.name, A.label) == ("a", "a")
 
 
@@ -81,33 +81,37 @@ def test_limits_and_conflicts():
     ("text", "expected"),
     [
         ("a:0.7+b:0.3", [("a", 0.7), ("b", 0.3)]),
-        ("a:.5", [("a", 0.5)]),
-        ("a:-1.5+b:1e-2", [("a", -1.5), ("b", 0.01)]),
+        ("+a:.5", [("a", 0.5)]),
+        ("a:-1.5+b:1.e-2", [("a", -1.5), ("b", 0.01)]),
         ("a+b", [("a", 1.0), ("b", 1.0)]),
-        ("a:2.", [("a", 2.0)]),
-        ("nobody:0.5", [("nobody", 0.5)]),
+        ("+a:2.", [("a", 2.0)]),
+        ("+nobody:0.5", [("nobody", 0.5)]),
         ("a+nobody", [("a", 1.0), ("nobody", 1.0)]),
         ("v:2+a:0.5", [("v:2", 1.0), ("a", 0.5)]),
-        ("v:2:0.5", [("v:2", 0.5)]),
-        ("c++:0.5", [("c++", 0.5)]),
-        ("org/name:3+a", [("org/name", 3.0), ("a", 1.0)]),
-        ("a:1e999", [("a", float("inf"))]),
+        ("v:2:0.5+a", [("v:2", 0.5), ("a", 1.0)]),
+        ("w:0.5+a", [("w:0.5", 1.0), ("a", 1.0)]),
+        ("+c++:0.5", [("c++", 0.5)]),
+        ("org/name:3.0+a", [("org/name", 3.0), ("a", 1.0)]),
+        ("a:2+b:0.5", [("a:2", 1.0), ("b", 0.5)]),
+        ("a:1e-2+b", [("a:1e-2", 1.0), ("b", 1.0)]),
+        ("+a:1.0e999", [("a", float("inf"))]),
+        *((name, None) for name in ("a:0.5", "a:2", "v1:0.5", "llama3:8b", "a:03", "model:latest", "v:2:0.5")),
         ("nobody", None),
         ("a:b", None),
-        ("a:nan", None),
-        ("a:inf", None),
-        ("a:0x1", None),
-        ("a:1_0", None),
-        ("a:٣", None),
+        ("+a:nan", None),
+        ("+a:0x1", None),
+        ("+a:1_0.0", None),
+        ("+a:٣.٣", None),
+        ("+w:0.5", None),
         ("+a", None),
         ("a+", None),
-        (":0.5", None),
+        ("+:0.5", None),
         (":0.5+a", [(":0.5", 1.0), ("a", 1.0)]),
         ("", None),
     ],
 )
 def test_mixes_in_text(text, expected):
-    assert split_mix(text, {"a", "b", "v:2", "c++", "org/name"}.__contains__) == expected
+    assert split_mix(text, {"a", "b", "v:2", "w:0.5", "c++", "org/name"}.__contains__) == expected
 
 
 def test_too_many_in_text():

@@ -20,9 +20,9 @@ from outrider.platform.engine.scheduler import Scheduler
 PRICES = FairConfig(prompt_cost=1.0, output_cost=2.0, rejected_draft_cost=0.5)
 
 
-def request(name, length=10, weight=1.0, priority=0, max_tokens=40):
+def request(name, length=10, weight=1.0, priority=0, max_tokens=40, **params):
     """Of the tenant that its name begins with."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, **params)
     return Request(
         name, [1] * length, length, params, seed_key=0, tenant=name[0], weight=weight, priority=priority,
         namespace=name[0].encode(),
@@ -55,6 +55,24 @@ def test_charges_are_prices_over_weight():
     [one] = start(queue, "a", length=12, weight=4.0)
     queue.charge(one, 5, 6)
     assert counter(queue, "a") == (12 * 1.0 + 5 * 2.0 + 6 * 0.5) / 4
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt", "token"),
+    [
+        ({"allowed_token_ids": [1] * 16_384}, 1, 2),
+        ({"bad_words_token_ids": [[1]] * 1024, "logit_bias": dict.fromkeys(range(1024), 1.0)}, 1, 1.125),
+        ({"logprobs": 16}, 1, 1.5),
+        ({"prompt_logprobs": 1}, 2, 1),
+    ],
+)
+def test_what_choosing_a_token_takes_is_charged(params, prompt, token):
+    """As multiples of a plain one's."""
+    queue = turns()
+    [one] = start(queue, "a", length=12, **params)
+    assert counter(queue, "a") == 12 * prompt
+    queue.charge(one, 5, 0)
+    assert counter(queue, "a") == 12 * prompt + 5 * 2.0 * token
 
 
 def test_one_that_comes_is_lifted_to_the_smallest_that_waits():

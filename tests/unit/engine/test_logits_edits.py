@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.platform.core.request import Request
-from outrider.platform.engine.logits_edits import EDITS, LogitsRow, apply_edits
+from outrider.platform.engine.logits_edits import EDITS, LogitsRow, apply_edits, edit_state
 
 VOCAB, EOS = 12, 11
 
@@ -72,6 +72,23 @@ def test_every_combination_equals_the_definitions(cases, seed):
     rows = [(request(params, outputs=outputs), drafts) for params, outputs, drafts in cases]
     want = torch.tensor([reference(row, *case) for row, case in zip(logits.tolist(), rows, strict=True)])
     torch.testing.assert_close(edited(logits, *rows), want, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=12),
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), max_size=3)), max_size=8),
+)
+def test_bad_words_of_a_sequence_that_grows(words, steps):
+    """Whatever was drafted before and not taken, and in whatever pieces its tokens came."""
+    item, logits = request(SamplingParams(bad_words_token_ids=words)), torch.zeros(1, VOCAB)
+    sibling = request(item.params, outputs=[2])
+    assert edit_state(sibling, edit_state(item).tables).tables is edit_state(item).tables
+    for tokens, drafts in steps:
+        for row in (item, sibling):
+            row.tokens += tokens
+            want = torch.tensor([reference(logits[0].tolist(), row, drafts)])
+            assert torch.equal(edited(logits, (row, drafts)), want)
 
 
 def test_rows_without_edits_are_untouched():

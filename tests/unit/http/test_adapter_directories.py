@@ -40,7 +40,7 @@ def used(http, llm, model):
 def test_adapters_are_found_by_name(directory, http, llm):
     for model in ("sql", "base:sql"):
         assert used(http, llm, model).path == str(directory / "sql")
-    mix = used(http, llm, "sql:0.5")
+    mix = used(http, llm, "+sql:0.5")
     assert [part.request.path for part in mix.parts] == [str(directory / "sql")]
     card = http.get("/v1/models/sql").json()
     assert (card["tier"], card["rows"], card["parent"], card["root"]) == ("disk", 0, "base", str(directory / "sql"))

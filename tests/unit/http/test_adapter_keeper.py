@@ -74,7 +74,7 @@ def test_a_server_that_starts_has_them_again(url):
             await serving.tenancy.database.run(serving.tenancy.store.create_tenant, Tenant(name="acme"))
             await load(serving, adapter("sql"))
             await load(serving, adapter("sql", "acme", "/own", draft_path="/d"))
-            await load(serving, adapter("hot", pinned=True))
+            await load(serving, adapter("hot", pinned=True, digest="0a"))
             await load(serving, adapter("gone"))
             assert await serving.keeper.forget("", "gone")
             assert not await serving.keeper.forget("", "gone")
@@ -84,6 +84,8 @@ def test_a_server_that_starts_has_them_again(url):
             assert (serving.llm.adapters[own].path, serving.llm.adapters[own].draft_path) == ("/own", "/d")
             assert serving.llm.in_engine["sql"].digest == "", "it is read when it is asked for"
             assert serving.llm.in_engine["hot"].pinned
+            digests = {name: request.digest for name, request in serving.llm.adapters.items()}
+            assert digests == {"sql": None, own: None, "hot": "0a"}, "other files than were loaded are refused"
 
     asyncio.run(run())
 

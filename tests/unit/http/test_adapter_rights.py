@@ -108,13 +108,15 @@ def test_without_roots_no_folder_is_loaded(make_http, llm):
     assert not llm.in_engine
 
 
-def test_a_folder_in_a_root(confined, llm, tmp_path):
+def test_a_folder_in_a_root(confined, llm, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     good = tmp_path / "root" / "good"
     (tmp_path / "root" / "alias").symlink_to(good)
-    for name, path in (("a", good), ("b", good / ".." / "alias"), ("c", f"file://{good}")):
+    for name, path in (("a", good), ("b", good / ".." / "alias"), ("d", "~/root/good"), ("c", f"file://{good}")):
         assert confined.load_adapter(name, str(path)).status_code == 200
         assert llm.adapters[name].path == str(good.resolve()), "the real path, in which no link can be exchanged"
     assert confined.get("/v1/models/c").json()["root"] == f"file://{good}", "as it was written"
+    error_of(confined.load_adapter("e", "~/outside"))
 
 
 def test_roots_that_are_implied(make_http, llm, tmp_path):

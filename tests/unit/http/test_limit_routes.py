@@ -1,5 +1,6 @@
 """Refusals of requests that have come as far as the limits."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,29 @@ def test_over_the_limit_the_prompt_is_not_tokenized(http, llm, monkeypatch, path
         answer = http.post(path, body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (429, "requests_per_minute")
     assert not encoded
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/x"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "x"}),
+        ("/v1/pin_lora_adapter", {"lora_name": "x"}),
+        ("/v1/unpin_lora_adapter", {"lora_name": "x"}),
+    ],
+)
+def test_calls_about_adapters_count_against_the_limits(http, llm, path, body):
+    limiter, owner = (
+        Limiter(lambda *which: None),
+        dataclasses.replace(ACME, scopes=frozenset({"admin"}), max_adapters=1),
+    )
+    people = SimpleNamespace(authenticate=lambda key: owner)
+    http.app = create_app(llm, ServerConfig(), authenticator=people, tenancy=SimpleNamespace(limiter=limiter))
+    assert http.post(path, body).status_code in (400, 404), "it is counted before it is looked at"
+    llm.calls.clear()
+    answer = http.post(path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (429, "requests_per_minute")
+    assert not llm.calls
 
 
 def test_a_key_that_was_revoked_while_its_request_waited(http, llm):

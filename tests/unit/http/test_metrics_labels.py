@@ -45,7 +45,7 @@ def test_names():
         assert public_text(text) == text.replace(repr(OWN), "'own'").replace(OWN, "own")
         assert label_text(text) == text.replace(repr(OWN), "'acme/own'").replace(OWN, "acme/own")
     mix = mix_of([(LoRARequest(OWN, path="/a"), 0.5), (LoRARequest("sql", path="/b"), 1)])
-    assert sorted(public_text(mix.name).split("+")) == ["own:0.5", "sql:1"]
+    assert sorted(public_text(mix.name).split("+")) == ["own:0.5", "sql:1.0"]
     assert sorted(label_text(mix.label).split("+")) == ["acme/own", "sql"]
     assert public_text("nothing of that kind") == "nothing of that kind"
 

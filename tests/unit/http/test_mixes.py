@@ -6,6 +6,7 @@ import pytest
 
 from outrider.platform.core.lora_request import LoRAMix, LoRARequest
 
+VERSIONS = ("a:2", "a:0.5", "a:03", "base:a:1.0", "a:latest", "b:8b", "v:3")
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
 ROUTES = pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
@@ -28,18 +29,18 @@ def parts_of(lora):
     [
         ("a:0.7+b:0.3", [("a", 0.7), ("b", 0.3)]),
         ("b:0.3+a:0.7", [("a", 0.7), ("b", 0.3)]),
-        ("a:0.5", [("a", 0.5)]),
-        ("a:-1+b", [("a", -1.0), ("b", 1.0)]),
-        ("base:a:0.5", [("a", 0.5)]),
-        ("alias:a:0.5+base:b:2", [("a", 0.5), ("b", 2.0)]),
+        ("+a:0.5", [("a", 0.5)]),
+        ("a:-1.0+b", [("a", -1.0), ("b", 1.0)]),
+        ("+base:a:0.5", [("a", 0.5)]),
+        ("alias:a:0.5+base:b:2.0", [("a", 0.5), ("b", 2.0)]),
         ("v:2", "v:2"),
         ("v:2:0.5+a", [("a", 1.0), ("v:2", 0.5)]),
         ("c+d", "c+d"),
-        ("c+d:0.5", [("c+d", 0.5)]),
-        ("a:1", "a"),
+        ("+c+d:0.5", [("c+d", 0.5)]),
+        ("+a:1.0", "a"),
         ("a:0.25+a:0.75", "a"),
-        ("a:0", None),
-        ("a:1+b:0", "a"),
+        ("+a:0.0", None),
+        ("a:1.0+b:0.0", "a"),
     ],
 )
 @ROUTES
@@ -56,7 +57,7 @@ def test_adapters(http, llm, path, body, model):
     adapters = [{"name": "b", "weight": -0.5}, "a", {"name": "c+d"}]
     response = http.post(path, body | {"model": model, "adapters": adapters})
     assert response.status_code == 200, response.text
-    assert response.json()["model"] == "a:1+b:-0.5+c+d:1"
+    assert response.json()["model"] == "a:1.0+b:-0.5+c+d:1.0"
     assert parts_of(llm.calls[-1]["lora_request"]) == [("a", 1.0), ("b", -0.5), ("c+d", 1.0)]
     answer = http.post(path, body | {"adapters": [{"name": "a", "weight": 1}], "model": model}).json()
     assert answer["model"] == "a"
@@ -77,15 +78,22 @@ def test_streams_echo_the_mix(http, path, body):
     ("extra", "status", "param", "message"),
     [
         ({"model": "a:0.5+nobody:0.5"}, 404, "model", "'nobody' does not exist"),
-        ({"model": "nobody:0.5"}, 404, "model", "'nobody' does not exist"),
+        ({"model": "+nobody:0.5"}, 404, "model", "'nobody' does not exist"),
+        *[({"model": name}, 404, "model", f"{name!r} does not exist") for name in VERSIONS],
+        (
+            {"model": "a:2+b:0.5"},
+            404,
+            "model",
+            "'a:2' does not exist; /v1/models lists those that do (a weight has a d",
+        ),
         ({"model": "nobody"}, 404, "model", "'nobody' does not exist"),
         ({"model": "a:b"}, 404, "model", "'a:b' does not exist"),
         ({"model": "a:nan"}, 404, "model", "'a:nan' does not exist"),
         ({"model": "a:0.5+"}, 404, "model", "'a:0.5+' does not exist"),
-        ({"model": "base:0.5"}, 400, "model", "'base' is the base model"),
+        ({"model": "+base:0.5"}, 400, "model", "'base' is the base model"),
         ({"model": "a:0.5+base:0.5"}, 400, "model", "'base' is the base model"),
-        ({"model": "a:1e999"}, 400, "model", "the weight of adapter 'a'"),
-        ({"model": "a:101"}, 400, "model", "the weight of adapter 'a'"),
+        ({"model": "+a:1.0e999"}, 400, "model", "the weight of adapter 'a'"),
+        ({"model": "+a:101.0"}, 400, "model", "the weight of adapter 'a'"),
         ({"model": "+".join(["a:0.1"] * 9)}, 400, "model", "at most 8"),
         ({"adapters": []}, 400, "adapters", "1 to 8"),
         ({"adapters": ["a"] * 9}, 400, "adapters", "1 to 8"),
@@ -133,7 +141,19 @@ def test_an_unloaded_part_takes_its_mixes_along(http):
     response = http.post("/v1/completions", body)
     assert response.status_code == 404
     assert "'b' does not exist" in response.json()["error"]["message"]
-    assert http.post("/v1/completions", COMPLETION | {"model": "a:0.7"}).status_code == 200
+    assert http.post("/v1/completions", COMPLETION | {"model": "+a:0.7"}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["a:2.0", "base:a:2.0", "a:0.5+b:0.5"])
+def test_a_name_that_was_unloaded_is_no_weight(http, name):
+    http.load_adapter(name.removeprefix("base:"), "/adapters/x")
+    sums = [name] if "+" in name else [f"{name}+b", f"+{name}"]
+    assert http.post("/v1/completions", COMPLETION | {"model": name}).status_code == 200
+    http.post("/v1/unload_lora_adapter", {"lora_name": name.removeprefix("base:")})
+    for model in (name, *sums):
+        assert http.post("/v1/completions", COMPLETION | {"model": model}).status_code == 404, model
+    http.load_adapter(name.removeprefix("base:"), "/adapters/x")
+    assert http.post("/v1/completions", COMPLETION | {"model": name}).status_code == 200
 
 
 def test_mixes_are_no_models_of_the_list(http):
@@ -144,5 +164,5 @@ def test_mixes_are_no_models_of_the_list(http):
 
 def test_tokenizing_takes_the_same_names(http):
     assert http.post("/tokenize", {"model": "a:0.7+b:0.3", "prompt": "ab"}).json()["count"] == 3
-    assert http.post("/detokenize", {"model": "a:0.5", "tokens": [97]}).json() == {"prompt": "a"}
+    assert http.post("/detokenize", {"model": "+a:0.5", "tokens": [97]}).json() == {"prompt": "a"}
     assert http.post("/tokenize", {"model": "a+nobody", "prompt": "ab"}).status_code == 404

@@ -150,9 +150,9 @@ def test_mixes_are_of_what_is_visible_and_say_plain_names(people):
     people.acme.load("own")
     people.globex.load("secret")
     lora, model = used(people, "acme", "base", adapters=[{"name": "own", "weight": 0.5}, "sql"])
-    assert model == "own:0.5+sql:1"
+    assert model == "own:0.5+sql:1.0"
     assert {part.request.name for part in lora.parts} == {engine_name("acme", "own"), "sql"}
-    for body in ({"model": "own+secret"}, {"model": "base", "adapters": ["own", "secret"]}, {"model": "secret:0.5"}):
+    for body in ({"model": "own+secret"}, {"model": "base", "adapters": ["own", "secret"]}, {"model": "+secret:0.5"}):
         error_of(people.acme.post("/v1/completions", {"prompt": "x", **body}), 404)
 
 
@@ -168,7 +168,7 @@ def test_a_foreign_adapter_is_answered_as_an_unknown_one(people, route):
         response = people.acme.post(route, body | {"model": name})
         return response.status_code, response.text.replace("secret", "NAME").replace("nobody", "NAME")
 
-    for foreign, unknown in (("secret", "nobody"), ("globex/secret", "globex/nobody"), ("secret:0.5", "nobody:0.5")):
+    for foreign, unknown in (("secret", "nobody"), ("globex/secret", "globex/nobody"), ("+secret:0.5", "+nobody:0.5")):
         assert answer(foreign) == answer(unknown)
         assert answer(foreign)[0] == 404
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora.adapter import AdapterSource, DraftTarget, ModuleShape, fingerprint, parse
+from outrider.lora.adapter import DraftTarget, ModuleShape, parse
 from outrider.lora.manager import AdapterManager
 from outrider.lora.sites import AdapterHooks
 from outrider.platform.core.config import LoRAConfig
@@ -169,21 +169,19 @@ def test_draft_weights_that_cannot_be_used_say_why(tmp_path, where, make, reason
     assert read(path).digest == read(path, draft=None).digest
 
 
-def test_the_fingerprint_is_of_both_parts_where_both_are_used(tmp_path):
-    source = AdapterSource(write_both(tmp_path))
-    whole, alone = fingerprint(source, "draft_model"), fingerprint(source)
-    assert (len(whole), len(alone)) == (4, 2)
-    os.utime(tmp_path / "draft" / "adapter_model.safetensors", (1, 1))
-    assert fingerprint(source, "draft_model") != whole
-    assert fingerprint(source) == alone
-
-
 def test_the_request():
     request = LoRARequest("x", 1, "/a", draft_path="/d")
     assert (request.lora_path, request.draft_path) == ("/a", "/d")
     assert LoRARequest("x", path="/a").draft_path is None
     request = LoRARequest("x", path=Path("/a"), draft_path=Path("/d"))
     assert (request.lora_path, request.draft_path) == ("/a", "/d")
+
+
+def test_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    request = LoRARequest("x", path="~/a", draft_path=Path("~/d"))
+    assert (request.lora_path, request.draft_path) == ("/home/me/a", "/home/me/d")
+    assert LoRARequest("x", path="./~").path == "./~"
 
 
 class BytesPath:
@@ -272,7 +270,7 @@ def test_a_request_with_a_wrong_draft_path_changes_nothing(make_drafted, tmp_pat
     assert manager.list() == [before]
 
 
-def test_changed_draft_weights_are_read_again_once_out_of_memory(make_drafted, tmp_path):
+def test_changed_draft_weights_are_refused_once_out_of_memory(make_drafted, tmp_path):
     manager = make_drafted(max_loras=1, max_cpu_loras=1)
     path, other = write_both(tmp_path / "x"), write_both(tmp_path / "y", seed=3)
     request = admitted(manager, "x", path)
@@ -280,6 +278,9 @@ def test_changed_draft_weights_are_read_again_once_out_of_memory(make_drafted, t
     manager.forget(request)
     manager.forget(admitted(manager, "y", other))
     write_adapter(tmp_path / "x" / "draft", tensors(5, layers=(0,)), rank=5)
+    with pytest.raises(AdapterError, match="load_inplace"):
+        admitted(manager, "x", path)
+    manager.load(LoRARequest("x", path=path), load_inplace=True)
     request = admitted(manager, "x", path)
     assert request.adapter.digest not in (None, before)
     assert request.adapter.rows == 5

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from outrider.lora import catalog as catalog_module
 from outrider.lora import files as files_module
 from outrider.lora.manager import LOADING
+from outrider.platform.core.adapter_files import files_digest
 from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 
@@ -161,15 +163,55 @@ def test_files_that_change_in_place_are_not_noticed_while_in_memory(make_manager
         manager.forget(request)
 
 
-def test_files_that_changed_while_out_of_memory_are_a_new_version(make_manager, folder):
+@pytest.mark.parametrize("broken", [False, True])
+def test_files_that_changed_while_out_of_memory_are_refused_until_they_are_loaded(make_manager, folder, broken):
+    """The content that was registered, or an error: never another one without a word."""
+    manager = make_manager(max_loras=1, max_cpu_loras=1)
+    manager.forget(admitted(manager, "a", folder("a")))
+    manager.forget(admitted(manager, "b", folder("b")))
+    path = folder("a", seed=99)
+    if broken:
+        Path(path, "adapter_model.safetensors").write_bytes(b"half a file")
+    for attempt in range(2):
+        with pytest.raises(AdapterError, match=r"have changed since it was loaded.*load_inplace"):
+            admitted(manager, "a", path, f"late {attempt}")
+    with pytest.raises(AdapterError, match="load_inplace" if not broken else "safetensors"):
+        manager.pin("a")
+    path = folder("a", seed=99)
+    with pytest.raises(AdapterError, match="load_inplace"):
+        admitted(manager, "a", path, "later")
+    manager.load(LoRARequest("a", path=path), load_inplace=True)
+    manager.forget(admitted(manager, "b", folder("b")))
+    manager.forget(admitted(manager, "a", path, "new"))
+    folder("a")
+    manager.forget(admitted(manager, "b", folder("b")))
+    with pytest.raises(AdapterError, match="load_inplace"):
+        admitted(manager, "a", path, "last")
+
+
+def test_files_come_back(make_manager, folder):
     manager = make_manager(max_loras=1, max_cpu_loras=1)
     first = admitted(manager, "a", folder("a"))
     manager.forget(first)
     manager.forget(admitted(manager, "b", folder("b")))
-    assert level(manager, "a") == "disk"
-    second = admitted(manager, "a", folder("a", seed=99), "second")
-    assert manager.namespace(second) != manager.namespace(first)
-    manager.forget(second)
+    with pytest.raises(AdapterError, match="load_inplace"):
+        admitted(manager, "a", folder("a", seed=99), "changed")
+    again = admitted(manager, "a", folder("a"), "again")
+    assert manager.namespace(again) == manager.namespace(first)
+    manager.forget(again)
+
+
+def test_what_another_server_registered(make_manager, folder):
+    path = folder("a")
+    digest = files_digest(path)
+    manager = make_manager()
+    manager.register([LoRARequest("a", path=path, digest=digest)])
+    manager.forget(admitted(manager, "a", path))
+    manager.register([LoRARequest("b", path=folder("b"), digest=digest)])
+    with pytest.raises(AdapterError, match="load_inplace"):
+        admitted(manager, "b", folder("b"), "other")
+    manager.load(LoRARequest("b", path=folder("b")), load_inplace=True)
+    manager.forget(admitted(manager, "b", folder("b"), "loaded"))
 
 
 def test_a_request_that_waits_does_not_get_other_content(make_manager, folder):
@@ -181,9 +223,8 @@ def test_a_request_that_waits_does_not_get_other_content(make_manager, folder):
     folder("a", seed=99)
     assert manager.admit(late) == LOADING
     manager.wait(10)
-    with pytest.raises(AdapterError, match="changed on disk"):
+    with pytest.raises(AdapterError, match="have changed"):
         manager.admit(late)
-    manager.forget(admitted(manager, "a", folder("a", seed=99), "later"))
 
 
 @pytest.mark.parametrize("ending", ["load_inplace", "unload"])

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.lora.adapter import Adapter, LoraWeights, fingerprint
+from outrider.lora.adapter import Adapter, LoraWeights
 from outrider.lora.loader import Done
 from outrider.lora.manager import AdapterManager
 from outrider.lora.sites import AdapterHooks, make_sites
@@ -125,17 +125,11 @@ class ManagerMachine(RuleBasedStateMachine):
             raise AdapterError("broken")
         if draft in (0, 13):
             reason = "broken" if draft else ""
-            return Adapter(
-                self._digest(content, draft),
-                1 + content % 4,
-                {},
-                fingerprint(source, "draft_model"),
-                draft=reason,
-            )
+            return Adapter(self._digest(content, draft), 1 + content % 4, {}, draft=reason)
         module = "model.layers.0.mlp.down_proj"
         weights = {module: LoraWeights(torch.full((1, 24), float(draft)), torch.full((1, HIDDEN), float(draft)))}
         rows = 1 + max(content % 4, draft % 4)
-        return Adapter(self._digest(content, draft), rows, {}, fingerprint(source, "draft_model"), weights, "loaded")
+        return Adapter(self._digest(content, draft), rows, {}, weights, "loaded")
 
     @staticmethod
     def _digest(content, draft):

@@ -178,7 +178,7 @@ def test_rank_may_exceed_the_limit_of_one_adapter_but_not_the_pool(make, folder)
     manager.forget(two)
     three = mixed_request(*((n, paths[n], 1) for n in "abc"))
     manager.resolve(three)
-    with pytest.raises(AdapterError, match=r"a:1\+b:1\+c:1.* 24 rank rows.* 16"):
+    with pytest.raises(AdapterError, match=r"a:1.0\+b:1.0\+c:1.0.* 24 rank rows.* 16"):
         wait_for(manager, three)
     manager.check_integrity()
     plain = admitted(manager, "c", paths["c"], "1")
@@ -223,7 +223,7 @@ def test_a_missing_folder_is_refused_at_once_and_registers_nothing(make, folder)
 
 
 def test_a_part_whose_files_changed_since_it_was_read(make, folder, tmp_path):
-    """Evicted from memory and overwritten: the next mix is made of the new content, as the adapter itself would be."""
+    """Evicted from memory and overwritten: the mix is refused until the part is loaded again, as the adapter is."""
     manager = make(max_loras=1, max_cpu_loras=2)
     a, b = folder("a"), folder("b")
     first = admit(manager, mixed_request(("a", a, 0.7), ("b", b, 0.3)))
@@ -234,6 +234,11 @@ def test_a_part_whose_files_changed_since_it_was_read(make, folder, tmp_path):
     assert level(manager, "a") == level(manager, "b") == "disk"
     assert not mixes_of(manager)
     write_adapter(tmp_path / "b", seed=99)
+    changed = mixed_request(("a", a, 0.7), ("b", b, 0.3))
+    manager.resolve(changed)
+    with pytest.raises(AdapterError, match="load_inplace"):
+        wait_for(manager, changed)
+    manager.load(LoRARequest("b", path=b), load_inplace=True)
     second = admit(manager, mixed_request(("a", a, 0.7), ("b", b, 0.3)))
     assert not torch.allclose(added_by(manager, second), before)
     plain = mixed_request(("b", b, 1))

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from outrider.platform.core.errors import InvalidRequestError, OutriderError
+from outrider.platform.tenancy import audit as audit_module
 from outrider.platform.tenancy import store as store_module
 from outrider.platform.tenancy.audit import Actor, list_audit
 from outrider.platform.tenancy.principal import Limits
@@ -19,6 +20,18 @@ ALICE = Actor(key_id="key-1", tenant="operators", client="10.0.0.7")
 def actions(database) -> list[str]:
     """Oldest first."""
     return [row["action"] for row in reversed(list_audit(database))]
+
+
+def test_notes_of_a_tenant_are_bounded(store, database, monkeypatch):
+    monkeypatch.setattr(audit_module, "MAX_NOTES", 3)
+    alice, bob = store.by(ALICE), store.by(Actor(key_id="key-2", tenant="bob"))
+    alice.create_tenant(Tenant(name="acme"))
+    bob.note("loaded adapter 'b'")
+    for number in range(5):
+        alice.note(f"loaded adapter '{number}'")
+        alice.note(f"unloaded adapter '{number}'")
+    kept = ["unloaded adapter '3'", "loaded adapter '4'", "unloaded adapter '4'"]
+    assert actions(database) == ["created tenant acme", "loaded adapter 'b'", *kept]
 
 
 def test_every_change_of_tenants_keys_and_prefixes(store, database):

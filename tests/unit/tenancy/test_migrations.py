@@ -14,7 +14,7 @@ from outrider.platform.tenancy.database import Database, parse_url
 from outrider.platform.tenancy.migrations.upgrade import check_up_to_date, revisions, upgrade
 from outrider.platform.tenancy.schema import metadata
 
-NEWEST = "0001"
+NEWEST = "0002"
 
 UPGRADE = """
 import sys, time, pathlib
