@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ..client.vocabulary import TokenTexts, vocabulary_of
 from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
 from .accounting import check_call, limit_headers
@@ -17,7 +18,7 @@ from .adapters import choose_adapter, discover_adapters
 from .body import documented, read_waiting_body
 from .generation import Collected, PromptFacts, collect, draft_status, generate
 from .job import Event, Job, now
-from .logprobs import CompletionLogprobs, Token, prompt_logprobs
+from .logprobs import CompletionLogprobs, Token, prompt_logprobs, token_text
 from .protocol import CompletionRequest
 from .serving import Serving, new_request_id, principal_of, serving_of
 from .stream import ChunkWriter, dumps, stream_response, until_disconnect
@@ -96,7 +97,6 @@ class _Completions:
         self._body = body
         self._job = job
         self._n = job.params.n
-        self._special = frozenset(self._tokenizer.all_special_ids)
         self._started: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._plain = body.logprobs is None and not (body.return_token_ids or body.return_draft_status)
@@ -155,18 +155,25 @@ class _Completions:
         else:
             end = len(token_ids)
         entries = prompt.logprobs or [None] * len(token_ids)
-        return [
-            Token(t, entry, hidden <= i < end, "" if entry else self._tokenizer.decode([t]))
-            for i, (t, entry) in enumerate(zip(token_ids, entries, strict=True))
-        ]
+        texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
+        tokens = []
+        for i, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
+            if i == hidden:
+                texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
+            token, _ = texts.next(token_id, is_last=i == end - 1)
+            tokens.append(Token(token_id, entry, hidden <= i < end, token))
+        return tokens
 
-    def _generated(self, token_ids: list[int], entries: Sequence[dict[int, Logprob] | None]) -> list[Token]:
-        skip = self._body.skip_special_tokens is not False
-        return [Token(t, entry, not (skip and t in self._special)) for t, entry in zip(token_ids, entries, strict=True)]
+    def _generated(self, token_ids: list[int], entries: Sequence[dict[int, Logprob]]) -> list[Token]:
+        tokens = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            chosen = entry[token_id]
+            tokens.append(Token(token_id, entry, chosen.token_bytes != b"", token_text(token_id, chosen)))
+        return tokens
 
     def _prompt_text(self, prompt_index: int, token_ids: list[int]) -> str:
         prompt = self._body.prompts[prompt_index]
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(token_ids))
+        return prompt if isinstance(prompt, str) else vocabulary_of(self._tokenizer).decode(token_ids)
 
     def choices(self, event: Event) -> list[str]:
         """See ChunkEncoder."""

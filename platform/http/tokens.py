@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ..client.vocabulary import vocabulary_of
 from ..core.errors import InvalidRequestError
 from .accounting import charge_call
 from .adapters import adapter_of_model
@@ -62,4 +63,4 @@ async def detokenize(request: Request) -> Response:
     for i, token in enumerate(body.tokens):
         if not 0 <= token < size:
             raise InvalidRequestError(f"{token} is not a token id: they go from 0 to {size - 1}", param=f"tokens[{i}]")
-    return JSONResponse({"prompt": serving.llm.tokenizer.decode(body.tokens)})
+    return JSONResponse({"prompt": vocabulary_of(serving.llm.tokenizer).decode(body.tokens)})

@@ -135,7 +135,10 @@ def test_tokens_of_equal_text_stay_apart(http, llm, monkeypatch):
 @pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 1, 1]), (False, [0, 1, 4])])
 def test_special_tokens_that_are_not_shown_take_no_room(http, llm, monkeypatch, skip, offsets, stream):
     llm.reply = "a\x02b"
-    monkeypatch.setattr(llm, "_logprobs", lambda count, c: [{ord(c): Logprob(-1.0, 1, "EOS" if c < "a" else c)}])
+    text, data = ("EOS", b"" if skip else b"EOS")
+    monkeypatch.setattr(
+        llm, "_logprobs", lambda _, c: [{ord(c): Logprob(-1.0, 1, *((text, data) if c < "a" else (c, c.encode())))}]
+    )
     response = complete(http, logprobs=0, skip_special_tokens=skip, stream=stream)
     answers = events(response) if stream else [response.json()]
     assert [o for a in answers for o in a["choices"][0]["logprobs"]["text_offset"]] == offsets
