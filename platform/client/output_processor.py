@@ -234,9 +234,7 @@ class OutputProcessor:
         taken = [request.request_id for request in requests if request.request_id in self._sequences]
         if taken or request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is already running", param="request_id")
-        sequences = [
-            SequenceState(index, request, self._tokenizer) for index, request in enumerate(requests)
-        ]
+        sequences = [SequenceState(index, request, self._tokenizer) for index, request in enumerate(requests)]
         state = RequestState(request_id, sequences, requests[0], prompt, self._tokenizer)
         self._requests[request_id] = state
         for sequence in sequences:

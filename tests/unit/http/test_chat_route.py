@@ -136,7 +136,7 @@ def test_generation_prompt_can_be_left_out(http, llm):
     chat(http, add_generation_prompt=False)
     assert prompt_of(llm) == "u:hi|"
     chat(http, continue_final_message=True, messages=[*HELLO, {"role": "assistant", "content": "So"}])
-    assert prompt_of(llm) == "u:hi|a:So|"
+    assert prompt_of(llm) == "u:hi|a:So"
 
 
 @pytest.mark.parametrize(
