@@ -1,7 +1,7 @@
 """Chat messages to the text that the model's chat template makes of them.
 
-Templates read a message's content as a string or as a list of parts; a probe finds out which. Each template is given the
-form that it reads, whichever the client sent, and a text that does not arrive in the prompt is an error.
+Templates read a message's content as a string or as a list of parts; a probe finds out which. Each template is given
+the form that it reads, whichever the client sent, and a text that does not arrive in the prompt is an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bytes that each token of a vocabulary writes, and the texts of single tokens made of them.
 
-Decoding one id loses what its neighbours decide: a part of a character becomes U+FFFD, and SentencePiece drops a space at
-the start of a text. The vocabulary itself says which bytes a token stands for.
+Decoding one id loses what its neighbours decide: a part of a character becomes U+FFFD, and SentencePiece drops a space
+at the start of a text. The vocabulary itself says which bytes a token stands for.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ async def create_completion(request: Request) -> Response:
         body.priority or 0,
         body.cache_salt or "",
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        keeps_output=not _only_echo(body),
+        keeps_output=not _only_scores(body),
         principal=principal,
         endpoint="/v1/completions",
         model=model,
@@ -72,17 +72,18 @@ async def create_completion(request: Request) -> Response:
     return JSONResponse(fixed | render.answer(collected), headers=limit_headers(request))
 
 
-def _only_echo(body: CompletionRequest) -> bool:
-    """`max_tokens` 0 with `echo`: the prompt's log-probabilities are wanted, and no text."""
-    return bool(body.echo) and body.max_tokens == 0
+def _only_scores(body: CompletionRequest) -> bool:
+    """`max_tokens` 0: the prompt or its log-probabilities are wanted, and no text."""
+    return body.max_tokens == 0 and (bool(body.echo) or body.prompt_logprobs is not None)
 
 
 def _sampling_params(body: CompletionRequest) -> SamplingParams:
     changes: dict[str, Any] = {}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None and not body.stream:
         changes["prompt_logprobs"] = body.logprobs
-    if _only_echo(body):
+    if _only_scores(body):
         changes["max_tokens"] = 1  # the engine always generates; the token is thrown away
+        changes.setdefault("prompt_logprobs", body.prompt_logprobs or 0)  # then the prompt may fill the context
     params = body.sampling_params(**changes)
     if body.max_tokens is None:
         params.max_tokens = None  # the job decides, prompt by prompt
@@ -107,7 +108,7 @@ class _Completions:
             "choices": [self._choice(i, collected) for i in range(len(collected.choices))],
             "usage": collected.totals.usage(),
         }
-        if _only_echo(self._body):
+        if _only_scores(self._body):
             usage = answer["usage"]
             usage.update(completion_tokens=0, total_tokens=usage["prompt_tokens"])
         if self._body.return_metrics:
@@ -119,7 +120,7 @@ class _Completions:
         prompt = collected.prompts[choice.prompt_index]
         body = self._body
         echo = self._prompt_text(choice.prompt_index, prompt.token_ids) if body.echo else ""
-        drop = _only_echo(body)
+        drop = _only_scores(body)
         token_ids = [] if drop else choice.token_ids
         entries: list[Any] = [] if drop else list(choice.logprobs)
         result: dict[str, Any] = {

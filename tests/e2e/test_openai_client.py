@@ -91,6 +91,37 @@ def test_logprobs(client):
     assert all(item.logprob == max(top.logprob for top in item.top_logprobs) for item in content)  # greedy
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_the_tokens_are_the_text(client, stream):
+    options = {"messages": HELLO, "logprobs": True, "top_logprobs": 0, "max_tokens": 60, "temperature": 2.0, "seed": 5}
+    answer = client.chat.completions.create(model="outrider-demo", stream=stream, **options)
+    choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+    text = "".join((c.delta if stream else c.message).content or "" for c in choices)
+    items = [item for c in choices if c.logprobs for item in c.logprobs.content]
+    data = b"".join(bytes(item.bytes) for item in items)
+    assert data.decode(errors="replace") == text
+    assert "".join(item.token for item in items if item.bytes) == text
+    assert len(items) > len(text.split())
+
+
+@pytest.mark.parametrize("prompt", ["Zoë 😀 says", "  two\n\nlines "])
+def test_tokens_of_an_echo_join_to_the_text(client, prompt):
+    answer = client.completions.create(
+        model="outrider-demo", prompt=prompt, echo=True, logprobs=2, max_tokens=30, temperature=2.0, seed=5
+    )
+    [choice], offset = answer.choices, 0
+    logprobs = choice.logprobs
+    for token, at, following in zip(
+        logprobs.tokens, logprobs.text_offset, [*logprobs.text_offset[1:], len(choice.text)], strict=True
+    ):
+        assert at == offset
+        assert choice.text[at:following] in (token, "")  # a special token has no place in the text
+        offset = following
+    assert offset == len(choice.text)
+    for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True):
+        assert token in top
+
+
 def test_completion_echo_with_logprobs(client):
     answer = client.completions.create(
         model="outrider-demo", prompt="The capital of France", echo=True, logprobs=1, max_tokens=2, temperature=0

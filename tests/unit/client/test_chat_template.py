@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Messages to prompts: the form that a template reads, texts that must arrive, messages that are continued."""
 
 from typing import Any

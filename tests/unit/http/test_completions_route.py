@@ -176,6 +176,22 @@ def test_echo_alone_generates_nothing(http):
     assert answer["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    "scoring", [{"echo": True, "logprobs": 1}, {"echo": True}, {"prompt_logprobs": 0}, {"echo": True, "n": 2}]
+)
+def test_a_prompt_that_fills_the_context_can_be_scored(http, scoring):
+    answer = complete(http, prompt=[97] * 64, max_tokens=0, **scoring).json()
+    assert answer["usage"]["completion_tokens"] == 0
+    for choice in answer["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == ("a" * 64 if "echo" in scoring else "", "length")
+        assert len(choice["logprobs"]["tokens"] if "logprobs" in scoring else [0] * 64) == 64
+        assert len(choice.get("prompt_logprobs", [0] * 64)) == 64
+    for length, max_tokens in ((65, 0), (64, 2)):
+        body = {"prompt": [97] * length, "max_tokens": max_tokens, **scoring}
+        error = http.post("/v1/completions", body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+
+
 def test_echo_in_a_stream_comes_first(http):
     chunks = events(complete(http, prompt=[97, 98], echo=True, stream=True))
     assert chunks[0]["choices"][0]["text"] == "abH"
