@@ -31,11 +31,11 @@ async def tokenize(request: Request) -> Response:
     charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)
-    adapter_of_model(models, body.model)
+    lora = adapter_of_model(models, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages", param="prompt")
     if body.messages is not None:
-        tokens = await serving.chat_prompt(normalize_messages(body.messages), body)
+        tokens = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
     else:
         special = body.add_special_tokens is None or body.add_special_tokens
         tokens = await serving.encode(body.prompt or "", add_special_tokens=special)
