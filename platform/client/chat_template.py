@@ -16,8 +16,6 @@ from typing import Any, TypedDict
 from ..core.errors import InvalidRequestError
 
 _PROBE = "zqprobezq"
-_ALWAYS_RENDERED = ("system", "developer", "user")
-"""Roles whose text no template may leave out. Assistants' earlier reasoning, for one, is left out rightly."""
 _PAD = "\t \t"
 """Follows the text to be continued; where it is gone, the template trims the end of messages."""
 
@@ -155,20 +153,20 @@ def _render_open(render: Callable[[list[dict[str, Any]]], str], conversation: li
 
 
 def _check_arrival(conversation: list[dict[str, Any]], rendered: str) -> None:
+    """Refuse the conversation when text of users or systems is missing. Assistants' reasoning is left out rightly."""
     rendered = rendered.casefold()
-    place = 0
+    ends = {"user": 0, "system": 0, "developer": 0}  # the texts of a role stay in their order
     for index, message in enumerate(conversation):
-        if message["role"] not in _ALWAYS_RENDERED:
+        role = message["role"]
+        if role not in ends:
             continue
-        is_user = message["role"] == "user"
-        end = _find_text("\n".join(part["text"] for part in message["content"]), rendered, place if is_user else 0)
+        end = _find_text("\n".join(part["text"] for part in message["content"]), rendered, ends[role])
         if end is None:
             raise InvalidRequestError(
-                f"the chat template leaves text of messages[{index}] ({message['role']}) out of the prompt",
+                f"the chat template leaves text of messages[{index}] ({role}) out of the prompt",
                 param=f"messages[{index}].content",
             )
-        if is_user:  # their order stays, while a system text may be moved
-            place = end
+        ends[role] = end
 
 
 def _find_text(text: str, rendered: str, start: int) -> int | None:
