@@ -142,6 +142,21 @@ def test_stop_string(client):
     assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", stop)
 
 
+@pytest.mark.parametrize("speculative", [True, False])
+def test_stop_string_that_is_a_special_token(client, http, speculative):
+    options = {"model": "outrider-demo", "messages": HELLO, "max_tokens": 200, "temperature": 0}
+    extra = {"speculative": speculative, "return_token_ids": True}
+    whole = client.chat.completions.create(**options, extra_body=extra).choices[0]
+    assert whole.finish_reason == "stop"
+    end = http.post("/detokenize", json={"tokens": whole.token_ids[-1:]}).json()["prompt"]
+    assert end
+    assert end not in whole.message.content
+    for stop in ([end], [whole.message.content[-1] + end]):
+        got = client.chat.completions.create(**options, stop=stop, extra_body={**extra, "ignore_eos": True}).choices[0]
+        assert (got.finish_reason, got.stop_reason, got.token_ids) == ("stop", stop[0], whole.token_ids)
+        assert got.message.content == whole.message.content[: len(whole.message.content) + len(end) - len(stop[0])]
+
+
 def test_prefix_cache_is_in_the_usage(client):
     messages = [{"role": "user", "content": "Tell me about the weather, please. " * 10}]
     options = {"model": "outrider-demo", "messages": messages, "max_tokens": 2, "extra_body": {"cache_salt": "e2e"}}

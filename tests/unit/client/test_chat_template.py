@@ -112,7 +112,11 @@ def as_parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-@pytest.mark.parametrize("template", [PARTS, EITHER, STRING, ONLY_USERS_HAVE_PARTS, GUARD, GEMMA])
+@pytest.mark.parametrize(
+    "template",
+    [PARTS, EITHER, STRING, ONLY_USERS_HAVE_PARTS, GUARD, GEMMA],
+    ids=["parts", "either", "string", "users", "guard", "Gemma"],
+)
 def test_text_arrives_in_whichever_form_it_is_sent(processor: InputProcessor, template: str) -> None:
     turns = [("system", "Be brief."), ("user", "Is it safe?"), ("assistant", "Yes it is."), ("user", "Why?")]
     strings = prompt(processor, template, *turns)
@@ -156,14 +160,15 @@ def test_text_that_is_not_in_the_prompt_is_an_error(processor: InputProcessor, t
     assert caught.value.param == f"messages[{index}].content"
 
 
-@pytest.mark.parametrize("template", [TRIMS, STRING, PARTS, LLAMA_3, QWEN_3], ids=str)
+@pytest.mark.parametrize("name", ["trims", "string", "parts", "Llama 3", "Qwen 3"])
 @pytest.mark.parametrize("text", ["", "So", "So, \n", " \n", "  a"])
 def test_continued_message_keeps_what_the_template_wrote_before(
-    processor: InputProcessor, template: str, text: str
+    processor: InputProcessor, name: str, text: str
 ) -> None:
+    template = REAL[name]
     closed = prompt(processor, template, ("user", "hi"), ("assistant", "MARK"), add_generation_prompt=False)
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    trims = template in (TRIMS, LLAMA_3)
+    trims = name in ("trims", "Llama 3")
     expected = closed[: closed.index("MARK")] + (text.strip() if trims else text)
     for content in (text, as_parts(text), None) if not text else (text, as_parts(text)):
         assert prompt(processor, template, ("user", "hi"), ("assistant", content), **options) == expected
