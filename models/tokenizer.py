@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
     Raises:
         NotFoundError: there is no such directory.
-        InvalidRequestError: it holds no tokenizer that transformers can load.
+        InvalidRequestError: it holds no tokenizer that transformers can load, or one that needs a package that is not
+            installed.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise NotFoundError(f"tokenizer {str(path)!r}: there is no such directory", param="tokenizer")
+    _check_packages(directory)
     try:
         if _is_plain(directory):
             # `AutoTokenizer` would choose the same class, but imports torch and seconds of other things first.
@@ -36,6 +39,24 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise InvalidRequestError(
             f"no tokenizer could be loaded from {directory}: {reason}", param="tokenizer"
         ) from error
+
+
+def _check_packages(directory: Path) -> None:
+    """Refuse a lone tokenizer.model that cannot be read here: transformers' own error is about something else."""
+    file = directory / "tokenizer.model"
+    if not file.is_file() or (directory / "tokenizer.json").is_file():
+        return
+    with file.open("rb") as opened:
+        # SentencePiece's files are protocol buffers; tiktoken's are lines of base64 and a number.
+        is_sentencepiece = opened.read(1) == b"\n"
+    for package in ("sentencepiece", "google.protobuf") if is_sentencepiece else ("tiktoken",):
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise InvalidRequestError(
+                f"{file} is read by {package}, which is not installed: pip install 'outrider[sentencepiece]'",
+                param="tokenizer",
+            ) from error
 
 
 def _is_plain(directory: Path) -> bool:

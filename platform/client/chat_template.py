@@ -1,12 +1,23 @@
-"""Chat messages to the text that the model's chat template makes of them."""
+"""Chat messages to the text that the model's chat template makes of them.
+
+Templates read a message's content as a string or as a list of parts; a probe finds out which. Each template is given
+the form that it reads, whichever the client sent, and a text that does not arrive in the prompt is an error.
+"""
 
 from __future__ import annotations
 
+import html
 import json
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypedDict
 
 from ..core.errors import InvalidRequestError
+
+_PROBE = "zqprobezq"
+_PAD = "\t \t"
+"""Follows the text to be continued; where it is gone, the template trims the end of messages."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -46,18 +57,155 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
     clash = sorted({*ChatOptions.__annotations__, "conversation", "tokenize", "messages"} & set(extra))
     if clash:
         raise InvalidRequestError(f"chat_template_kwargs must not contain {clash[0]!r}", param="chat_template_kwargs")
+    tools = options.get("tools")
     try:
-        return tokenizer.apply_chat_template(
-            conversation,
-            tools=options.get("tools"),
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **extra,
-        )
+        resolve = getattr(tokenizer, "get_chat_template", None)
+        if resolve is not None:  # one of several by its name, or the one for tools
+            template = resolve(template, tools)
+
+        def render(conversation: list[dict[str, Any]]) -> str:
+            return tokenizer.apply_chat_template(
+                _in_form(tokenizer, template, conversation),
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=False,
+                tokenize=False,
+                **extra,
+            )
+
+        text = _render_open(render, conversation) if continue_final_message else render(conversation)
+    except InvalidRequestError:
+        raise
     except Exception as error:  # templates are programs of the model or the user: they raise anything
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
+    _check_arrival(conversation, text)
+    return text
+
+
+# --- the form that a template reads -----------------------------------------------------------------------------------
+
+
+def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, each with its content in the form that the template reads for its role."""
+    return [
+        message
+        if _reads_parts(tokenizer, template, message["role"])
+        else {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        for message in conversation
+    ]
+
+
+@lru_cache(maxsize=64)
+def _reads_parts(tokenizer: Any, template: str | None, role: str) -> bool:
+    """Whether the template reads the content of this role's messages as a list of parts, and not as a string."""
+
+    def arrives(content: object) -> bool:
+        probe: dict[str, Any] = {"role": role, "content": content}
+        messages = [probe]
+        if role != "user":
+            as_parts = _reads_parts(tokenizer, template, "user")
+            user = {"role": "user", "content": [{"type": "text", "text": "a"}] if as_parts else "a"}
+            messages = [probe, user] if role in ("system", "developer") else [user, probe, user]
+        try:
+            text: str = tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=False, tokenize=False
+            )
+        except Exception:  # whatever templates raise
+            return False
+        as_data = f"{_PROBE}'}}" in text or f'{_PROBE}"}}' in text  # the list was printed as it is
+        return _PROBE in text.casefold() and not as_data
+
+    if arrives(_PROBE):
+        return False
+    if arrives([{"type": "text", "text": _PROBE}]):
+        return True
+    return role != "user" and _reads_parts(tokenizer, template, "user")
+
+
+# --- messages that are continued --------------------------------------------------------------------------------------
+
+
+def _render_open(render: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
+    """The conversation up to the end of its last message's text, with all that the template writes before it."""
+    *before, last = conversation
+    mark = uuid.uuid4().hex
+    *parts, final = last["content"]
+
+    def head_of(text: str) -> tuple[str, str]:
+        marked = {**last, "content": [*parts, {**final, "text": text}]}
+        head, found, tail = render([*before, marked]).rpartition(mark)
+        if not found:
+            raise InvalidRequestError(
+                "the chat template leaves out the final message, which therefore cannot be continued",
+                param=f"messages[{len(before)}].content",
+            )
+        return head, tail
+
+    text: str = final["text"]
+    head, tail = head_of(text + mark + _PAD)
+    if tail.startswith(_PAD) or text == text.rstrip():
+        return head
+    return head_of(text.rstrip() + mark)[0]  # the template trims messages: so is this one
+
+
+# --- texts that do not arrive -----------------------------------------------------------------------------------------
+
+
+def _check_arrival(conversation: list[dict[str, Any]], rendered: str) -> None:
+    """Refuse the conversation when text of users or systems is missing. Assistants' reasoning is left out rightly."""
+    rendered = rendered.casefold()
+    ends = {"user": 0, "system": 0, "developer": 0}  # the texts of a role stay in their order
+    for index, message in enumerate(conversation):
+        role = message["role"]
+        if role not in ends:
+            continue
+        end = _find_text("\n".join(part["text"] for part in message["content"]), rendered, ends[role])
+        if end is None:
+            raise InvalidRequestError(
+                f"the chat template leaves text of messages[{index}] ({role}) out of the prompt",
+                param=f"messages[{index}].content",
+            )
+        ends[role] = end
+
+
+def _find_text(text: str, rendered: str, start: int) -> int | None:
+    """Where the words of `text` end in `rendered`, in their order from `start` on; None when one is missing.
+
+    Templates trim and escape texts, and take out switches ("/no_think"), tags and reasoning: none of these is missed.
+    """
+    text = text.strip().casefold()
+    place = rendered.find(text, start)
+    if place >= 0:
+        return place + len(text)
+    text = text.rpartition("</think>")[2]
+    for escape in (str, _as_json, _as_ascii_json, html.escape):
+        end = _find_words(escape(text).split(), rendered, start)
+        if end is not None:
+            return end
+    return None
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_ascii_json(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def _find_words(words: list[str], rendered: str, place: int) -> int | None:
+    for word in words:
+        if word.startswith("/") or ("<" in word and ">" in word):
+            continue
+        found = rendered.find(word, place)
+        if found < 0:
+            return None
+        place = found + len(word)
+    return place
+
+
+# --- messages as users give them --------------------------------------------------------------------------------------
 
 
 def _as_messages(messages: object) -> list[Any]:
@@ -67,7 +215,7 @@ def _as_messages(messages: object) -> list[Any]:
 
 
 def _message(index: int, message: object) -> dict[str, Any]:
-    """One message as templates expect it: content a string, a tool call's arguments an object."""
+    """One message in one form: content as a list of text parts, a tool call's arguments an object."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"messages[{index}] must be an object with a role", param="messages")
     calls = message.get("tool_calls")
@@ -79,20 +227,20 @@ def _message(index: int, message: object) -> dict[str, Any]:
     return result
 
 
-def _content(index: int, content: object) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
+def _content(index: int, content: object) -> list[dict[str, str]]:
+    """The text parts, at least one."""
+    if content is None or content == []:
+        content = ""
+    parts = []
     for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise InvalidRequestError(
                 f"messages[{index}].content: only text parts are supported, got {kind!r}", param="messages"
             )
-        texts.append(part["text"])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _tool_call(index: int, call: object) -> dict[str, Any]:

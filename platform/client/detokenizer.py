@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from tokenizers.decoders import DecodeStream
 
 from ..core.sampling_params import SamplingParams
+from .vocabulary import vocabulary_of
 
 REPLACEMENT = "\ufffd"
 """What incomplete UTF-8 decodes to; text that ends with it may still become another character."""
@@ -155,6 +156,13 @@ def make_decoder(tokenizer: Any, params: SamplingParams, prompt_token_ids: Seque
     return decoder
 
 
+def has_text_before(tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+    """Whether the decoder of `make_decoder` takes the first token for one inside a text."""
+    tail = list(prompt_token_ids[-PROMPT_TAIL:])
+    text = tokenizer.decode(tail, skip_special_tokens=params.skip_special_tokens) if tail else ""
+    return bool(text) and not text.endswith(REPLACEMENT)
+
+
 class StopMatch(NamedTuple):
     """A stop string was found."""
 
@@ -164,12 +172,23 @@ class StopMatch(NamedTuple):
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence so far, and the search for its stop strings."""
+    """The text of one sequence so far, and the search for its stop strings.
+
+    Stop strings are looked for in `text`, and in the same text with the special tokens that it leaves out: these may be
+    a stop string, or a part of one. The second text begins to differ with the first such token.
+    """
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self.text = ""
         self._decoder = make_decoder(tokenizer, params, prompt_token_ids)
         self._stops = params.stop_strings
+        self._left_out = vocabulary_of(tokenizer).specials if self._stops and params.skip_special_tokens else {}
+        self._whole = ""
+        """`text` with the special tokens; "" while that is the same."""
+        self._gaps: list[tuple[int, int]] = []
+        """Where the special tokens begin and end in `_whole`."""
+        self._num_hidden = 0
+        """Their characters, all together."""
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -187,27 +206,54 @@ class IncrementalDetokenizer:
             self._num_tokens += 1
             if index == skipped:
                 break
-            before = len(self.text)
-            self.text += self._decoder.step(token_id)
-            if self._stops and self._num_tokens > self._min_tokens and len(self.text) > before:
-                stop = self._cut_at_stop(before)
+            checked = len(self.text), len(self._whole or self.text)
+            self._append(token_id)
+            if self._stops and self._num_tokens > self._min_tokens:
+                stop = self._cut_at_stop(*checked)
                 if stop is not None:
                     return StopMatch(index + 1, stop)
         return None
 
-    def _cut_at_stop(self, checked: int) -> str | None:
-        """Find the stop string that is complete first, beyond `text[:checked]`, and cut the text there."""
-        found: list[tuple[int, int, str]] = []
-        for stop in self._stops:
-            start = self.text.find(stop, max(0, checked - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
+    def _append(self, token_id: int) -> None:
+        content = self._left_out.get(token_id)
+        if content is not None:
+            self._whole = self._whole or self.text
+            self._gaps.append((len(self._whole), len(self._whole) + len(content)))
+            self._whole += content
+            self._num_hidden += len(content)
+        text = self._decoder.step(token_id)
+        self.text += text
+        if self._gaps:
+            self._whole += text
+
+    def _shown(self, position: int) -> int:
+        """The place in `text` of a place in `_whole`."""
+        hidden = self._num_hidden
+        for start, end in reversed(self._gaps):
+            if end <= position:
+                break
+            hidden -= end - max(start, position)
+        return position - hidden
+
+    def _cut_at_stop(self, checked: int, checked_whole: int) -> str | None:
+        """Find the stop string that is complete first, beyond what was checked before, and cut the text there."""
+        found = self._find(self.text, checked)
+        if self._gaps:
+            whole = self._find(self._whole, checked_whole)
+            found += [(self._shown(end), self._shown(start), stop) for end, start, stop in whole]
         if not found:
             return None
         end, start, stop = min(found)
         self.text = self.text[: end if self._include_stop else start]
         self._stopped = True
         return stop
+
+    def _find(self, text: str, checked: int) -> list[tuple[int, int, str]]:
+        """(end, start, stop) of the stop strings that end beyond `text[:checked]`."""
+        if len(text) == checked:
+            return []
+        starts = [(text.find(stop, max(0, checked - len(stop) + 1)), stop) for stop in self._stops]
+        return [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
 
     def finish(self) -> None:
         """No token will follow: append what was held back as incomplete, unless a stop string has cut the text."""
@@ -219,10 +265,17 @@ class IncrementalDetokenizer:
         """Length of the prefix of `text` that no stop string can take back any more."""
         if self._stopped or self._include_stop:
             return len(self.text)
+        safe = len(self.text) - self._num_held(self.text)
+        if self._gaps:
+            safe = min(safe, self._shown(len(self._whole) - self._num_held(self._whole)))
+        return safe
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
         held = 0
         for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, len(text)), held, -1):
+                if text.endswith(stop[:length]):
                     held = length
                     break
-        return len(self.text) - held
+        return held

@@ -142,7 +142,7 @@ class InputProcessor:
 
     def _check_num_tokens(self, num_tokens: int, qualifier: str = "") -> None:
         limit = self._info.max_model_len
-        if num_tokens >= limit:
+        if num_tokens > limit:
             raise PromptTooLongError(
                 f"the prompt has {qualifier}{num_tokens} tokens, which leaves no room for output: "
                 f"max_model_len is {limit}",
@@ -175,7 +175,7 @@ class InputProcessor:
             self._check_num_tokens(len(token_ids))
         try:
             # One more than fit, of an array or an iterator that may have any number.
-            ids = [operator.index(token_id) for token_id in islice(token_ids, self._info.max_model_len)]
+            ids = [operator.index(token_id) for token_id in islice(token_ids, self._info.max_model_len + 1)]
         except TypeError as error:
             raise InvalidRequestError(f"prompt_token_ids must be integers: {error}", param="prompt") from error
         self._check_num_tokens(len(ids), "at least ")
@@ -222,6 +222,9 @@ class InputProcessor:
                 f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params"
             )
         room = self._info.max_model_len - num_prompt_tokens
+        if room == 0 and params.only_scores:
+            room = 1  # the token after the last one is predicted, and takes no place itself
+        self._check_num_tokens(num_prompt_tokens + (room == 0))
         if params.max_tokens is not None and params.max_tokens > room:
             raise PromptTooLongError(
                 f"max_tokens is {params.max_tokens} and the prompt has {num_prompt_tokens} tokens, together "

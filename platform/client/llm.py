@@ -18,6 +18,7 @@ from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from .adapter_sources import AdapterSources
+from .adapter_templates import adapter_chat_template
 from .adapters import AnyLoRA, lora_of_each, resolve_lora
 from .chat_template import ChatOptions
 from .engine_factory import (
@@ -215,15 +216,21 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the assistant's next turn of one conversation, or of each of a list of them.
 
-        `chat_options` are those of `ChatOptions`; the rest is as in `generate`.
+        `chat_options` are those of `ChatOptions`; the rest is as in `generate`. The chat template in an adapter's
+        folder takes the place of the model's.
         """
         if not isinstance(messages, Sequence) or not messages:
             raise InvalidRequestError("messages must be a non-empty list", param="messages")
-        conversations = [messages] if isinstance(messages[0], dict) else messages
-        prompts: list[Prompt] = [
-            self._input_processor.chat_prompt(conversation, chat_options)  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
+        self._check_open()
+        conversations: Any = [messages] if isinstance(messages[0], dict) else messages
+        known = _KnownAdapters(self._engine, self._demo_adapters)
+        prompts: list[Prompt] = []
+        for conversation, lora in zip(conversations, lora_of_each(lora_request, len(conversations)), strict=True):
+            options = chat_options
+            if options.get("chat_template") is None:
+                local = self._sources.localize_now(resolve_lora(lora, lambda: known))
+                options = {**options, "chat_template": adapter_chat_template(local)}
+            prompts.append(self._input_processor.chat_prompt(conversation, options))
         return self.generate(prompts, sampling_params, lora_request, use_tqdm)
 
     # --- adapters -------------------------------------------------------------------------------------------------

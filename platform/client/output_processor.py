@@ -15,38 +15,16 @@ from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta, TokenLogprobs
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .detokenizer import IncrementalDetokenizer
+from .detokenizer import IncrementalDetokenizer, has_text_before
+from .vocabulary import TokenTexts, logprobs_without_text, vocabulary_of
 
 logger = logging.getLogger(__name__)
-
-
-class TokenTexts:
-    """Texts of single tokens for log-probabilities, remembered."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}  # at most one entry a token of the vocabulary
-
-    def __getitem__(self, token_id: int) -> str:
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._tokenizer.decode([token_id])
-        return text
-
-    def logprobs(self, position: TokenLogprobs, *, with_text: bool) -> dict[int, Logprob]:
-        """One position's log-probabilities by token id: the token itself first, then the top ones."""
-        result: dict[int, Logprob] = {}
-        for index, (token_id, logprob) in enumerate(zip(position.token_ids, position.logprobs, strict=True)):
-            rank = position.rank if index == 0 else index
-            if token_id not in result:
-                result[token_id] = Logprob(logprob, rank, self[token_id] if with_text else None)
-        return result
 
 
 class SequenceState:
     """One of a request's sequences: everything generated so far, and how much of it has been taken."""
 
-    def __init__(self, index: int, request: EngineRequest, tokenizer: Any, texts: TokenTexts) -> None:
+    def __init__(self, index: int, request: EngineRequest, tokenizer: Any) -> None:
         params = request.params
         self.index = index
         self.request_id = request.request_id
@@ -58,8 +36,11 @@ class SequenceState:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.speculation: SpeculationCounts | None = None
-        self._texts = texts
-        self._with_text = params.detokenize
+        self._include_stop = params.include_stop_str_in_output
+        self._texts: TokenTexts | None = None
+        if params.detokenize and params.logprobs is not None:
+            at_start = not has_text_before(tokenizer, params, request.prompt_token_ids)
+            self._texts = TokenTexts(vocabulary_of(tokenizer), params.skip_special_tokens, at_start)
         self._detokenizer = (
             IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids) if params.detokenize else None
         )
@@ -72,17 +53,25 @@ class SequenceState:
         token_ids, finish_reason = delta.token_ids, delta.finish_reason
         stop_reason: int | str | None = delta.stop_reason
         stopped_here = False
+        # The last token is not in the text when it has ended the sequence by itself.
+        is_shown, is_last = finish_reason != "stop" or self._include_stop, finish_reason is not None
         if self._detokenizer is not None:
             match = self._detokenizer.update(token_ids, ends_with_stop_token=finish_reason == "stop")
             if match is not None:
                 stopped_here = finish_reason is None
                 token_ids, finish_reason, stop_reason = token_ids[: match.num_tokens], "stop", match.stop
+                is_shown, is_last = True, False
         self.token_ids.extend(token_ids)
         num_accepted = min(delta.num_accepted, len(token_ids))
         self.drafted += [True] * num_accepted + [False] * (len(token_ids) - num_accepted)
         if self.logprobs is not None and delta.logprobs is not None:
-            for position in delta.logprobs[: len(token_ids)]:
-                self.logprobs.append(self._texts.logprobs(position, with_text=self._with_text))
+            positions, texts = delta.logprobs[: len(token_ids)], self._texts
+            for i, position in enumerate(positions, 1 - len(positions)):
+                self.logprobs.append(
+                    logprobs_without_text(position)
+                    if texts is None
+                    else texts.logprobs(position, is_last=is_last and i == 0, is_shown=is_shown or i < 0)
+                )
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + position.logprobs[0]
         if delta.speculation is not None:
             self.speculation = delta.speculation
@@ -128,7 +117,7 @@ class RequestState:
     """A running request with its `n` sequences."""
 
     def __init__(
-        self, request_id: str, sequences: list[SequenceState], first: EngineRequest, prompt: str | None
+        self, request_id: str, sequences: list[SequenceState], first: EngineRequest, prompt: str | None, tokenizer: Any
     ) -> None:
         self.request_id = request_id
         self.sequences = sequences
@@ -138,7 +127,7 @@ class RequestState:
         self._prompt_token_ids = first.prompt_token_ids
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._lora = first.lora
-        self._with_text = first.params.detokenize
+        self._tokenizer = tokenizer if first.params.detokenize else None
 
     @property
     def finished(self) -> bool:
@@ -154,7 +143,7 @@ class RequestState:
         """Engine ids of the sequences that are not complete."""
         return [sequence.request_id for sequence in self.sequences if sequence.finish_reason is None]
 
-    def update(self, sequence: SequenceState, delta: TokenDelta, texts: TokenTexts) -> bool:
+    def update(self, sequence: SequenceState, delta: TokenDelta) -> bool:
         """Fold in a delta of one sequence; see `SequenceState.update`."""
         metrics = self.metrics
         if delta.token_ids and metrics.first_token_time is None:
@@ -164,14 +153,22 @@ class RequestState:
             metrics.queue_seconds = max(metrics.queue_seconds, delta.queue_seconds)
             metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = [
-                None if position is None else texts.logprobs(position, with_text=self._with_text)
-                for position in delta.prompt_logprobs
-            ]
+            self._prompt_logprobs = self._read_prompt(delta.prompt_logprobs)
         stopped_here = sequence.update(delta)
         if self.finished:
             self.close()
         return stopped_here
+
+    def _read_prompt(self, positions: list[TokenLogprobs | None]) -> list[dict[int, Logprob] | None]:
+        if self._tokenizer is None:
+            return [None if position is None else logprobs_without_text(position) for position in positions]
+        texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
+        result: list[dict[int, Logprob] | None] = []
+        for token_id, position in zip(self._prompt_token_ids, positions, strict=True):
+            if position is None:
+                texts.next(token_id)
+            result.append(None if position is None else texts.logprobs(position))
+        return result
 
     def close(self) -> None:
         """Set the metrics that are known at the end."""
@@ -226,7 +223,6 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer)
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceState]] = {}
 
@@ -238,10 +234,8 @@ class OutputProcessor:
         taken = [request.request_id for request in requests if request.request_id in self._sequences]
         if taken or request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is already running", param="request_id")
-        sequences = [
-            SequenceState(index, request, self._tokenizer, self._texts) for index, request in enumerate(requests)
-        ]
-        state = RequestState(request_id, sequences, requests[0], prompt)
+        sequences = [SequenceState(index, request, self._tokenizer) for index, request in enumerate(requests)]
+        state = RequestState(request_id, sequences, requests[0], prompt, self._tokenizer)
         self._requests[request_id] = state
         for sequence in sequences:
             self._sequences[sequence.request_id] = (state, sequence)
@@ -259,7 +253,7 @@ class OutputProcessor:
             try:
                 if delta.error is not None:
                     raise error_from_info(delta.error)
-                if state.update(sequence, delta, self._texts):
+                if state.update(sequence, delta):
                     aborts.append(sequence.request_id)
             except OutriderError as error:
                 aborts.extend(self._fail(state, error))

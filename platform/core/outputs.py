@@ -15,6 +15,10 @@ class Logprob(NamedTuple):
     rank: int
     """1 for the most likely token."""
     decoded_token: str | None = None
+    """Joined over the chosen tokens the text: a character belongs to the token that completes it, those before have "".
+    An alternative that is a part of a character is written "bytes:\\xe4"."""
+    token_bytes: bytes | None = None
+    """The token's part of the text's UTF-8; empty for tokens that the text leaves out. None without texts."""
 
 
 @dataclass(slots=True)

@@ -246,6 +246,12 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def only_scores(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted with no more than the one token that comes with them: such
+        a prompt may fill the whole context."""
+        return self.prompt_logprobs is not None and self.max_tokens == 1
+
+    @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return self.stop if isinstance(self.stop, list) else []

@@ -222,7 +222,7 @@ class EngineCore:
         limit, length = self._config.scheduler.max_model_len, len(request.prompt_token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if length >= limit:
+        if length + (not request.params.only_scores) > limit:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens; at most {limit - 1} fit max_model_len {limit}", param="prompt"
             )

@@ -39,7 +39,7 @@ async def create_chat_completion(request: Request) -> Response:
     serving.check_ready()
     check_call(request)
     params = _sampling_params(serving, body)
-    prompt = await serving.chat_prompt(normalize_messages(body.messages), body)
+    prompt = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
     job = Job(
         new_request_id("chatcmpl"),
         [prompt],

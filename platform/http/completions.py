@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ..client.vocabulary import TokenTexts, vocabulary_of
 from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
 from .accounting import check_call, limit_headers
@@ -17,7 +18,7 @@ from .adapters import choose_adapter, discover_adapters
 from .body import documented, read_waiting_body
 from .generation import Collected, PromptFacts, collect, draft_status, generate
 from .job import Event, Job, now
-from .logprobs import CompletionLogprobs, Token, prompt_logprobs
+from .logprobs import CompletionLogprobs, Token, prompt_logprobs, token_text
 from .protocol import CompletionRequest
 from .serving import Serving, new_request_id, principal_of, serving_of
 from .stream import ChunkWriter, dumps, stream_response, until_disconnect
@@ -48,7 +49,7 @@ async def create_completion(request: Request) -> Response:
         body.priority or 0,
         body.cache_salt or "",
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        keeps_output=not _only_echo(body),
+        keeps_output=not _only_scores(body),
         principal=principal,
         endpoint="/v1/completions",
         model=model,
@@ -71,17 +72,18 @@ async def create_completion(request: Request) -> Response:
     return JSONResponse(fixed | render.answer(collected), headers=limit_headers(request))
 
 
-def _only_echo(body: CompletionRequest) -> bool:
-    """`max_tokens` 0 with `echo`: the prompt's log-probabilities are wanted, and no text."""
-    return bool(body.echo) and body.max_tokens == 0
+def _only_scores(body: CompletionRequest) -> bool:
+    """`max_tokens` 0: the prompt or its log-probabilities are wanted, and no text."""
+    return body.max_tokens == 0 and (bool(body.echo) or body.prompt_logprobs is not None)
 
 
 def _sampling_params(body: CompletionRequest) -> SamplingParams:
     changes: dict[str, Any] = {}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None and not body.stream:
         changes["prompt_logprobs"] = body.logprobs
-    if _only_echo(body):
+    if _only_scores(body):
         changes["max_tokens"] = 1  # the engine always generates; the token is thrown away
+        changes.setdefault("prompt_logprobs", body.prompt_logprobs or 0)  # then the prompt may fill the context
     params = body.sampling_params(**changes)
     if body.max_tokens is None:
         params.max_tokens = None  # the job decides, prompt by prompt
@@ -96,7 +98,6 @@ class _Completions:
         self._body = body
         self._job = job
         self._n = job.params.n
-        self._special = frozenset(self._tokenizer.all_special_ids)
         self._started: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._plain = body.logprobs is None and not (body.return_token_ids or body.return_draft_status)
@@ -107,7 +108,7 @@ class _Completions:
             "choices": [self._choice(i, collected) for i in range(len(collected.choices))],
             "usage": collected.totals.usage(),
         }
-        if _only_echo(self._body):
+        if _only_scores(self._body):
             usage = answer["usage"]
             usage.update(completion_tokens=0, total_tokens=usage["prompt_tokens"])
         if self._body.return_metrics:
@@ -119,7 +120,7 @@ class _Completions:
         prompt = collected.prompts[choice.prompt_index]
         body = self._body
         echo = self._prompt_text(choice.prompt_index, prompt.token_ids) if body.echo else ""
-        drop = _only_echo(body)
+        drop = _only_scores(body)
         token_ids = [] if drop else choice.token_ids
         entries: list[Any] = [] if drop else list(choice.logprobs)
         result: dict[str, Any] = {
@@ -155,18 +156,25 @@ class _Completions:
         else:
             end = len(token_ids)
         entries = prompt.logprobs or [None] * len(token_ids)
-        return [
-            Token(t, entry, hidden <= i < end, "" if entry else self._tokenizer.decode([t]))
-            for i, (t, entry) in enumerate(zip(token_ids, entries, strict=True))
-        ]
+        texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
+        tokens = []
+        for i, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
+            if i == hidden:
+                texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
+            token, _ = texts.next(token_id, is_last=i == end - 1)
+            tokens.append(Token(token_id, entry, hidden <= i < end, token))
+        return tokens
 
-    def _generated(self, token_ids: list[int], entries: Sequence[dict[int, Logprob] | None]) -> list[Token]:
-        skip = self._body.skip_special_tokens is not False
-        return [Token(t, entry, not (skip and t in self._special)) for t, entry in zip(token_ids, entries, strict=True)]
+    def _generated(self, token_ids: list[int], entries: Sequence[dict[int, Logprob]]) -> list[Token]:
+        tokens = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            chosen = entry[token_id]
+            tokens.append(Token(token_id, entry, chosen.token_bytes != b"", token_text(token_id, chosen)))
+        return tokens
 
     def _prompt_text(self, prompt_index: int, token_ids: list[int]) -> str:
         prompt = self._body.prompts[prompt_index]
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(token_ids))
+        return prompt if isinstance(prompt, str) else vocabulary_of(self._tokenizer).decode(token_ids)
 
     def choices(self, event: Event) -> list[str]:
         """See ChunkEncoder."""

@@ -76,7 +76,7 @@ class Job:
         return Demand(
             prompt_tokens=tuple(map(len, self.prompts)),
             n=self.params.n,
-            max_tokens=self.params.max_tokens,
+            max_tokens=self.params.max_tokens if self.keeps_output else 0,
             default_max_tokens=self.default_max_tokens,
             max_tokens_field=self.max_tokens_field,
         )

@@ -17,7 +17,8 @@ def _value(entry: Logprob) -> float:
     return max(entry.logprob, FLOOR)
 
 
-def _text(token_id: int, entry: Logprob) -> str:
+def token_text(token_id: int, entry: Logprob) -> str:
+    """The token as an answer writes it."""
     return entry.decoded_token if entry.decoded_token is not None else f"token_id:{token_id}"
 
 
@@ -34,8 +35,7 @@ class Token(NamedTuple):
     """None where nothing is known: the first prompt token."""
     shown: bool
     """Whether its text is in the answer's: special tokens may not be."""
-    text: str = ""
-    """Where there are no `entries`."""
+    text: str
 
 
 class CompletionLogprobs:
@@ -56,24 +56,22 @@ class CompletionLogprobs:
                 values.append(None)
                 tops.append(None)
             else:
-                chosen = entry[token_id]
-                text = _text(token_id, chosen)
-                values.append(_value(chosen))
-                tops.append(self._by_text(token_id, entry))
+                values.append(_value(entry[token_id]))
+                tops.append(self._by_text(token_id, entry, text))
             tokens.append(text)
             offsets.append(self._offset)
             self._offset += len(text) if shown else 0
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
-    def _by_text(self, token_id: int, entries: Entries) -> dict[str, float]:
-        """The most likely tokens and the chosen one. Where two have the same text, as pieces of a character do, the
+    def _by_text(self, token_id: int, entries: Entries, chosen: str) -> dict[str, float]:
+        """The most likely tokens and the chosen one, which has the text `chosen`. Where two have the same text, the
         less likely one is called "token_id:N"."""
         top = _top(entries, self._count)
         if all(i != token_id for i, _ in top):
             top.append((token_id, entries[token_id]))
         result: dict[str, float] = {}
         for i, entry in top:
-            text = _text(i, entry)
+            text = chosen if i == token_id else token_text(i, entry)
             result[f"token_id:{i}" if text in result else text] = _value(entry)
         return result
 
@@ -89,8 +87,9 @@ def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entries], count: i
 
 
 def _chat_item(token_id: int, entry: Logprob) -> dict[str, Any]:
-    text = _text(token_id, entry)
-    return {"token": text, "logprob": _value(entry), "bytes": list(text.encode("utf-8", "surrogatepass"))}
+    text = token_text(token_id, entry)
+    data = entry.token_bytes if entry.token_bytes is not None else text.encode("utf-8", "surrogatepass")
+    return {"token": text, "logprob": _value(entry), "bytes": list(data)}
 
 
 def prompt_logprobs(entries: Sequence[Entries | None]) -> list[dict[str, dict[str, Any]] | None]:

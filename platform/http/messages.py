@@ -12,7 +12,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _NULL_FIELDS = {"refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning", "reasoning_content"}
 
 
-def normalize_messages(messages: list[Any]) -> list[dict[str, str]]:
+def normalize_messages(messages: list[Any]) -> list[dict[str, Any]]:
     """Check `messages` and reduce them to role, content and, where given, name.
 
     Raises:
@@ -23,7 +23,7 @@ def normalize_messages(messages: list[Any]) -> list[dict[str, str]]:
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _message(message: Any, place: str) -> dict[str, str]:
+def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequestError(f"{place} must be an object", param=place)
     role = message.get("role")
@@ -39,7 +39,7 @@ def _message(message: Any, place: str) -> dict[str, str]:
     content = message.get("content")
     if content is None and role == "assistant":
         content = ""  # so says the API of a message that had no text
-    result = {"role": _ROLES[role], "content": _content(content, f"{place}.content")}
+    result: dict[str, Any] = {"role": _ROLES[role], "content": _content(content, f"{place}.content")}
     name = message.get("name")
     if name is not None:
         if not isinstance(name, str):
@@ -48,12 +48,19 @@ def _message(message: Any, place: str) -> dict[str, str]:
     return result
 
 
-def _content(content: Any, place: str) -> str:
+def num_chars(message: dict[str, Any]) -> int:
+    """Characters in the content of a checked message."""
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+
+
+def _content(content: Any, place: str) -> str | list[dict[str, str]]:
+    """A string as it is, parts as parts: the chat template is given the form that it reads."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{place} must be a string or a list of text parts", param=place)
-    return "\n".join(_part(part, f"{place}[{i}]") for i, part in enumerate(content))
+    return [{"type": "text", "text": _part(part, f"{place}[{i}]")} for i, part in enumerate(content)]
 
 
 def _part(part: Any, place: str) -> str:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from ..client.adapter_templates import adapter_chat_template
+from ..core.adapter_names import split_engine_name
 from ..core.errors import InvalidRequestError, PermissionDeniedError, ShuttingDownError
+from ..core.lora_request import LoRA
 from ..tenancy.principal import Principal
 from ..tenancy.queue_bound import Bounds, QueueBound
 from .adapter_policy import AdapterPolicy
 from .config import ServerConfig
 from .errors import EngineUnavailableError
 from .hardening import BODIES_IN_MEMORY, BodyMemory
+from .messages import num_chars
 from .metrics import Metrics
 from .observation import current_note
 from .prefix_follower import PrefixFollower
@@ -143,23 +147,33 @@ class Serving:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    async def chat_prompt(self, messages: list[dict[str, str]], request: TemplateFields) -> list[int]:
+    async def chat_prompt(
+        self, messages: list[dict[str, Any]], request: TemplateFields, lora: LoRA | None = None
+    ) -> list[int]:
         """Token ids of `messages` under the chat template; unless `request` says otherwise, the template alone writes
-        special tokens.
+        special tokens. The template is the request's, the server's, the adapter's or the model's, in this order.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or the request may not bring one.
+            AdapterError: the adapter's template cannot be read.
         """
         if request.chat_template is not None and not self.config.trust_request_chat_template:
             raise InvalidRequestError(
                 "chat_template is taken from requests only when the server runs with --trust-request-chat-template",
                 param="chat_template",
             )
-        if sum(len(message["content"]) for message in messages) > _LONG_TEXT:
-            return await asyncio.to_thread(self._chat_prompt, messages, request)
-        return self._chat_prompt(messages, request)
+        template = request.chat_template or self.config.chat_template
+        if template is None and lora is not None and self._trusts_template(lora):
+            template = await asyncio.to_thread(adapter_chat_template, await self.llm.sources.localize(lora))
+        if sum(map(num_chars, messages)) > _LONG_TEXT:
+            return await asyncio.to_thread(self._chat_prompt, messages, request, template)
+        return self._chat_prompt(messages, request, template)
 
-    def _chat_prompt(self, messages: list[dict[str, str]], request: TemplateFields) -> list[int]:
+    def _trusts_template(self, lora: LoRA) -> bool:
+        """Whether those who run the server brought the adapter: a template is a program that can loop."""
+        return self.config.trust_request_chat_template or not split_engine_name(lora.name)[0]
+
+    def _chat_prompt(self, messages: list[dict[str, Any]], request: TemplateFields, template: str | None) -> list[int]:
         continue_final = bool(request.continue_final_message)
         generation = request.add_generation_prompt
         rendered = self.llm.input_processor.chat_prompt(
@@ -167,7 +181,7 @@ class Serving:
             {
                 "add_generation_prompt": not continue_final if generation is None else generation,
                 "continue_final_message": continue_final,
-                "chat_template": request.chat_template or self.config.chat_template,
+                "chat_template": template,
                 "chat_template_kwargs": request.chat_template_kwargs,
             },
         )

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ..client.vocabulary import vocabulary_of
 from ..core.errors import InvalidRequestError
 from .accounting import charge_call
 from .adapters import adapter_of_model
@@ -30,11 +31,11 @@ async def tokenize(request: Request) -> Response:
     charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)
-    adapter_of_model(models, body.model)
+    lora = adapter_of_model(models, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages", param="prompt")
     if body.messages is not None:
-        tokens = await serving.chat_prompt(normalize_messages(body.messages), body)
+        tokens = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
     else:
         special = body.add_special_tokens is None or body.add_special_tokens
         tokens = await serving.encode(body.prompt or "", add_special_tokens=special)
@@ -62,4 +63,4 @@ async def detokenize(request: Request) -> Response:
     for i, token in enumerate(body.tokens):
         if not 0 <= token < size:
             raise InvalidRequestError(f"{token} is not a token id: they go from 0 to {size - 1}", param=f"tokens[{i}]")
-    return JSONResponse({"prompt": serving.llm.tokenizer.decode(body.tokens)})
+    return JSONResponse({"prompt": vocabulary_of(serving.llm.tokenizer).decode(body.tokens)})

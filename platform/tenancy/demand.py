@@ -17,7 +17,7 @@ class Demand:
     prompt_tokens: tuple[int, ...]
     n: int = 1
     max_tokens: int | None = None
-    """As the client asked; None: it did not say."""
+    """As the client asked; None: it did not say. 0: the prompts are only scored."""
     default_max_tokens: int | None = None
     """Where it did not: this many, or fewer; None: as many as fit."""
     max_tokens_field: str = "max_tokens"
@@ -73,7 +73,7 @@ def _least(values: Iterable[int | None]) -> int | None:
 
 def _check_prompts(demand: Demand, context: int | None) -> None:
     longest = max(demand.prompt_tokens)
-    if context is not None and longest >= context:
+    if context is not None and longest + (demand.max_tokens != 0) > context:
         raise PromptTooLongError(
             f"the prompt has {longest} tokens, which leaves no room for output: max_context_tokens of this tenant or "
             f"key is {context}",

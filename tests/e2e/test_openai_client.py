@@ -91,6 +91,37 @@ def test_logprobs(client):
     assert all(item.logprob == max(top.logprob for top in item.top_logprobs) for item in content)  # greedy
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_the_tokens_are_the_text(client, stream):
+    options = {"messages": HELLO, "logprobs": True, "top_logprobs": 0, "max_tokens": 60, "temperature": 2.0, "seed": 5}
+    answer = client.chat.completions.create(model="outrider-demo", stream=stream, **options)
+    choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+    text = "".join((c.delta if stream else c.message).content or "" for c in choices)
+    items = [item for c in choices if c.logprobs for item in c.logprobs.content]
+    data = b"".join(bytes(item.bytes) for item in items)
+    assert data.decode(errors="replace") == text
+    assert "".join(item.token for item in items if item.bytes) == text
+    assert len(items) > len(text.split())
+
+
+@pytest.mark.parametrize("prompt", ["Zoë 😀 says", "  two\n\nlines "])
+def test_tokens_of_an_echo_join_to_the_text(client, prompt):
+    answer = client.completions.create(
+        model="outrider-demo", prompt=prompt, echo=True, logprobs=2, max_tokens=30, temperature=2.0, seed=5
+    )
+    [choice], offset = answer.choices, 0
+    logprobs = choice.logprobs
+    for token, at, following in zip(
+        logprobs.tokens, logprobs.text_offset, [*logprobs.text_offset[1:], len(choice.text)], strict=True
+    ):
+        assert at == offset
+        assert choice.text[at:following] in (token, "")  # a special token has no place in the text
+        offset = following
+    assert offset == len(choice.text)
+    for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True):
+        assert token in top
+
+
 def test_completion_echo_with_logprobs(client):
     answer = client.completions.create(
         model="outrider-demo", prompt="The capital of France", echo=True, logprobs=1, max_tokens=2, temperature=0
@@ -109,6 +140,21 @@ def test_stop_string(client):
     answer = client.completions.create(**options, stop=[stop])
     assert answer.choices[0].text == text[: text.index(stop)]
     assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_stop_string_that_is_a_special_token(client, http, speculative):
+    options = {"model": "outrider-demo", "messages": HELLO, "max_tokens": 200, "temperature": 0}
+    extra = {"speculative": speculative, "return_token_ids": True}
+    whole = client.chat.completions.create(**options, extra_body=extra).choices[0]
+    assert whole.finish_reason == "stop"
+    end = http.post("/detokenize", json={"tokens": whole.token_ids[-1:]}).json()["prompt"]
+    assert end
+    assert end not in whole.message.content
+    for stop in ([end], [whole.message.content[-1] + end]):
+        got = client.chat.completions.create(**options, stop=stop, extra_body={**extra, "ignore_eos": True}).choices[0]
+        assert (got.finish_reason, got.stop_reason, got.token_ids) == ("stop", stop[0], whole.token_ids)
+        assert got.message.content == whole.message.content[: len(whole.message.content) + len(end) - len(stop[0])]
 
 
 def test_prefix_cache_is_in_the_usage(client):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider import LoRARequest, SamplingParams
-from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.errors import InvalidRequestError, PromptTooLongError
 from outrider.platform.core.messages import EngineRequest
 
 VOCAB = 160
@@ -156,6 +156,26 @@ def test_a_drafter_whose_logits_are_not_finite_changes_nothing(models, make_engi
 def test_prompt_logprobs_of_one_token_are_one_none(make_engine, run):
     (got,) = run(make_engine(), [([5], SamplingParams(max_tokens=1, prompt_logprobs=1))])
     assert got.prompt_logprobs == [None]
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model", "eagle"])
+def test_a_prompt_of_the_whole_context_is_scored(models, make_engine, run, method):
+    length = 64
+    ids = [3 + i % 50 for i in range(length)]
+    with torch.no_grad():
+        want = models.reference()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    config = models.speculative(method, 3)
+    engine = make_engine(max_model_len=length, max_num_batched_tokens=24, speculative_config=config)
+    params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0.0, ignore_eos=True)
+    other = (ids[:9], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
+    got, shorter = run(engine, [(ids, params), other])
+    assert (got.token_ids, got.finish_reason) == ([int(want[-1].argmax())], "length")
+    assert len(shorter.token_ids) == 20
+    assert [entry.logprobs[0] for entry in got.prompt_logprobs[1:]] == pytest.approx(
+        [float(want[i, token]) for i, token in enumerate(ids[1:])], abs=1e-4
+    )
+    with pytest.raises(PromptTooLongError):
+        engine.add_request(EngineRequest("x", [*ids, 3], params))
 
 
 @pytest.mark.parametrize(

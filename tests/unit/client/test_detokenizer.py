@@ -29,6 +29,8 @@ class Slow:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
+        self.added_tokens_decoder = tokenizer.added_tokens_decoder
+
     def decode(self, token_ids: list[int], **options: Any) -> str:
         return self._tokenizer.decode(token_ids, **options)
 
@@ -182,6 +184,50 @@ def test_streamed_text_is_never_taken_back_and_held_no_longer_than_needed(tokeni
         assert len(held) < len(stop)
     detokenizer.finish()
     assert detokenizer.text == text.split(stop)[0]
+
+
+@given(
+    parts=st.lists(st.sampled_from(["a", "b", "é", "<|user|>", "<|assistant|>"]), max_size=12),
+    stops=st.lists(
+        st.sampled_from(["<|user|>", "a<|user|>", "<|user|>b", "|><|", "ab", "é<|assistant|>a"]), min_size=1, max_size=3
+    ),
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    include=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_stops_see_the_special_tokens_that_the_text_leaves_out(
+    tokenizer: Any, parts: list[str], stops: list[str], sizes: list[int], include: bool
+) -> None:
+    def shown(text: str) -> str:
+        return text.replace("<|user|>", "").replace("<|assistant|>", "")
+
+    ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
+    params = SamplingParams(stop=stops, max_tokens=99, include_stop_str_in_output=include)
+    got, kept, stop = one = chunked(tokenizer, ids, [1], params)
+    assert chunked(tokenizer, ids, sizes, params) == one
+    assert not any(s in got for s in stops) or include
+    whole, left_out = "".join(parts), shown("".join(parts))
+    seen = tokenizer.decode(ids[:kept])
+    if stop is None:
+        assert got == left_out
+        assert not any(s in whole or s in left_out for s in stops)
+    else:
+        assert stop in seen or stop in shown(seen)
+        assert left_out.startswith(got)
+        assert not any(s in tokenizer.decode(ids[: kept - 1]) for s in stops)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_text_before_a_stop_with_a_special_token_is_held_back(tokenizer: Any, slow: bool) -> None:
+    ids = tokenizer.encode("ab<|user|>c<|user|>ab<|assistant|>", add_special_tokens=False)
+    if slow:
+        tokenizer = Slow(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop="b<|user|>d", max_tokens=99), [])
+    held = []
+    for token in ids:
+        assert detokenizer.update([token]) is None
+        held.append(detokenizer.text[detokenizer.num_safe_chars() :])
+    assert held == ["", "b", "b", "", "", "", "b", "b"]
 
 
 def test_stop_token_is_not_in_the_text_unless_asked_for(tokenizer: Any) -> None:

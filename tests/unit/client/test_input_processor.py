@@ -260,7 +260,7 @@ def test_much_too_long_a_text_is_refused_before_it_is_tokenized(
     processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest = max(map(len, processor.tokenizer.get_vocab()))
-    fits = ("<|assistant|>" * MAX_MODEL_LEN)[: longest * MAX_MODEL_LEN]
+    fits = "a" * (longest * MAX_MODEL_LEN)
     with pytest.raises(PromptTooLongError, match="tokens"):  # found by the tokenizer
         processor.parse_prompt(fits)
     monkeypatch.setattr(type(processor.tokenizer), "encode", lambda *_, **__: pytest.fail("tokenized"))
@@ -274,6 +274,20 @@ def test_much_too_long_a_text_is_refused_before_it_is_tokenized(
 
 @pytest.mark.parametrize("make", [list, tuple, iter])
 def test_the_length_is_checked_before_the_ids(processor: InputProcessor, make: Any) -> None:
-    ids: list[Any] = [5] * MAX_MODEL_LEN + ["not an id"] * 10
+    ids: list[Any] = [5] * (MAX_MODEL_LEN + 1) + ["not an id"] * 10
     with pytest.raises(PromptTooLongError):
         processor.parse_prompt(make(ids))
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_context(processor: InputProcessor) -> None:
+    whole = [5] * MAX_MODEL_LEN
+    [request] = processor.process("r", whole, SamplingParams(prompt_logprobs=0, max_tokens=1))
+    assert (len(request.prompt_token_ids), request.params.max_tokens) == (MAX_MODEL_LEN, 1)
+    for prompt, params in (
+        ([*whole, 5], SamplingParams(prompt_logprobs=0, max_tokens=1)),
+        (whole, SamplingParams(prompt_logprobs=0, max_tokens=2)),
+        (whole, SamplingParams(prompt_logprobs=0, max_tokens=None)),
+        (whole, SamplingParams(max_tokens=1)),
+    ):
+        with pytest.raises(PromptTooLongError):
+            processor.process("r", prompt, params)

@@ -167,6 +167,15 @@ def test_engine_that_forgets_a_request_is_noticed(llm: LLM, monkeypatch: pytest.
         llm.generate("hello", use_tqdm=False)
 
 
+def test_chat_uses_the_template_of_each_adapter(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    lora, turn = LoRARequest("own", path=tmp_path), [{"role": "user", "content": "hello"}]
+    outputs = llm.chat([turn, turn], SHORT, [lora, None], use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["[user] hello", "<|user|>hello</s><|assistant|>"]
+    [output] = llm.chat(turn, SHORT, lora, use_tqdm=False, chat_template="{{ messages[0].content }}")
+    assert output.prompt == "hello"
+
+
 def test_chat(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hello"}]
     [output] = llm.chat(conversation, SHORT, use_tqdm=False)

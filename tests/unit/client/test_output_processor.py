@@ -110,13 +110,13 @@ def test_logprobs(processor: OutputProcessor, tokenizer: Any) -> None:
     delta.prompt_logprobs = [None, TokenLogprobs([b, b], [-1.5, -1.5], 1)]
     processor.process([delta])
     output = state.take(delta=True)
-    assert output.outputs[0].logprobs == [{a: (-3.0, 7, "a"), b: (-1.0, 1, "b"), c: (-2.0, 2, "c")}]
+    assert output.outputs[0].logprobs == [{a: (-3.0, 7, "a", b"a"), b: (-1.0, 1, "b", b"b"), c: (-2.0, 2, "c", b"c")}]
     assert list(output.outputs[0].logprobs[0]) == [a, b, c]
-    assert output.prompt_logprobs == [None, {b: (-1.5, 1, "b")}]
+    assert output.prompt_logprobs == [None, {b: (-1.5, 1, "b", b"b")}]
     processor.process([TokenDelta("r", [b], [TokenLogprobs([b, b], [-0.5, -0.5], 1)], finish_reason="length")])
     last = state.take(delta=True)
     assert last.prompt_logprobs is None
-    assert last.outputs[0].logprobs == [{b: (-0.5, 1, "b")}]
+    assert last.outputs[0].logprobs == [{b: (-0.5, 1, "b", b"b")}]
     assert last.outputs[0].cumulative_logprob == -3.5
 
 
@@ -125,7 +125,7 @@ def test_without_detokenization(processor: OutputProcessor, tokenizer: Any) -> N
     processor.process([TokenDelta("r", [70], [TokenLogprobs([70], [-1.0], 1)], finish_reason="length")])
     [output] = state.take().outputs
     assert (output.text, output.token_ids) == ("", [70])
-    assert output.logprobs == [{70: (-1.0, 1, None)}]
+    assert output.logprobs == [{70: (-1.0, 1, None, None)}]
 
 
 def test_n_sequences_end_one_by_one(processor: OutputProcessor, tokenizer: Any) -> None:

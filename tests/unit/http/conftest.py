@@ -50,7 +50,9 @@ class CharTokenizer:
         return [chr(i) for i in ids]
 
     def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool, **options: Any) -> str:
-        text = "".join(f"{m['role'][0]}:{m['content']}|" for m in conversation)
+        template = options.get("chat_template") or self.chat_template
+        text = "" if template == self.chat_template else template  # a template is said by itself
+        text += "".join(f"{m['role'][0]}:{m['content']}|" for m in conversation)
         return text + "a:" * add_generation_prompt
 
 

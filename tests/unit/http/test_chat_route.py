@@ -136,7 +136,7 @@ def test_generation_prompt_can_be_left_out(http, llm):
     chat(http, add_generation_prompt=False)
     assert prompt_of(llm) == "u:hi|"
     chat(http, continue_final_message=True, messages=[*HELLO, {"role": "assistant", "content": "So"}])
-    assert prompt_of(llm) == "u:hi|a:So|"
+    assert prompt_of(llm) == "u:hi|a:So"
 
 
 @pytest.mark.parametrize(
@@ -197,3 +197,42 @@ def test_long_conversations_are_rendered_off_the_event_loop(http, llm, monkeypat
 def test_special_tokens_on_top_of_the_templates(http, llm):
     chat(http, add_special_tokens=True)
     assert llm.calls[0]["prompt"]["prompt_token_ids"][0] == 1
+
+
+def test_an_adapters_own_template_is_used(http, llm, make_http, tmp_path):
+    def tokens(model: str) -> list[int]:
+        return http.post("/tokenize", {"model": model, "messages": HELLO}).json()["tokens"]
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    http.load_adapter("own", str(tmp_path))
+    http.load_adapter("other")
+    assert tokens("own") == tokens("base")
+    for file, content in (
+        ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default", "template": "listed "}]})),
+        ("tokenizer_config.json", json.dumps({"chat_template": "config "})),
+        ("chat_template.jinja", "jinja "),
+    ):
+        (tmp_path / file).write_text(content)
+        expected = content if file.endswith("jinja") else json.loads(content)["chat_template"]
+        expected = expected if isinstance(expected, str) else "listed "
+        chat(http, model="own")
+        assert prompt_of(llm) == f"{expected}u:hi|a:"
+        assert llm.tokenizer.decode(tokens("own")) == prompt_of(llm)
+    for model in ("base", "other", "own:0.5+other:0.5"):
+        chat(http, model=model)
+        assert prompt_of(llm) == "u:hi|a:"
+    forced = make_http(chat_template="server ")
+    forced.load_adapter("forced", str(tmp_path))
+    chat(forced, model="forced")
+    assert prompt_of(llm) == "server u:hi|a:"
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"["])
+def test_an_adapters_template_that_cannot_be_read_is_an_error_of_the_adapter(http, tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    http.load_adapter("own", str(tmp_path))
+    response = http.post("/v1/chat/completions", {"model": "own", "messages": HELLO})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "InvalidAdapter"
+    assert "tokenizer_config.json" in response.json()["error"]["message"]

@@ -135,7 +135,10 @@ def test_tokens_of_equal_text_stay_apart(http, llm, monkeypatch):
 @pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 1, 1]), (False, [0, 1, 4])])
 def test_special_tokens_that_are_not_shown_take_no_room(http, llm, monkeypatch, skip, offsets, stream):
     llm.reply = "a\x02b"
-    monkeypatch.setattr(llm, "_logprobs", lambda count, c: [{ord(c): Logprob(-1.0, 1, "EOS" if c < "a" else c)}])
+    text, data = ("EOS", b"" if skip else b"EOS")
+    monkeypatch.setattr(
+        llm, "_logprobs", lambda _, c: [{ord(c): Logprob(-1.0, 1, *((text, data) if c < "a" else (c, c.encode())))}]
+    )
     response = complete(http, logprobs=0, skip_special_tokens=skip, stream=stream)
     answers = events(response) if stream else [response.json()]
     assert [o for a in answers for o in a["choices"][0]["logprobs"]["text_offset"]] == offsets
@@ -171,6 +174,22 @@ def test_echo_alone_generates_nothing(http):
     assert answer["choices"][0]["text"] == "ab"
     assert answer["choices"][0]["logprobs"]["tokens"] == ["", "a", "b"]
     assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "scoring", [{"echo": True, "logprobs": 1}, {"echo": True}, {"prompt_logprobs": 0}, {"echo": True, "n": 2}]
+)
+def test_a_prompt_that_fills_the_context_can_be_scored(http, scoring):
+    answer = complete(http, prompt=[97] * 64, max_tokens=0, **scoring).json()
+    assert answer["usage"]["completion_tokens"] == 0
+    for choice in answer["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == ("a" * 64 if "echo" in scoring else "", "length")
+        assert len(choice["logprobs"]["tokens"] if "logprobs" in scoring else [0] * 64) == 64
+        assert len(choice.get("prompt_logprobs", [0] * 64)) == 64
+    for length, max_tokens in ((65, 0), (64, 2)):
+        body = {"prompt": [97] * length, "max_tokens": max_tokens, **scoring}
+        error = http.post("/v1/completions", body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
 
 
 def test_echo_in_a_stream_comes_first(http):

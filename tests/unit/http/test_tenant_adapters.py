@@ -108,6 +108,16 @@ def test_two_tenants_may_each_have_one_of_the_same_name(people, root):
     assert len(people.llm.in_engine) == 4
 
 
+def test_a_template_of_a_tenants_own_adapter_is_not_trusted(people, root):
+    for folder in (root / "acme" / "x", root / "shared"):
+        (folder / "chat_template.jinja").write_text("own ")
+    assert people.acme.load("support").status_code == 200
+    for model, prompt in (("support", "u:hi|a:"), ("sql", "own u:hi|a:")):
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+        assert people.acme.post("/v1/chat/completions", body).status_code == 200
+        assert people.llm.tokenizer.decode(people.llm.calls[-1]["prompt"]["prompt_token_ids"]) == prompt
+
+
 def test_the_engines_name_is_no_name_for_anybody(people):
     people.acme.load("own")
     for who in PEOPLE:

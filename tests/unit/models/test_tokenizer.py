@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,47 @@ def test_what_transformers_knows_better_is_left_to_it(tmp_path: Path, monkeypatc
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda directory, **options: "chosen by transformers")
     assert load_tokenizer(demo_model_path()) != "chosen by transformers"
     assert load_tokenizer(tmp_path) == "chosen by transformers"
+
+
+@pytest.fixture
+def sentencepiece_directory(tmp_path: Path) -> Path:
+    """A folder with nothing but SentencePiece's own file."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    pytest.importorskip("google.protobuf")
+    lines = ["the cat sat on the mat", "the dog ran to the house"] * 20
+    trainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(tmp_path / "tokenizer"), vocab_size=290, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("settings", [None, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}])
+def test_sentencepiece_file_alone_is_a_tokenizer(sentencepiece_directory: Path, settings: dict | None) -> None:
+    import sentencepiece
+
+    if settings is not None:
+        (sentencepiece_directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    reference = sentencepiece.SentencePieceProcessor(str(sentencepiece_directory / "tokenizer.model"))
+    tokenizer = load_tokenizer(sentencepiece_directory)
+    for text in ("the cat sat", "dog ö", "on"):
+        ids = tokenizer.encode(text)
+        assert ids == [1] * (settings is not None) + reference.encode(text)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert eos_token_ids(sentencepiece_directory, tokenizer) == {2}
+
+
+@pytest.mark.parametrize(
+    ("content", "package"),
+    [(b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"\n\x0e\n", "google.protobuf"), (b"IQ== 0\nIg== 1\n", "tiktoken")],
+)
+def test_package_that_is_missing_is_named(tmp_path: Path, monkeypatch, content: bytes, package: str) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    for name in ("sentencepiece", "google.protobuf", "tiktoken"):
+        monkeypatch.setitem(sys.modules, name, None if name == package else types.ModuleType(name))
+    with pytest.raises(InvalidRequestError, match=rf"{package}.*pip install 'outrider\[sentencepiece\]'"):
+        load_tokenizer(tmp_path)
 
 
 def test_missing_tokenizers_are_typed_errors(tmp_path: Path) -> None:

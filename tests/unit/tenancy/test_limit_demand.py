@@ -55,6 +55,12 @@ def test_what_will_never_be_allowed_is_an_error_that_names_both(demand, limits, 
     assert caught.value.param == param
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context():
+    assert granted(Demand((10,), max_tokens=0), Limits(max_context_tokens=10)) == [0]
+    with pytest.raises(PromptTooLongError):
+        granted(Demand((11,), max_tokens=0), Limits(max_context_tokens=10))
+
+
 def test_too_long_is_the_error_that_clients_know():
     with pytest.raises(PromptTooLongError):
         granted(Demand((10,)), Limits(max_context_tokens=9))

@@ -1,0 +1,222 @@
+"""The bytes that each token of a vocabulary writes, and the texts of single tokens made of them.
+
+Decoding one id loses what its neighbours decide: a part of a character becomes U+FFFD, and SentencePiece drops a space
+at the start of a text. The vocabulary itself says which bytes a token stands for.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..core.messages import TokenLogprobs
+from ..core.outputs import Logprob
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PLAIN_DECODERS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+
+
+class Vocabulary:
+    """The bytes of each token, remembered."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}  # at most one entry a token of the vocabulary
+        self.specials: Mapping[int, str] = _special_tokens(tokenizer)
+        """The tokens that `skip_special_tokens` leaves out of a text."""
+        steps = _decoder_steps(tokenizer)
+        kinds = {step["type"] for step in steps}
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_byte_tokens = "ByteFallback" in kinds
+        self._replaced: list[tuple[str, str]] | None = _replaced(steps) if kinds and kinds <= _PLAIN_DECODERS else None
+        """Characters that stand for others in the vocabulary; None where the pieces cannot be read by themselves."""
+        reads_in_context = not self._is_byte_level and self._replaced is None
+        self.strips_first_space = reads_in_context or any(
+            (step["type"] == "Strip" and step["start"]) or step.get("prepend_scheme", "never") != "never"
+            for step in steps
+        )
+        """Whether a text begins without the space that its first token has."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's part of a text's UTF-8."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._read(token_id)
+        return data
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of the tokens, special ones included, as the vocabulary has it: nothing is "cleaned up"."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return str(self._tokenizer.decode(token_ids))
+        return str(backend.decode(token_ids, skip_special_tokens=False))
+
+    def _read(self, token_id: int) -> bytes:
+        if self._is_byte_level or self._replaced is not None:
+            piece = _piece(self._tokenizer, token_id)
+            if self._is_byte_level:
+                return _from_byte_level(piece)
+            match = _BYTE_TOKEN.fullmatch(piece) if self._has_byte_tokens else None
+            if match is not None:
+                return bytes.fromhex(match[1])
+            for old, new in self._replaced or ():
+                piece = piece.replace(old, new)
+            return piece.encode("utf-8", "surrogatepass")
+        return self._read_in_context(token_id)
+
+    def _read_in_context(self, token_id: int) -> bytes:
+        """The bytes that the token adds after the letter "a", by decoding: for tokenizers of other kinds."""
+        encode, decode = getattr(self._tokenizer, "encode", None), self._tokenizer.decode
+        context = list(encode("a", add_special_tokens=False))[-1:] if encode is not None else []
+        before, after = decode(context) if context else "", decode([*context, token_id])
+        text: str = after[len(before) :] if after.startswith(before) else decode([token_id])
+        return text.encode("utf-8", "surrogatepass")
+
+
+_vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """The tokenizer's vocabulary, read once."""
+    vocabulary = _vocabularies.get(tokenizer)
+    if vocabulary is None:
+        vocabulary = _vocabularies[tokenizer] = Vocabulary(tokenizer)
+    return vocabulary
+
+
+class TokenTexts:
+    """Texts of a sequence's tokens in their order, which joined are its text.
+
+    A character belongs to the token that completes it: the tokens before have the text "". An alternative that is a
+    part of a character is written as OpenAI does, "bytes:\\xe4". A token that the text leaves out has no bytes.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool, at_start: bool) -> None:
+        """
+        Args:
+            at_start: no text comes before, so that a first space may be stripped.
+        """
+        self._vocabulary = vocabulary
+        self._left_out = vocabulary.specials if skip_special_tokens else {}
+        self._strips = at_start and vocabulary.strips_first_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token_id: int, *, is_last: bool = False) -> tuple[str, bytes]:
+        """Text and bytes of the next token; at the last one an incomplete character becomes U+FFFD."""
+        content = self._left_out.get(token_id)
+        if content is not None:
+            return content, b""
+        data = self._data(token_id)
+        self._strips = False
+        return self._utf8.decode(data, is_last), data
+
+    def logprobs(self, position: TokenLogprobs, *, is_last: bool = False, is_shown: bool = True) -> dict[int, Logprob]:
+        """The next position's log-probabilities by token id: the token itself first, then the top ones.
+
+        Args:
+            is_shown: False where the token ended the sequence and is not in its text.
+        """
+        token_ids, result = position.token_ids, {}
+        others = {token_id: self._alternative(token_id) for token_id in token_ids}
+        chosen = self.next(token_ids[0], is_last=is_last) if is_shown else (others[token_ids[0]][0], b"")
+        for index, (token_id, logprob) in enumerate(zip(token_ids, position.logprobs, strict=True)):
+            if index == 0:
+                result[token_id] = Logprob(logprob, position.rank, *chosen)
+            elif token_id not in result:
+                result[token_id] = Logprob(logprob, index, *others[token_id])
+        return result
+
+    def _data(self, token_id: int) -> bytes:
+        data = self._vocabulary.token_bytes(token_id)
+        return data[1:] if self._strips and data.startswith(b" ") else data
+
+    def _alternative(self, token_id: int) -> tuple[str, bytes]:
+        content = self._left_out.get(token_id)
+        return (content, b"") if content is not None else alone(self._data(token_id))
+
+
+@lru_cache(maxsize=1 << 16)
+def alone(data: bytes) -> tuple[str, bytes]:
+    """Text and bytes of a token without the others of its text."""
+    try:
+        return data.decode(), data
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+
+def logprobs_without_text(position: TokenLogprobs) -> dict[int, Logprob]:
+    """One position's log-probabilities by token id, for requests that want no text."""
+    result: dict[int, Logprob] = {}
+    for index, (token_id, logprob) in enumerate(zip(position.token_ids, position.logprobs, strict=True)):
+        if token_id not in result:
+            result[token_id] = Logprob(logprob, position.rank if index == 0 else index)
+    return result
+
+
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token_id: token.content for token_id, token in added.items() if token.special}
+
+
+def _decoder_steps(tokenizer: Any) -> list[dict[str, Any]]:
+    """The steps of a Rust tokenizer's decoder; for others as far as their attributes tell."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        decoder = backend.decoder
+        return [] if decoder is None else _flat(json.loads(decoder.__getstate__()))
+    if hasattr(tokenizer, "sp_model"):
+        return [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Strip", "start": 1},
+        ]
+    return [{"type": "ByteLevel"}] if hasattr(tokenizer, "byte_decoder") else []
+
+
+def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+    if step["type"] == "Sequence":
+        return [inner for part in step["decoders"] for inner in _flat(part)]
+    return [step]
+
+
+def _replaced(steps: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
+    pairs: list[tuple[str, str]] = []
+    for step in steps:
+        if step["type"] == "Metaspace":
+            pairs.append((step["replacement"], " "))
+        elif step["type"] == "Replace":
+            if "String" not in step["pattern"]:
+                return None
+            pairs.append((step["pattern"]["String"], step["content"]))
+    return pairs
+
+
+def _piece(tokenizer: Any, token_id: int) -> str:
+    """The token as the vocabulary writes it; "" for ids beyond its end, which padded models have."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    try:
+        piece = tokenizer.convert_ids_to_tokens(token_id) if backend is None else backend.id_to_token(token_id)
+    except (IndexError, KeyError):
+        return ""
+    return piece or ""
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's map: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _from_byte_level(piece: str) -> bytes:
+    """A piece with characters outside the map is an added token, and stands for itself."""
+    try:
+        return bytes(map(_byte_of_char().__getitem__, piece))
+    except KeyError:
+        return piece.encode("utf-8", "surrogatepass")
