@@ -256,7 +256,9 @@ def check_request_id(request_id: object) -> None:
 
 
 def _child_seed(seed: int | None, index: int) -> int | None:
-    """Seed of the `index`-th sequence, kept within 64 bits."""
+    """Seed of the `index`-th sequence, kept within 64 bits and never -1, which is no seed."""
     if seed is None:
         return None
+    if seed < -1 <= seed + index:
+        index += 1
     return (seed + index + 2**63) % 2**64 - 2**63

@@ -86,6 +86,7 @@ class ModelFacts:
     """As stored: "float32", "bfloat16" or "float16"."""
     vocab_size: int
     max_position_embeddings: int
+    """Context length in tokens, with the rope scaling."""
     kv_bytes_per_token: int
     """All layers, target and proposer, keys and values, in the dtypes that they will have."""
 
@@ -337,8 +338,9 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     max_model_len = args.max_model_len or facts.max_position_embeddings
     if max_model_len > facts.max_position_embeddings:
         raise InvalidRequestError(
-            f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
-            f"{facts.max_position_embeddings}",
+            f"max_model_len {max_model_len} exceeds the model's context length of "
+            f"{facts.max_position_embeddings} tokens (max_position_embeddings, times the factor of a linear rope "
+            "scaling)",
             param="max_model_len",
         )
     on_cpu = hardware.device == "cpu"
