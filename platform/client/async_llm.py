@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import uuid
@@ -26,6 +27,7 @@ from .input_processor import InputProcessor, Prompt, RequestOptions, check_reque
 from .ipc import Abort, Add
 from .news import News
 from .output_processor import OutputProcessor, RequestState
+from .sampling_defaults import SamplingDefaults
 from .shared_prefixes import SharedPrefixes
 from .supervisor import Callbacks, EngineSpec, Supervisor
 
@@ -65,6 +67,8 @@ class AsyncLLM:
     def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
         self._args = spec.args
         self.sources = sources if sources is not None else AdapterSources()
+        self.sampling_defaults = SamplingDefaults(spec.args.generation_config, self.sources)
+        """Of requests that leave parameters out."""
         self._adapters = AdapterClient(lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
             spec,
@@ -113,6 +117,7 @@ class AsyncLLM:
             await asyncio.wait({importing})
         try:
             tokenizer, eos_token_ids = await asyncio.to_thread(load_text_side, self._args, info)
+            self.sampling_defaults.read_model(info.model)
         except BaseException:
             await self._supervisor.stop()
             raise
@@ -286,11 +291,12 @@ class AsyncLLM:
         # No copy: thousands may be registered.
         lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
         lora = await self._adapters.localize(lora)
+        defaults = await self.sampling_defaults.of(lora) if params is None else None
         text = _text_of(prompt)
-        processor = self.input_processor
+        process = functools.partial(self.input_processor.process, lora=lora, defaults=defaults, **options)
         if text is not None and len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(processor.process, request_id, prompt, params, lora=lora, **options)
-        return processor.process(request_id, prompt, params, lora=lora, **options)
+            return await asyncio.to_thread(process, request_id, prompt, params)
+        return process(request_id, prompt, params)
 
     def count_speculation(self, request_id: str) -> None:
         """Bring the counts of drafts in a running request's metrics up to date; its end does that by itself."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypedDict
@@ -72,8 +72,10 @@ class InputProcessor:
         tenant: str = "",
         weight: float = 1.0,
         cache_salt: str = "",
+        defaults: Mapping[str, Any] | None = None,
     ) -> list[EngineRequest]:
-        """The sequences of one request: one for each of its `n`. `params` is not changed.
+        """The sequences of one request: one for each of its `n`. `params` is not changed; without them the parameters
+        are `defaults`, with as many tokens as fit.
 
         Raises:
             PromptTooLongError: prompt and tokens asked for exceed `max_model_len`.
@@ -89,7 +91,10 @@ class InputProcessor:
                 f"lora_request must be a LoRARequest or a LoRAMix, got {shown(lora)}", param="lora_request"
             )
         parsed = self.parse_prompt(prompt)
-        resolved = self._resolve_params(params if params is not None else SamplingParams(), len(parsed.token_ids))
+        if params is None:
+            params = SamplingParams(**(defaults or {}))
+            params.max_tokens = min(params.max_tokens or 1, self._info.max_model_len - len(parsed.token_ids))
+        resolved = self._resolve_params(params, len(parsed.token_ids))
         cache_salt = cache_salt or parsed.cache_salt
         num_shared = 0 if cache_salt else self.shared_prefixes.match(parsed.token_ids)
         arrival_time = time.monotonic()

@@ -31,6 +31,9 @@ class EngineArgs:
     """A HF directory or hub id; None is the embedded demo model."""
     tokenizer: str | None = None
     served_model_name: str | None = None
+    generation_config: str = "auto"
+    """Sampling parameters of requests that leave them out: of the model's generation_config.json ("auto"), of a file
+    or the one in a folder, or none of any file ("none", or vLLM's word "vllm")."""
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
@@ -187,6 +190,7 @@ def _check_types(args: EngineArgs) -> None:
     for name in ("model", "tokenizer", "served_model_name"):
         if getattr(args, name) is not None:
             check_text(name, getattr(args, name))
+    check_text("generation_config", args.generation_config)
     for name in _BOOLEAN:
         if not isinstance(getattr(args, name), bool) and not (name in _AUTOMATIC and getattr(args, name) is None):
             raise InvalidRequestError(f"{name} must be true or false, got {getattr(args, name)!r}", param=name)
