@@ -37,7 +37,7 @@ ARCHITECTURES = {
         "Eagle3DraftModel",
     ),
 }
-"""By method: names in `architectures`. The layer is Llama's whatever the family: its tensors say which biases it has."""
+"""By method: names in `architectures`. The layer is Llama's whatever the family; its tensors say what biases it has."""
 _TRAITS = FamilyTraits(defaults={"vocab_size": 32000, "max_position_embeddings": 2048}, window_switch=True)
 _LAYER = "layers.0."
 # Every EAGLE-3 head has this tensor, and no EAGLE-1/2 head.
