@@ -230,10 +230,10 @@ def test_idle_tenants_are_forgotten_without_gaining_by_it():
     queue.check_integrity()
 
 
-def scheduler(num_blocks=64, limits=DraftLimits(), **config):
+def scheduler(num_blocks=64, limits=None, **config):
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "policy": "fair"} | config
     pool = BlockPool(num_blocks)
-    return Scheduler(SchedulerConfig(fair=PRICES, **values), pool, PrefixCache(pool, 4), limits=limits)
+    return Scheduler(SchedulerConfig(fair=PRICES, **values), pool, PrefixCache(pool, 4), drafts=limits)
 
 
 def step(one):
