@@ -13,11 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: a second thread costs more than it saves
+
+# An example that takes long says that the machine is busy. The rest is Hypothesis' own, which under CI is the same
+# examples each time.
+settings.register_profile("outrider", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("outrider")
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
