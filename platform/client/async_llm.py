@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import uuid
@@ -23,7 +22,7 @@ from .adapter_client import AdapterClient
 from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
-from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id
 from .ipc import Abort, Add
 from .news import News
 from .output_processor import OutputProcessor, RequestState
@@ -291,12 +290,12 @@ class AsyncLLM:
         # No copy: thousands may be registered.
         lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
         lora = await self._adapters.localize(lora)
-        defaults = await self.sampling_defaults.of(lora) if params is None else None
+        chosen = params if params is not None else Defaults(await self.sampling_defaults.of(lora))
         text = _text_of(prompt)
-        process = functools.partial(self.input_processor.process, lora=lora, defaults=defaults, **options)
+        processor = self.input_processor
         if text is not None and len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(process, request_id, prompt, params)
-        return process(request_id, prompt, params)
+            return await asyncio.to_thread(processor.process, request_id, prompt, chosen, lora=lora, **options)
+        return processor.process(request_id, prompt, chosen, lora=lora, **options)
 
     def count_speculation(self, request_id: str) -> None:
         """Bring the counts of drafts in a running request's metrics up to date; its end does that by itself."""

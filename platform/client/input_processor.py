@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from ..core.errors import InvalidRequestError, PromptTooLongError
@@ -36,6 +37,13 @@ class RequestOptions(TypedDict, total=False):
     """Of the tenant under the fair policy: with twice the weight it is served twice as much."""
     cache_salt: str
     """Requests share cached prefixes only with the same salt."""
+
+
+class Defaults(NamedTuple):
+    """Parameters of a request that brings none. Its `max_tokens` are those that fit, at most."""
+
+    fields: Mapping[str, Any] = MappingProxyType({})
+    """Of `SamplingParams`."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -65,17 +73,18 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | Defaults | None = None,
         *,
         lora: LoRA | None = None,
         priority: int = 0,
         tenant: str = "",
         weight: float = 1.0,
         cache_salt: str = "",
-        defaults: Mapping[str, Any] | None = None,
     ) -> list[EngineRequest]:
-        """The sequences of one request: one for each of its `n`. `params` is not changed; without them the parameters
-        are `defaults`, with as many tokens as fit.
+        """The sequences of one request: one for each of its `n`.
+
+        Args:
+            params: not changed; None is `Defaults()`.
 
         Raises:
             PromptTooLongError: prompt and tokens asked for exceed `max_model_len`.
@@ -91,8 +100,8 @@ class InputProcessor:
                 f"lora_request must be a LoRARequest or a LoRAMix, got {shown(lora)}", param="lora_request"
             )
         parsed = self.parse_prompt(prompt)
-        if params is None:
-            params = SamplingParams(**(defaults or {}))
+        if params is None or isinstance(params, Defaults):
+            params = SamplingParams(**({} if params is None else params.fields))
             params.max_tokens = min(params.max_tokens or 1, self._info.max_model_len - len(parsed.token_ids))
         resolved = self._resolve_params(params, len(parsed.token_ids))
         cache_salt = cache_salt or parsed.cache_salt

@@ -29,7 +29,7 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import InputProcessor, Prompt, RequestOptions
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
@@ -170,10 +170,8 @@ class LLM:
             request_id = str(self._num_requests)
             self._num_requests += 1
             local = self._sources.localize_now(resolve_lora(lora, lambda: known))
-            defaults = self._defaults.of_now(local) if one_params is None else None
-            requests = self._input_processor.process(
-                request_id, prompt, one_params, lora=local, defaults=defaults, **one_options
-            )
+            chosen = one_params if one_params is not None else Defaults(self._defaults.of_now(local))
+            requests = self._input_processor.process(request_id, prompt, chosen, lora=local, **one_options)
             work.append((request_id, _text_of(prompt), requests))
         states: list[RequestState] = []
         try:
