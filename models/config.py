@@ -58,6 +58,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    """Context length in tokens: config.json's, times the factor of a linear rope scaling."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -144,6 +145,7 @@ def decoder_config(
         raise _wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
     if head_dim % 2:
         raise _wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
+    rope = _rope_config(values)
     from_file = bool(values.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -154,9 +156,9 @@ def decoder_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_positive(values, "max_position_embeddings"),
+        max_position_embeddings=_context_length(_positive(values, "max_position_embeddings"), rope),
         rms_norm_eps=_number("rms_norm_eps", "", values.get("rms_norm_eps", 1e-6)),
-        rope=_rope_config(values),
+        rope=rope,
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         windows=_windows(values, num_layers, traits),
         qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
@@ -228,6 +230,13 @@ def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
                 raise _wrong(field, f"of type {rope_type!r} lacks {name}")
             numbers[name] = given[name]
     return RopeConfig(rope_type=rope_type, **{name: _number(field, name, value) for name, value in numbers.items()})
+
+
+def _context_length(num_positions: int, rope: RopeConfig) -> int:
+    """Tokens that the embedding reaches. "llama3" comes with the scaled number in config.json, "linear" without."""
+    if rope.rope_type != "linear":
+        return num_positions
+    return max(1, int(min(num_positions * rope.factor, _MOST["max_position_embeddings"])))
 
 
 def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> tuple[int | None, ...]:

@@ -69,12 +69,14 @@ def _is_plain(directory: Path) -> bool:
     return plain and "auto_map" not in settings and read_json(files[0]).get("model_type") == "llama"
 
 
-def eos_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Every token that generation_config.json, config.json or the tokenizer calls the end of a sequence."""
+def eos_token_ids(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, more: Path | None = None
+) -> frozenset[int]:
+    """Every token that generation_config.json, config.json, the tokenizer or the file `more` calls the end of a
+    sequence."""
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path) / name
-        if file.is_file():
+    for file in (Path(path) / "generation_config.json", Path(path) / "config.json", more):
+        if file is not None and file.is_file():
             found |= _ids(read_json(file).get("eos_token_id"))
     return frozenset(found | _ids(getattr(tokenizer, "eos_token_id", None)))
 

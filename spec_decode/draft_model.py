@@ -6,7 +6,9 @@ draft model. So blocks, prefix cache and preemption hold for both. `autoregressi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.late import LateOutcome
 from ..models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
+from ..models.vocabulary import agreement
 from ..platform.core.errors import InvalidRequestError
 from ..platform.core.speculative_config import SpeculativeConfig
 from .autoregressive import (
@@ -25,13 +28,19 @@ from .autoregressive import (
     sampled_rows,
     warn_of_short_reach,
 )
-from .drawing import Drafting, EditLogits, PassOutput, draw, most_likely_ids
+from .drawing import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, most_likely_ids
 from .factory import ProposerContext
 from .proposer import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
     from ..models.graphs import GraphedPass, PassGraphs, PassInputs
+
+
+log = logging.getLogger(__name__)
+
+MIN_AGREEMENT = 0.5
+"""Share of tokens with the same id from which a draft model's vocabulary may be of another size than the target's."""
 
 
 def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> DraftModelProposer:
@@ -45,13 +54,7 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
 
     path = resolve_model_path(config.model or "")
     facts = read_facts(path, context.dtype)
-    vocab_size = context.target.config.vocab_size
-    if facts.vocab_size != vocab_size:
-        raise InvalidRequestError(
-            f"speculative_config: the draft model {config.model} has a vocabulary of {facts.vocab_size} tokens, "
-            f"the target one of {vocab_size}; they must be the same",
-            param="speculative_config",
-        )
+    _check_vocabulary(config.model or "", path, facts.vocab_size, context)
     model = load_model(
         path,
         dtype=context.dtype,
@@ -67,7 +70,30 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
         max_num_batched_tokens=context.max_num_batched_tokens,
         edit_logits=context.edit_logits,
         graphs=context.graphs,
+        vocab_size=context.target.config.vocab_size,
     )
+
+
+def _check_vocabulary(model: str, path: Path, vocab_size: int, context: ProposerContext) -> None:
+    """Refuse a vocabulary of another size unless both are padded ones of tokenizers that agree; warn where tokens
+    differ."""
+    wanted = context.target.config.vocab_size
+    share = None if context.model_path is None else agreement(Path(context.model_path), path)
+    percent = "unknown, as a tokenizer.json is missing" if share is None else f"{share:.1%}"
+    if vocab_size != wanted and (share is None or share < MIN_AGREEMENT):
+        raise InvalidRequestError(
+            f"speculative_config: the draft model {model} has a vocabulary of {vocab_size} tokens, the target one of "
+            f"{wanted}; they must be the same, or padded ones of the same tokenizer (share of tokens that agree: "
+            f"{percent})",
+            param="speculative_config",
+        )
+    if share is not None and share < 1.0:
+        log.warning(
+            "speculative_config: the tokenizer of the draft model %s is not the target's, %s of the tokens agree; "
+            "drafts of the others are rejected",
+            model,
+            percent,
+        )
 
 
 class DraftModelProposer:
@@ -85,10 +111,17 @@ class DraftModelProposer:
         max_num_batched_tokens: int = 2048,
         edit_logits: EditLogits | None = None,
         graphs: PassGraphs | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """`model` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
-        short passes are captured there."""
+        short passes are captured there. `vocab_size`: the target's, where it may be another than the model's."""
         self._model = model
+        own_size = model.config.vocab_size
+        vocab_size = own_size if vocab_size is None else vocab_size
+        self._num_common = min(own_size, vocab_size)
+        self._vocabulary: DraftVocabulary | None = None
+        if own_size < vocab_size:
+            self._vocabulary = DraftVocabulary(torch.arange(own_size, device=model.device), vocab_size)
         self._graphs = graphs
         if graphs is not None and graphs.captures(model):
             self._logits = graphs.row_logits(model.config.vocab_size, model.device)
@@ -161,7 +194,17 @@ class DraftModelProposer:
     def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
         """See `TokenDrafter`."""
         logits = self._model.compute_logits(output.hidden) if output.logits is None else output.logits
-        draw(sequences, logits, edit=self._edit_logits, best=output.best, overshoot=output.overshoot)
+        draw(sequences, self._common(logits), self._vocabulary, self._edit_logits, output.best, output.overshoot)
+
+    def _common(self, logits: Tensor) -> Tensor:
+        """[B, V] without the tokens that the target has not."""
+        return logits if logits.shape[1] == self._num_common else logits[:, : self._num_common].contiguous()
+
+    def _known(self, batch: ForwardBatch) -> ForwardBatch:
+        """`batch` with the model's last token in place of those that it has not."""
+        if self._vocabulary is not None:
+            batch.input_ids.clamp_(max=self._num_common - 1)
+        return batch
 
     def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
         """Compute the `rows` of B sequences."""
@@ -170,11 +213,11 @@ class DraftModelProposer:
         if found is not None:
             return PassOutput(*(part[: len(sequences)] for part in found))
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
-        hidden = self._model.forward(batch).hidden
+        hidden = self._model.forward(self._known(batch)).hidden
         return PassOutput(*rows.last_of(hidden))
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: a `PassOutput` of all rows."""
-        hidden = self._model.forward(batch).hidden.index_select(0, inputs.last)
+        hidden = self._model.forward(self._known(batch)).hidden.index_select(0, inputs.last)
         logits = self._model.compute_logits(hidden, out=self._logits[: len(hidden)])
-        return hidden, logits, most_likely_ids(logits)
+        return hidden, logits, most_likely_ids(logits[:, : self._num_common])

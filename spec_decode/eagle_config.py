@@ -14,23 +14,30 @@ from typing import TYPE_CHECKING, Any
 
 from ..models.batch import kv_dtype
 from ..models.config import DTYPES, DecoderConfig, FamilyTraits, decoder_config, named_architectures, read_json
+from ..models.registry import supported_architectures
 from .checkpoint import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_FAMILIES = tuple(name.removesuffix("ForCausalLM") for name in supported_architectures())
 ARCHITECTURES = {
-    "eagle": ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+    "eagle": tuple(
+        pattern.format(family)
+        for pattern in ("{}ForCausalLM", "Eagle{}ForCausalLM", "{}ForCausalLMEagle")
+        for family in _FAMILIES
+    ),
     "eagle3": (
-        "LlamaForCausalLM",
-        "Eagle3LlamaForCausalLM",
-        "EagleLlamaForCausalLM",
-        "LlamaForCausalLMEagle3",
+        *(
+            pattern.format(family)
+            for pattern in ("{}ForCausalLM", "Eagle3{}ForCausalLM", "Eagle{}ForCausalLM", "{}ForCausalLMEagle3")
+            for family in _FAMILIES
+        ),
         "Eagle3Speculator",
         "Eagle3DraftModel",
     ),
 }
-"""By method: names in `architectures`."""
+"""By method: names in `architectures`. The layer is Llama's whatever the family; its tensors say what biases it has."""
 _TRAITS = FamilyTraits(defaults={"vocab_size": 32000, "max_position_embeddings": 2048}, window_switch=True)
 _LAYER = "layers.0."
 # Every EAGLE-3 head has this tensor, and no EAGLE-1/2 head.

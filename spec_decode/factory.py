@@ -26,6 +26,8 @@ class ProposerContext:
 
     target: Decoder
     """Drafts are its token ids; heads read its hidden states, and may share its embeddings and its head."""
+    model_path: str | None = None
+    """Folder of the target, whose tokenizer a draft model's is compared with."""
     device: str
     dtype: str
     """"float32", "bfloat16" or "float16"."""

@@ -9,15 +9,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: a second thread costs more than it saves
+
+# An example that takes long says that the machine is busy. The rest is Hypothesis' own, which under CI is the same
+# examples each time.
+settings.register_profile("outrider", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("outrider")
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
@@ -105,6 +111,20 @@ def device() -> str:
     return "cuda" if HAS_CUDA else "cpu"
 
 
+def tethered_command(
+    command: Iterable[object], number: signal.Signals = signal.SIGKILL, user: str | None = None
+) -> list[str]:
+    """`command` for a process that gets a signal when this one ends, even by SIGKILL: no server of a test run that was
+    killed stays. To be started from the main thread."""
+    script = REPO_ROOT / "tests" / "tethered.py"
+    return [sys.executable, "-I", "-S", str(script), str(os.getpid()), str(int(number)), user or "", *map(str, command)]
+
+
+@pytest.fixture(scope="session")
+def tethered() -> Callable[..., list[str]]:
+    return tethered_command
+
+
 class PostgreSQL:
     """A server of PostgreSQL with its own data, reached through a socket in its folder."""
 
@@ -148,7 +168,8 @@ class PostgreSQL:
         command = [self._binaries / "postgres", "-D", self._data]
         command += [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, user=self._user, cwd="/", stdout=log, stderr=log)
+            command = tethered_command(command, signal.SIGQUIT, self._user)  # at once, with all of its own processes
+            self._process = subprocess.Popen(command, cwd="/", stdout=log, stderr=log)
         deadline = time.monotonic() + 60
         while subprocess.run([self._binaries / "pg_isready", "-q", "-h", self.folder], cwd="/", check=False).returncode:
             assert self._process.poll() is None, (self.folder / "log").read_text()

@@ -26,6 +26,10 @@ _NO_FLAG = {"model", "served_model_name"}
 GROUPS: dict[str, dict[str, str]] = {
     "model": {
         "tokenizer": "HF directory or hub id of the tokenizer (default: the model's)",
+        "generation_config": (
+            "sampling parameters of requests that leave them out: auto takes those of the model's (and an adapter's) "
+            "generation_config.json, none (or vllm) takes none, a path those of that folder or file"
+        ),
         "dtype": 'type of weights and activations; "auto" takes the checkpoint\'s',
         "device": "where to run; auto takes a GPU if there is one",
         "load_format": '"dummy" fills the model with random weights, for benchmarks',

@@ -15,6 +15,7 @@ from .api_key import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys, key
 from .engine_options import add_engine_options, flag, given_options
 from .kernel_configs import add_kernel_configs_option, use_kernel_configs
 from .limit_options import add_limit_options, limits, seconds_above
+from .model_names import ModelNames, names_of_model
 from .observability_options import add_observability_options, observability
 from .tenancy_options import add_tenancy_options, given_database, journal_options
 
@@ -81,7 +82,12 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         f"(default: the variable {ADMIN_API_KEY_VARIABLE}, else every client may)",
     )
     group.add_argument(
-        "--served-model-name", type=_not_empty, nargs="+", metavar="NAME", help="names of the model in the API"
+        "--served-model-name",
+        type=_not_empty,
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in the API, and no others (default: the last part of MODEL; requests may also use "
+        "MODEL as it is given here, its path and its hub id)",
     )
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template that takes the place of the model's")
     group.add_argument(
@@ -158,29 +164,31 @@ def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
     modules = lora_modules(namespace)
     enable_lora(namespace, given)
     args = EngineArgs(model=namespace.model, **given)
-    names = tuple(namespace.served_model_name or [_default_name(args, is_demo(args))])
-    args.served_model_name = names[0]
+    names = _model_names(namespace, args, is_demo(args))
+    args.served_model_name = names.shown[0]
     args, demo_adapters = apply_demo_defaults(args, explicit=given)
     check_args(args)
     parse_speculative(args.speculative_config)
     if not modules:
         modules = {name: LoraModule(name, str(path)) for name, path in demo_adapters.items()}
-    clash = sorted(set(names) & set(modules))
+    clash = sorted({*names.shown, *names.aliases} & set(modules))
     if clash:
         raise InvalidRequestError(f"{clash[0]!r} is the model's own name", param="lora_modules")
     demo_folders = tuple({str(path.parent): None for path in demo_adapters.values()})
     return args, _server_config(namespace, names, modules, demo_folders)
 
 
-def _default_name(args: EngineArgs, demo: bool) -> str:
+def _model_names(namespace: argparse.Namespace, args: EngineArgs, demo: bool) -> ModelNames:
     from ...models.demo import DEMO_MODEL_NAME
 
-    return DEMO_MODEL_NAME if demo else Path(str(args.model)).resolve().name
+    if namespace.served_model_name:
+        return ModelNames(tuple(namespace.served_model_name))
+    return ModelNames((DEMO_MODEL_NAME,)) if demo else names_of_model(str(args.model))
 
 
 def _server_config(
     namespace: argparse.Namespace,
-    names: tuple[str, ...],
+    names: ModelNames,
     modules: dict[str, LoraModule],
     demo_folders: tuple[str, ...],
 ) -> ServerConfig:
@@ -203,7 +211,8 @@ def _server_config(
         admin_api_keys=given_keys(namespace.admin_api_key, ADMIN_API_KEY_VARIABLE, "admin_api_key"),
         database=database,
         **journal_options(namespace),
-        served_model_names=names,
+        served_model_names=names.shown,
+        model_aliases=names.aliases,
         lora_modules={name: module.path for name, module in modules.items()},
         lora_draft_paths={name: module.draft_path for name, module in modules.items() if module.draft_path},
         lora_sources=sources,

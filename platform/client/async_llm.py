@@ -22,10 +22,11 @@ from .adapter_client import AdapterClient
 from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
-from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id
 from .ipc import Abort, Add
 from .news import News
 from .output_processor import OutputProcessor, RequestState
+from .sampling_defaults import SamplingDefaults
 from .shared_prefixes import SharedPrefixes
 from .supervisor import Callbacks, EngineSpec, Supervisor
 
@@ -65,6 +66,8 @@ class AsyncLLM:
     def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
         self._args = spec.args
         self.sources = sources if sources is not None else AdapterSources()
+        self.sampling_defaults = SamplingDefaults(spec.args.generation_config, self.sources)
+        """Of requests that leave parameters out."""
         self._adapters = AdapterClient(lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
             spec,
@@ -113,6 +116,7 @@ class AsyncLLM:
             await asyncio.wait({importing})
         try:
             tokenizer, eos_token_ids = await asyncio.to_thread(load_text_side, self._args, info)
+            self.sampling_defaults.read_model(info.model)
         except BaseException:
             await self._supervisor.stop()
             raise
@@ -286,11 +290,12 @@ class AsyncLLM:
         # No copy: thousands may be registered.
         lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
         lora = await self._adapters.localize(lora)
+        chosen = params if params is not None else Defaults(await self.sampling_defaults.of(lora))
         text = _text_of(prompt)
         processor = self.input_processor
         if text is not None and len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(processor.process, request_id, prompt, params, lora=lora, **options)
-        return processor.process(request_id, prompt, params, lora=lora, **options)
+            return await asyncio.to_thread(processor.process, request_id, prompt, chosen, lora=lora, **options)
+        return processor.process(request_id, prompt, chosen, lora=lora, **options)
 
     def count_speculation(self, request_id: str) -> None:
         """Bring the counts of drafts in a running request's metrics up to date; its end does that by itself."""

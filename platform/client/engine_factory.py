@@ -107,6 +107,7 @@ def import_text_side(args: EngineArgs) -> None:
 
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
     """The tokenizer and the end-of-sequence ids for a started engine."""
+    from ...models.generation_config import chosen_file
     from ...models.tokenizer import eos_token_ids, load_tokenizer
 
     where = info.model
@@ -117,7 +118,7 @@ def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
 
             where = str(resolve_model_path(where))
     tokenizer = load_tokenizer(where)
-    return tokenizer, sorted(eos_token_ids(info.model, tokenizer))
+    return tokenizer, sorted(eos_token_ids(info.model, tokenizer, chosen_file(args.generation_config)))
 
 
 def demo_lora_requests(args: EngineArgs) -> dict[str, LoRARequest]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from ..core.errors import InvalidRequestError, PromptTooLongError
@@ -36,6 +37,13 @@ class RequestOptions(TypedDict, total=False):
     """Of the tenant under the fair policy: with twice the weight it is served twice as much."""
     cache_salt: str
     """Requests share cached prefixes only with the same salt."""
+
+
+class Defaults(NamedTuple):
+    """Parameters of a request that brings none. Its `max_tokens` are those that fit, at most."""
+
+    fields: Mapping[str, Any] = MappingProxyType({})
+    """Of `SamplingParams`."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -65,7 +73,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | Defaults | None = None,
         *,
         lora: LoRA | None = None,
         priority: int = 0,
@@ -73,7 +81,10 @@ class InputProcessor:
         weight: float = 1.0,
         cache_salt: str = "",
     ) -> list[EngineRequest]:
-        """The sequences of one request: one for each of its `n`. `params` is not changed.
+        """The sequences of one request: one for each of its `n`.
+
+        Args:
+            params: not changed; None is `Defaults()`.
 
         Raises:
             PromptTooLongError: prompt and tokens asked for exceed `max_model_len`.
@@ -89,7 +100,10 @@ class InputProcessor:
                 f"lora_request must be a LoRARequest or a LoRAMix, got {shown(lora)}", param="lora_request"
             )
         parsed = self.parse_prompt(prompt)
-        resolved = self._resolve_params(params if params is not None else SamplingParams(), len(parsed.token_ids))
+        if params is None or isinstance(params, Defaults):
+            params = SamplingParams(**({} if params is None else params.fields))
+            params.max_tokens = min(params.max_tokens or 1, self._info.max_model_len - len(parsed.token_ids))
+        resolved = self._resolve_params(params, len(parsed.token_ids))
         cache_salt = cache_salt or parsed.cache_salt
         num_shared = 0 if cache_salt else self.shared_prefixes.match(parsed.token_ids)
         arrival_time = time.monotonic()
@@ -259,7 +273,9 @@ def check_request_id(request_id: object) -> None:
 
 
 def _child_seed(seed: int | None, index: int) -> int | None:
-    """Seed of the `index`-th sequence, kept within 64 bits."""
+    """Seed of the `index`-th sequence, kept within 64 bits and never -1, which is no seed."""
     if seed is None:
         return None
+    if seed < -1 <= seed + index:
+        index += 1
     return (seed + index + 2**63) % 2**64 - 2**63

@@ -30,10 +30,11 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import InputProcessor, Prompt, RequestOptions
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
+from .sampling_defaults import SamplingDefaults
 
 T = TypeVar("T")
 
@@ -96,6 +97,7 @@ class LLM:
 
     def _start(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
         self._sources = sources if sources is not None else AdapterSources()
+        self._defaults = SamplingDefaults(args.generation_config, self._sources)
         if args.prompt_pacing is None:
             args = replace(args, prompt_pacing=False)
         make_engine = load_engine(engine)
@@ -106,6 +108,7 @@ class LLM:
             self._engine = make_engine(args, progress=sys.stderr.isatty())
         try:
             self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
+            self._defaults.read_model(self._engine.info.model)
             self._input_processor = InputProcessor(self._tokenizer, self._engine.info, eos_token_ids)
         except BaseException:
             self._engine.shutdown()
@@ -132,7 +135,8 @@ class LLM:
         Args:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these; a list of integers is
                 one prompt of token ids.
-            sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
+            sampling_params: for all prompts, or one for each; None takes the adapter's or the model's defaults, see
+                `get_default_sampling_params`.
             lora_request: the adapter for all prompts, or a list with one (or None) for each. An adapter is a
                 LoRARequest or the name of one that is loaded, with a scale as `(adapter, 0.5)`; a list of such pairs,
                 `[(a, 0.7), (b, 0.3)]`, is their weighted sum, for all prompts. For a mix of each prompt's own, give a
@@ -150,7 +154,7 @@ class LLM:
         """
         self._check_open()
         batch = _as_prompts(prompts)
-        params: list[SamplingParams] = _for_each("sampling_params", sampling_params, len(batch), SamplingParams())
+        params: list[SamplingParams | None] = _for_each("sampling_params", sampling_params, len(batch), None)
         loras = lora_of_each(lora_request, len(batch))
         options: list[RequestOptions] = [
             {"priority": one_priority, "tenant": one_tenant, "weight": one_weight}
@@ -167,7 +171,8 @@ class LLM:
             request_id = str(self._num_requests)
             self._num_requests += 1
             local = self._sources.localize_now(resolve_lora(lora, lambda: known))
-            requests = self._input_processor.process(request_id, prompt, one_params, lora=local, **one_options)
+            chosen = one_params if one_params is not None else Defaults(self._defaults.of_now(local))
+            requests = self._input_processor.process(request_id, prompt, chosen, lora=local, **one_options)
             work.append((request_id, _text_of(prompt), requests))
         states: list[RequestState] = []
         try:
@@ -307,6 +312,11 @@ class LLM:
     def engine_info(self) -> EngineInfo:
         """What the engine is: model, dtype, limits."""
         return self._engine.info
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """New parameters with the defaults of the model's generation_config.json, or of the file that the option
+        `generation_config` names."""
+        return SamplingParams(**self._defaults.of_model)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""

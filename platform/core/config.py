@@ -31,6 +31,9 @@ class EngineArgs:
     """A HF directory or hub id; None is the embedded demo model."""
     tokenizer: str | None = None
     served_model_name: str | None = None
+    generation_config: str = "auto"
+    """Sampling parameters of requests that leave them out: of the model's generation_config.json ("auto"), of a file
+    or the one in a folder, or none of any file ("none", or vLLM's word "vllm")."""
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
@@ -86,6 +89,7 @@ class ModelFacts:
     """As stored: "float32", "bfloat16" or "float16"."""
     vocab_size: int
     max_position_embeddings: int
+    """Context length in tokens, with the rope scaling."""
     kv_bytes_per_token: int
     """All layers, target and proposer, keys and values, in the dtypes that they will have."""
 
@@ -186,6 +190,7 @@ def _check_types(args: EngineArgs) -> None:
     for name in ("model", "tokenizer", "served_model_name"):
         if getattr(args, name) is not None:
             check_text(name, getattr(args, name))
+    check_text("generation_config", args.generation_config)
     for name in _BOOLEAN:
         if not isinstance(getattr(args, name), bool) and not (name in _AUTOMATIC and getattr(args, name) is None):
             raise InvalidRequestError(f"{name} must be true or false, got {getattr(args, name)!r}", param=name)
@@ -337,8 +342,9 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     max_model_len = args.max_model_len or facts.max_position_embeddings
     if max_model_len > facts.max_position_embeddings:
         raise InvalidRequestError(
-            f"max_model_len {max_model_len} exceeds the model's max_position_embeddings "
-            f"{facts.max_position_embeddings}",
+            f"max_model_len {max_model_len} exceeds the model's context length of "
+            f"{facts.max_position_embeddings} tokens (max_position_embeddings, times the factor of a linear rope "
+            "scaling)",
             param="max_model_len",
         )
     on_cpu = hardware.device == "cpu"

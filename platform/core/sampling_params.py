@@ -148,6 +148,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """0.001 to 100."""
     seed: int | None = None
+    """-1 is taken as None: clients send it for "no seed"."""
     stop: str | list[str] | None = None
     """At most 64 strings."""
     stop_token_ids: list[int] | None = None
@@ -184,6 +185,8 @@ class SamplingParams:
         self._check()
         if self.top_k == -1:
             self.top_k = 0
+        if self.seed == -1:
+            self.seed = None
         if self.logit_bias is not None:
             self.logit_bias = {_bias_token(token): float(bias) for token, bias in self.logit_bias.items()}
 

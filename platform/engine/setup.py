@@ -182,6 +182,7 @@ def _proposer_context(
 ) -> ProposerContext:
     return ProposerContext(
         target=target,
+        model_path=config.model,
         device=config.device,
         dtype=config.dtype,
         load_format=config.load_format,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -38,7 +39,8 @@ async def create_chat_completion(request: Request) -> Response:
     lora, model = choose_adapter(models, body)
     serving.check_ready()
     check_call(request)
-    params = _sampling_params(serving, body)
+    defaults = await serving.llm.sampling_defaults.of(lora)
+    params = _sampling_params(serving, body, defaults)
     prompt = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
     job = Job(
         new_request_id("chatcmpl"),
@@ -47,6 +49,7 @@ async def create_chat_completion(request: Request) -> Response:
         lora,
         body.priority or 0,
         body.cache_salt or "",
+        default_max_tokens=defaults.get("max_tokens"),
         max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         principal=principal,
         endpoint="/v1/chat/completions",
@@ -69,14 +72,15 @@ async def create_chat_completion(request: Request) -> Response:
     return JSONResponse(fixed | _answer(body, collected), headers=limit_headers(request))
 
 
-def _sampling_params(serving: Serving, body: ChatCompletionRequest) -> SamplingParams:
+def _sampling_params(serving: Serving, body: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     limit = serving.llm.info.max_logprobs
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= limit:
         raise InvalidRequestError(
             f"top_logprobs must be in [0, {limit}], got {body.top_logprobs}", param="top_logprobs"
         )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.sampling_params(logprobs=(body.top_logprobs or 0) if body.logprobs else None, max_tokens=max_tokens)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.sampling_params(defaults, logprobs=logprobs, max_tokens=max_tokens)
     if max_tokens is None:
         params.max_tokens = None  # up to the context's end, not the 16 of a completion
     return params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -41,14 +41,15 @@ async def create_completion(request: Request) -> Response:
     lora, model = choose_adapter(models, body)
     serving.check_ready()
     check_call(request)
+    defaults = await serving.llm.sampling_defaults.of(lora)
     job = Job(
         new_request_id("cmpl"),
         await serving.prompts(body.prompts, add_special_tokens=body.add_special_tokens is not False),
-        _sampling_params(body),
+        _sampling_params(body, defaults),
         lora,
         body.priority or 0,
         body.cache_salt or "",
-        default_max_tokens=DEFAULT_MAX_TOKENS,
+        default_max_tokens=defaults.get("max_tokens", DEFAULT_MAX_TOKENS),
         keeps_output=not _only_scores(body),
         principal=principal,
         endpoint="/v1/completions",
@@ -77,14 +78,14 @@ def _only_scores(body: CompletionRequest) -> bool:
     return body.max_tokens == 0 and (bool(body.echo) or body.prompt_logprobs is not None)
 
 
-def _sampling_params(body: CompletionRequest) -> SamplingParams:
+def _sampling_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     changes: dict[str, Any] = {}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None and not body.stream:
         changes["prompt_logprobs"] = body.logprobs
     if _only_scores(body):
         changes["max_tokens"] = 1  # the engine always generates; the token is thrown away
         changes.setdefault("prompt_logprobs", body.prompt_logprobs or 0)  # then the prompt may fill the context
-    params = body.sampling_params(**changes)
+    params = body.sampling_params(defaults, **changes)
     if body.max_tokens is None:
         params.max_tokens = None  # the job decides, prompt by prompt
     return params

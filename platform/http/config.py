@@ -28,6 +28,8 @@ class ServerConfig:
     """Disk that it may take while the database is away; when that is full, new requests are refused."""
     served_model_names: tuple[str, ...] = ("outrider-demo",)
     """Names that select the base model; the first one is shown in answers to requests that name none."""
+    model_aliases: tuple[str, ...] = ()
+    """Further names that select the base model, such as the path that the server was started with."""
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     """Adapters to register at the start: name -> folder, or another source."""
     lora_draft_paths: Mapping[str, str] = field(default_factory=dict)

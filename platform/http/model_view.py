@@ -128,7 +128,8 @@ class ModelView:
         """The card of `name`, which may be `base:adapter`; NotFoundError when there is none."""
         adapter = self.resolve(name)
         if adapter is None:
-            return next(card for card in self._registry.base_cards() if card["id"] == name)
+            cards = self._registry.base_cards()
+            return next((card for card in cards if card["id"] == name), cards[0])
         return self._card(adapter.name, *self._visible()[adapter.name])
 
     def _visible(self) -> dict[str, tuple[str, str]]:

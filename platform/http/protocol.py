@@ -5,7 +5,7 @@ Fields of the OpenAI API that Outrider does not implement are accepted with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -144,11 +144,12 @@ class SamplingFields(RequestModel):
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
 
-    def sampling_params(self, **changes: Any) -> SamplingParams:
-        """The sampling parameters asked for, with `changes` on top; InvalidRequestError names a wrong one."""
+    def sampling_params(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
+        """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
+        wrong one."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
         given.update(changes)
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)

@@ -49,9 +49,11 @@ class ModelRegistry:
     asked for (`discover`): the engine registers them with their first request.
     """
 
-    def __init__(self, llm: AsyncLLM, base_names: tuple[str, ...]) -> None:
+    def __init__(self, llm: AsyncLLM, base_names: tuple[str, ...], aliases: tuple[str, ...] = ()) -> None:
+        """`aliases` mean the base model in requests, and have no card."""
         self._llm = llm
-        self.base_names = base_names
+        self.base_names = (*base_names, *aliases)
+        self._shown_names = base_names
         self._created: dict[str, int] = dict.fromkeys(base_names, int(time.time()))
         self._gone: dict[str, None] = {}  # names of adapters that were unloaded, where they could be read as a sum
         self._roots: dict[str, str] = {}  # where adapters came from, when it was no local folder
@@ -287,7 +289,7 @@ class ModelRegistry:
     def base_cards(self) -> list[dict[str, Any]]:
         """OpenAI model cards of the base model, one a name."""
         model = self._llm.info.model
-        return [self._card(name, name, model, None) for name in self.base_names]
+        return [self._card(name, name, model, None) for name in self._shown_names]
 
     def adapter_card(self, name: str, shown: str, root: str) -> dict[str, Any]:
         """The card of an adapter, by the engine's name, as of the last `refresh`."""

@@ -269,7 +269,8 @@ class _Server:
         port = self._listener.getsockname()[1]
         tenancy = self._tenancy
         database = DatabaseFacts(tenancy.database.shown, tenancy.directory.has_admin_key) if tenancy else None
-        print_summary(Startup(llm.info, adapters, self._config, port, _process_age(), database))
+        defaults = llm.sampling_defaults.of_model
+        print_summary(Startup(llm.info, adapters, self._config, port, _process_age(), database, defaults))
 
     async def _wait_for_the_end(self, llm: AsyncLLM) -> bool:
         """Wait for a signal; True when the engine's client has given up instead."""

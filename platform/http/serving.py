@@ -53,7 +53,7 @@ class Serving:
         self.config = config
         self.tenancy = tenancy
         """None on a server without a database."""
-        self.models = ModelRegistry(llm, config.served_model_names)
+        self.models = ModelRegistry(llm, config.served_model_names, config.model_aliases)
         self.adapter_policy = AdapterPolicy(config)
         self.metrics = Metrics()
         if tenancy is not None:

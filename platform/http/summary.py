@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -39,6 +39,8 @@ class Startup:
     seconds: float
     """From the command to now."""
     database: DatabaseFacts | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of the model, for requests that leave parameters out."""
 
 
 def address(host: str, port: int) -> str:
@@ -94,6 +96,8 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
     else:
         guarded = "open: no API key"
     database = [("Database", startup.database.address)] if startup.database is not None else []
+    sampling = ", ".join(f"{name} {value}" for name, value in startup.sampling_defaults.items())
+    sampling_row = [("Sampling", f"{sampling} unless a request says otherwise (generation_config.json)")]
     return [
         ("Model", f"{', '.join(config.served_model_names)}  ({info.model})"),
         ("", f"{info.architecture}, {format_count(info.num_parameters)} parameters, {info.dtype} on {info.device}"),
@@ -101,6 +105,7 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
         ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens = {tokens:,} tokens{short}"),
         ("Adapters", adapters),
         ("Speculation", info.speculation),
+        *(sampling_row if sampling else []),
         *database,
         ("Address", f"{address(config.host, startup.port)}/v1  ({guarded})"),
     ]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import openai
@@ -23,9 +23,15 @@ START_SECONDS = 120  # generous: the tests' machine may be busy; how fast a star
 class ServerProcess:
     """`outrider serve` on a free port, with its output."""
 
-    def __init__(self, *arguments: str, program: str = "outrider.platform.cli.main", **variables: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        tethered: Callable[..., list[str]],
+        program: str = "outrider.platform.cli.main",
+        **variables: str,
+    ) -> None:
         """`variables`: of its environment. `program`: a module that runs the same command, changed by a test."""
-        command = [sys.executable, "-m", program, "serve", "--port", "0", *arguments]
+        command = tethered([sys.executable, "-m", program, "serve", "--port", "0", *arguments])
         # One thread: the demo model is small, and threads that wait for each other crawl on a machine that is busy.
         keys = ("OUTRIDER_API_KEY", "OUTRIDER_ADMIN_API_KEY", "OUTRIDER_DATABASE")
         environment = {k: v for k, v in os.environ.items() if k not in keys} | {"OMP_NUM_THREADS": "1", **variables}
@@ -115,14 +121,14 @@ class ServerProcess:
 
 
 @pytest.fixture(scope="session")
-def start_server() -> Iterator:
+def start_server(tethered) -> Iterator:
     """Starts servers, which end with the session at the latest."""
     servers: list[ServerProcess] = []
 
     def start(
         *arguments: str, ready: bool = True, program: str = "outrider.platform.cli.main", **variables: str
     ) -> ServerProcess:
-        servers.append(ServerProcess(*arguments, program=program, **variables))
+        servers.append(ServerProcess(*arguments, tethered=tethered, program=program, **variables))
         if ready:
             servers[-1].wait_until_ready()
         return servers[-1]

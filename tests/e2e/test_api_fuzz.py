@@ -41,7 +41,6 @@ def each_case(operation, mode: GenerationMode, max_examples: int, use: Callable)
 
     @settings(
         max_examples=max_examples,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[Phase.generate],

@@ -2,10 +2,14 @@
 
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 
 import httpx
 import openai
+import psutil
 import pytest
 
 LONG = {"model": "outrider-demo", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -185,3 +189,38 @@ def test_timeout_of_the_drain_ends_requests_with_an_error(start_server):
     assert "ShuttingDownError" in error
     assert done == "data: [DONE]"
     assert server.process.returncode == 0
+
+
+def test_a_killed_test_run_leaves_no_server(repo_root):
+    """A process that starts a server as the tests do is killed: the server ends, and its engine with it."""
+    code = (
+        "import importlib.util, subprocess, sys, time\n"
+        f"spec = importlib.util.spec_from_file_location('setup', {str(repo_root / 'tests' / 'conftest.py')!r})\n"
+        "setup = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(setup)\n"
+        "serve = [sys.executable, '-m', 'outrider.platform.cli.main', 'serve', '--port', '0', '--no-speculation']\n"
+        "server = subprocess.Popen(setup.tethered_command(serve), stdout=subprocess.DEVNULL)\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        server = psutil.Process(int(run.stdout.readline()))
+        wait_until(server.children)
+        left = [server, *server.children()]
+        run.kill()
+    wait_until(lambda: not any(map(is_alive, left)))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

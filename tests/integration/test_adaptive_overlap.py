@@ -120,7 +120,7 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run,
         assert engine.stats().num_preemptions > 0
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
     spell=st.integers(1, 12),

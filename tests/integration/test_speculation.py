@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
@@ -211,11 +214,13 @@ def third_token(models):
 def test_unseeded_frequencies_are_the_targets(models, make_engine, run, third_token, method, rule):
     """Chi-square over the third token of 2,000 samples. There are 16 paths to it; cells under 5 expected are pooled.
     The bound is the 99.99% quantile."""
+    speculative = models.speculative(method, 3) | {"rejection_sample_method": rule}
+    check_frequencies(make_engine(speculative_config=speculative, max_num_seqs=200), run, third_token)
+
+
+def check_frequencies(engine, run, exact, count=2000):
     from scipy.stats import chi2
 
-    exact, count = third_token, 2000
-    speculative = models.speculative(method, 3) | {"rejection_sample_method": rule}
-    engine = make_engine(speculative_config=speculative, max_num_seqs=200)
     params = SamplingParams(temperature=1.5, top_k=4, max_tokens=5, ignore_eos=True)
     seen = Counter()
     for _ in range(count // 200):
@@ -228,3 +233,35 @@ def test_unseeded_frequencies_are_the_targets(models, make_engine, run, third_to
     statistic = sum((s - e) ** 2 / e for s, e in cells)
     assert statistic < chi2.ppf(0.9999, len(cells) - 1)
     assert sum(entry.counts.num_accepted_tokens for entry in engine.stats().speculation) > 0
+
+
+@pytest.fixture(scope="module")
+def padded(models, tmp_path_factory):
+    """padded(size) -> folders of the target and of the draft model with that many embedding rows, which share a
+    tokenizer. Rows beyond the target's would win if they could."""
+
+    def make(size):
+        target, draft = (tmp_path_factory.mktemp("padded") / name for name in ("target", "draft"))
+        shutil.copytree(models.target, target)
+        shutil.copytree(models.draft, draft)
+        for folder in (target, draft):
+            (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 5, "b": 6}}}))
+        config = json.loads((draft / "config.json").read_text())
+        (draft / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+        tensors = load_file(draft / "model.safetensors")
+        rows = tensors["model.embed_tokens.weight"]
+        tensors["model.embed_tokens.weight"] = torch.cat((rows, 5.0 * rows[: max(0, size - len(rows))]))[:size].clone()
+        save_file(tensors, draft / "model.safetensors")
+        return str(target), str(draft)
+
+    return make
+
+
+@pytest.mark.parametrize("size", [140, 176])
+def test_a_draft_model_may_have_more_embedding_rows_or_fewer(make_engine, run, same_text, padded, third_token, size):
+    """Prompts have tokens that the smaller one lacks; the text is as without, and frequencies are the target's."""
+    target, draft = padded(size)
+    speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    engine = make_engine(model=target, speculative_config=speculative, max_num_seqs=200)
+    same_text(engine, PARAMS, False)
+    check_frequencies(engine, run, third_token, count=1000)

@@ -145,7 +145,7 @@ def test_rotations(shape: tuple[int, int], dtype: torch.dtype) -> None:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @example(rank=9, slices=1, dtype=torch.bfloat16, seed=1)  # once rounded differently in 10 rows
 @given(rank=st.integers(1, 20), slices=st.integers(1, 3), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
 def test_adapters(rank: int, slices: int, dtype: torch.dtype, seed: int) -> None:

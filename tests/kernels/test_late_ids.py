@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
@@ -159,7 +159,6 @@ def test_an_outcome_of_some_rows():
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=5),
     st.sampled_from([1, 4, 16]),
 )
-@settings(deadline=None)
 def test_slots_of_rows_whose_start_is_late(rows, size):
     """`rows`: where each truly begins, its tokens, and by how much it was planned too far."""
     tables = [[100 * b + 7 * i % 50 for i in range(60)] for b in range(len(rows))]

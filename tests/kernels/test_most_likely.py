@@ -69,7 +69,7 @@ def rows_of(drafts: list[list[int]]) -> list[SampleRow]:
     return [SampleRow(Request(f"r{i}", [1, 2], 2, params, seed_key=i), Drafts(ids)) for i, ids in enumerate(drafts)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_short_way_gives_what_the_general_way_gives(data: st.DataObject) -> None:
     token = st.integers(0, 5)

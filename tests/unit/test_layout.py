@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import outrider
 
@@ -89,6 +90,11 @@ def test_libraries_work_at_the_root(repo_root):
 def test_pytest_did_not_import_the_root_again(repo_root):
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     assert [name for name, file in files.items() if file == str(repo_root / "__init__.py")] == ["outrider"]
+
+
+def test_examples_may_take_long():
+    """The profile of the tests' `conftest.py` holds for every file: a busy machine fails no property."""
+    assert settings().deadline is None
 
 
 def test_every_package_folder_is_listed(repo_root, pyproject):

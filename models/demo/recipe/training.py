@@ -43,7 +43,7 @@ def new_model(shape: ModelShape, seed: int) -> LlamaForCausalLM:
         use_cache=True,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=end, pad_token_id=pad, max_new_tokens=256)
+    model.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=end, pad_token_id=pad)
     return model
 
 

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
-from ...core.errors import OutriderError
+from ....models.generation_config import FILE, sampling_defaults
+from ...core.errors import AdapterError, InvalidRequestError, OutriderError
 from ...core.lora_request import LoRA, LoRAMix, LoRAPart, LoRARequest
 from .cache import DEFAULT_MAX_CACHE_BYTES, DownloadCache
 from .folders import AdapterDirectory, FolderRules
@@ -90,12 +92,14 @@ class AdapterSources:
         )
         self._looks: SharedCalls[str | None] = SharedCalls(disk, 0.0, clock)
         self._lists: SharedCalls[dict[str, str]] = SharedCalls(disk, 0.0, clock)
+        self._reads: SharedCalls[dict[str, Any]] = SharedCalls(disk, 0.0, clock)
         self._lock = threading.RLock()
         self._waiting: dict[str, set[str]] = {}  # source -> names that want it
         self._folders: dict[str, dict[str, str]] = {}  # name -> folder -> source; the last one of a source counts
         self._found: TimedMemory[str, str | None] = TimedMemory(_MAX_NAMES, clock)
         self._plugged: TimedMemory[str, str | None] = TimedMemory(_MAX_NAMES, clock)
         self._listed: TimedMemory[str, dict[str, str]] = TimedMemory(1, clock)
+        self._defaults: TimedMemory[str, dict[str, Any]] = TimedMemory(_MAX_NAMES, clock)  # by folder
 
     # --- from a source to a folder --------------------------------------------------------------------------------
 
@@ -287,6 +291,39 @@ class AdapterSources:
             found = directory.adapters() | found
         return found
 
+    # --- sampling parameters --------------------------------------------------------------------------------------
+
+    async def sampling_defaults(self, folder: str) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the generation_config.json of an adapter's folder sets; looked at most
+        once in `LOOK_SECONDS`.
+
+        Raises:
+            AdapterError: it has a wrong value.
+        """
+        known = self._defaults.get(folder)
+        if known is None:
+            known = (await _result(self._read_defaults(folder)),)
+            self._defaults.put(folder, known[0], LOOK_SECONDS)
+        return known[0]
+
+    def sampling_defaults_now(self, folder: str) -> dict[str, Any]:
+        """`sampling_defaults` for those who may wait."""
+        known = self._defaults.get(folder)
+        if known is None:
+            known = (self._read_defaults(folder).result(),)
+            self._defaults.put(folder, known[0], LOOK_SECONDS)
+        return known[0]
+
+    def _read_defaults(self, folder: str) -> Future[dict[str, Any]]:
+        def read() -> dict[str, Any]:
+            try:
+                return sampling_defaults(Path(folder) / FILE)
+            except (InvalidRequestError, OSError) as error:
+                message = error.message if isinstance(error, OutriderError) else str(error)
+                raise AdapterError(message, param="lora_path") from error
+
+        return self._reads.call(folder, read)
+
     # --- what is still needed -------------------------------------------------------------------------------------
 
     def folders_of(self, name: str) -> tuple[str, ...]:
@@ -298,6 +335,9 @@ class AdapterSources:
         """Of the folders that were fetched for a name only the `needed` ones are: the others may be evicted."""
         self._found.drop(name)
         self._plugged.drop(name)
+        for path in needed:
+            if path is not None:
+                self._defaults.drop(path)
         with self._lock:
             folders = self._folders.get(name, {})
             for folder in [folder for folder in folders if folder not in needed]:

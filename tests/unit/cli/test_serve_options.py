@@ -31,7 +31,8 @@ def fails(capsys, *arguments: str) -> str:
 
 
 SAMPLES = {
-    "tokenizer": "/tok", "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
+    "tokenizer": "/tok", "generation_config": "none",
+    "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
     "kv_cache_dtype": "fp8",
@@ -102,6 +103,28 @@ def test_another_model_gets_no_demo_defaults():
     assert (args.enable_lora, args.speculative_config) == (False, None)
     assert config.served_model_names == ("Qwen3-0.6B",)
     assert config.lora_modules == {}
+
+
+def test_the_model_answers_to_the_name_it_was_started_with(tmp_path, monkeypatch):
+    """A link shows its own name; a snapshot of the hub's cache shows the hub id; requests may use every spelling."""
+    snapshot = tmp_path / "models--acme--tiny-1b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "my-model").symlink_to(snapshot)
+    monkeypatch.chdir(tmp_path)
+    resolved = str(snapshot.resolve())
+    _, config = resolve("./my-model/")
+    assert config.served_model_names == ("my-model",)
+    wanted = {"./my-model", "./my-model/", str(tmp_path / "my-model"), resolved, "acme/tiny-1b", "tiny-1b"}
+    assert wanted <= set(config.model_aliases)
+    _, config = resolve(resolved)
+    assert config.served_model_names == ("acme/tiny-1b",)
+    assert {resolved, f"{resolved}/", "tiny-1b"} <= set(config.model_aliases)
+    _, config = resolve("Qwen/Qwen3-0.6B")
+    assert (config.served_model_names, config.model_aliases) == (("Qwen3-0.6B",), ("Qwen/Qwen3-0.6B",))
+    _, config = resolve("my-model", "--served-model-name", "one")
+    assert (config.served_model_names, config.model_aliases) == (("one",), ())
+    with pytest.raises(InvalidRequestError, match="the model's own name"):
+        resolve("Qwen/Qwen3-0.6B", "--lora-modules", "Qwen/Qwen3-0.6B=/x")
 
 
 def test_lora_modules():

@@ -170,5 +170,5 @@ class CacheMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
 TestCache = CacheMachine.TestCase

@@ -50,7 +50,7 @@ def run(tokenizer: Any, ids: list[int], prompt: list[int] = [], **params: Any) -
 
 @pytest.mark.parametrize("slow", [False, True])
 @given(ids=IDS, prompt=IDS, skip=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_deltas_add_up_to_decoding_at_once(
     tokenizer: Any, slow: bool, ids: list[int], prompt: list[int], skip: bool
 ) -> None:
@@ -60,7 +60,7 @@ def test_deltas_add_up_to_decoding_at_once(
 
 @pytest.mark.parametrize("slow", [False, True])
 @given(text=TEXTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_valid_text_never_shows_half_a_character(tokenizer: Any, slow: bool, text: str) -> None:
     byte_ids = [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
     parts = run(Slow(tokenizer) if slow else tokenizer, byte_ids)
@@ -148,7 +148,7 @@ def chunked(tokenizer: Any, ids: list[int], sizes: list[int], params: SamplingPa
     min_tokens=st.integers(0, 6),
     include=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_stop_does_not_depend_on_the_chunks(
     tokenizer: Any, text: str, stops: list[str], sizes: list[int], min_tokens: int, include: bool
 ) -> None:
@@ -169,7 +169,7 @@ def test_stop_does_not_depend_on_the_chunks(
 
 
 @given(text=st.text("abx", max_size=20), stop=st.text("abx", min_size=1, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_streamed_text_is_never_taken_back_and_held_no_longer_than_needed(tokenizer: Any, text: str, stop: str) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=stop, max_tokens=99), [])
     shown = ""

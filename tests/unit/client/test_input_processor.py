@@ -54,6 +54,8 @@ def test_n_sequences_have_their_own_seeds_and_one_group(processor: InputProcesso
     assert requests[0].prompt_token_ids is requests[1].prompt_token_ids
     assert params.n == 3
     assert {r.params.seed for r in processor.process("r", "hello", SamplingParams(n=2))} == {None}
+    assert {r.params.seed for r in processor.process("r", "hello", SamplingParams(n=2, seed=-1))} == {None}
+    assert [r.params.seed for r in processor.process("r", "hello", SamplingParams(n=3, seed=-3))] == [-3, -2, 0]
 
 
 def test_the_tenants_weight_goes_with_every_sequence(processor: InputProcessor) -> None:

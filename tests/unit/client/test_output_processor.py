@@ -272,7 +272,7 @@ def test_marks_stay_with_their_tokens_when_text_is_held_back(processor: OutputPr
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     takes=st.lists(st.booleans(), min_size=1, max_size=7),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_deltas_add_up_however_they_are_taken(
     tokenizer: Any, tokens: list[int], sizes: list[int], takes: list[bool]
 ) -> None:

@@ -10,9 +10,10 @@ from outrider import SamplingParams
 from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import EngineArgs, FairConfig, SchedulerConfig, check_args
 from outrider.platform.core.errors import InvalidRequestError
-from outrider.platform.core.request import Request, Status
+from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.engine.block_pool import BlockPool
 from outrider.platform.engine.fair import Turns
+from outrider.platform.engine.gates import DraftLimits
 from outrider.platform.engine.policies import POLICIES
 from outrider.platform.engine.prefix_cache import PrefixCache
 from outrider.platform.engine.scheduler import Scheduler
@@ -247,10 +248,10 @@ def test_idle_tenants_are_forgotten_without_gaining_by_it():
     queue.check_integrity()
 
 
-def scheduler(num_blocks=64, **config):
+def scheduler(num_blocks=64, limits=None, **config):
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "policy": "fair"} | config
     pool = BlockPool(num_blocks)
-    return Scheduler(SchedulerConfig(fair=PRICES, **values), pool, PrefixCache(pool, 4))
+    return Scheduler(SchedulerConfig(fair=PRICES, **values), pool, PrefixCache(pool, 4), drafts=limits)
 
 
 def step(one):
@@ -330,6 +331,20 @@ def test_prompts_are_charged_once_and_only_what_the_cache_does_not_have():
     one._preempt(one.running[0], type("Step", (), {"drop": lambda self, request: None})())
     step(one)
     assert counter(one._turns, "a") == 14 + 2
+
+
+def test_drafts_verified_in_vain_are_charged():
+    """Two tenants get as many tokens; one's drafts are all wrong, so the other one is next."""
+    one = scheduler(limits=DraftLimits(3), max_num_seqs=2)
+    for name in ("a1", "b1", "a2", "b2"):
+        one.add(request(name, 4))
+    for _ in range(2):
+        plan = one.schedule()
+        drafts = [Drafts([7] * 3) if row.request.tenant == "a" else NO_DRAFTS for row in plan.rows]
+        one.commit(plan, StepResult([RowResult([7], drafts=given) for given in drafts]))
+    assert {row.request.tenant: row.num_drafts for row in plan.rows} == {"a": 3, "b": 0}
+    assert names(one.waiting) == ["b2", "a2"]
+    assert counter(one._turns, "a") - counter(one._turns, "b") == 3 * PRICES.rejected_draft_cost
 
 
 def test_a_waiting_prompt_comes_before_the_running_prompt_of_one_served_more():

@@ -165,7 +165,7 @@ jobs = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     jobs,
     st.integers(12, 30),

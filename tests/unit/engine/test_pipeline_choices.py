@@ -33,7 +33,7 @@ class Chooser:
         return True
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(
     jobs,
     st.tuples(st.integers(14, 34), st.integers(4, 24), st.sampled_from(["fcfs", "priority", "fair"]), st.booleans()),

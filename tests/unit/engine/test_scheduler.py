@@ -166,7 +166,7 @@ workloads = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     workloads,
     st.integers(12, 30),
@@ -192,7 +192,7 @@ def test_every_sequence_gets_its_own_text_whatever_happens(jobs, blocks, budget,
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 99))
 def test_aborts_at_any_step_free_everything_and_disturb_no_one(aborts, seed):
     limits = DraftLimits(3, extra_slots=True)

@@ -12,6 +12,7 @@ import pytest
 
 from outrider.platform.client.adapter_sources import AdapterSources
 from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.client.sampling_defaults import SamplingDefaults
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.messages import AdapterInfo, EngineInfo, EngineStats
@@ -80,6 +81,7 @@ class FakeAsyncLLM:
     snapshot: EngineStats = field(default_factory=EngineStats)
 
     def __post_init__(self) -> None:
+        self.sampling_defaults = SamplingDefaults("auto", self.sources)
         self.tokenizer = CharTokenizer()
         self.input_processor = InputProcessor(self.tokenizer, self.info, eos_token_ids=[2])
 

@@ -276,6 +276,35 @@ def test_speculation_of_one_request(http, llm, value, cap):
     assert llm.calls[0]["params"].max_drafts == cap
 
 
+def test_the_models_sampling_defaults_stand_behind_the_request(http, llm, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 4, "max_new_tokens": 30}')
+    llm.sampling_defaults.read_model(str(tmp_path))
+    for path, content in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        assert http.post(path, {**content, "temperature": 0.9, "top_k": None}).status_code == 200
+        params = llm.calls[-1]["params"]
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.9, 4, 30)
+        long = {"prompt": "x" * 50} if "prompt" in content else {"messages": [{"role": "user", "content": "x" * 50}]}
+        assert http.post(path, long).status_code == 200, "the default ends with the context"
+        assert http.post(path, {**content, "max_tokens": 5}).status_code == 200
+        assert llm.calls[-1]["params"].max_tokens == 5
+
+
+def test_an_adapters_sampling_defaults_come_before_the_models(http, llm, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.3}')
+    http.load_adapter("sql", str(tmp_path))
+    assert http.post("/v1/completions", {"model": "sql", "prompt": "x"}).status_code == 200
+    assert llm.calls[-1]["params"].temperature == 0.3
+    assert http.post("/v1/completions", {"model": "base", "prompt": "x"}).status_code == 200
+    assert llm.calls[-1]["params"].temperature == 1.0
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    llm.sources.restrict("sql", [str(tmp_path)])
+    answer = http.post("/v1/completions", {"model": "sql", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
+
+
 def test_null_means_not_given(http, llm):
     complete(http, temperature=None, max_tokens=None, stop=None, stream=None, logprobs=None, suffix=None)
     assert llm.calls[0]["params"].temperature == 1.0

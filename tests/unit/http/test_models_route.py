@@ -22,6 +22,17 @@ def test_base_names(http, llm, model):
     assert used_adapter(http, llm, model) is None
 
 
+def test_aliases_select_the_base_model_and_are_not_listed(make_http, llm):
+    http = make_http(model_aliases=("/models/base", "acme/base"))
+    assert used_adapter(http, llm, "/models/base") is None
+    assert used_adapter(http, llm, "acme/base") is None
+    http.load_adapter("sql", "/adapters/sql")
+    assert used_adapter(http, llm, "acme/base:sql") == ("sql", "/adapters/sql")
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base", "sql"]
+    assert http.get("/v1/models//models/base").json()["id"] == "base"
+    assert http.load_adapter("acme/base").status_code == 400  # the name is taken
+
+
 @pytest.mark.parametrize("model", ["sql", "base:sql", "alias:sql"])
 def test_adapter_names(http, llm, model):
     http.load_adapter("sql", "/adapters/sql")

@@ -56,6 +56,14 @@ def test_summary(llm):
     assert text.splitlines()[-1] == "Outrider is ready on http://127.0.0.1:8123 (started in 4.2 s)"
 
 
+def test_summary_says_the_sampling_defaults(llm):
+    out = io.StringIO()
+    startup = Startup(llm.info, [], ServerConfig(), 8123, 4.2, sampling_defaults={"temperature": 0.7, "top_k": 20})
+    print_summary(startup, Console(file=out, width=120, soft_wrap=True))
+    assert "temperature 0.7, top_k 20 unless a request says otherwise (generation_config.json)" in out.getvalue()
+    assert "Sampling" not in summary(llm.info)
+
+
 def test_summary_never_shows_a_key(llm):
     text = summary(llm.info, api_keys=("secret-1", "secret-2"))
     assert "2 API keys" in text

@@ -75,7 +75,7 @@ class Load:
 LONGEST = 5  # steps
 
 
-@settings(max_examples=20, deadline=None, database=None)
+@settings(max_examples=20, database=None)
 @given(
     seed=st.integers(0, 2**32),
     few_rows=st.booleans(),

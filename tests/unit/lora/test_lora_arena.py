@@ -61,7 +61,7 @@ def check(arena, places, rows, modules):
 RANKS = st.dictionaries(st.sampled_from(sorted(MODULES)), st.integers(1, 4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(RANKS, RANKS, st.permutations(range(NUM_ROWS)))
 def test_rows_hold_what_was_written_last(first, second, order):
     arena, places = make()
@@ -72,7 +72,7 @@ def test_rows_hold_what_was_written_last(first, second, order):
         check(arena, places, rows, modules)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(RANKS)
 def test_views_are_the_weights(ranks):
     arena, _ = make()

@@ -18,7 +18,7 @@ from .conftest import make_linears, write_adapter
 from .mix_requests import added_by, mixed_request
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_requests_and_changes(tmp_path_factory, data):
     """Whatever is loaded, replaced, unloaded, preempted and pushed out meanwhile: a request gets the sum of what its

@@ -105,7 +105,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.is_evictable(key) == (not count and key not in self.pinned and ready)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, database=None)
 TestPoolMachine = PoolMachine.TestCase
 
 

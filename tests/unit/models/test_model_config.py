@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.models.config import stored_dtype
 from outrider.models.layers.rope import inverse_frequencies
@@ -140,6 +142,35 @@ def test_absent_and_null_fields_take_the_familys_defaults() -> None:
     assert read("Llama").rope.theta == 10000.0
     assert read("Llama", rope_theta=5e5).rope.theta == 5e5
     assert read("Llama", rope_theta=1.0, rope_parameters={"rope_theta": 7.0}).rope.theta == 7.0
+
+
+def test_the_context_length_counts_a_linear_rope_scaling() -> None:
+    def length(**scaling: Any) -> int:
+        return read("Llama", max_position_embeddings=2048, rope_scaling=scaling).max_position_embeddings
+
+    assert length(type="linear", factor=4.0) == 8192
+    assert length(rope_type="linear", factor=2.5) == 5120
+    assert length(rope_type="default") == 2048
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    assert length(rope_type="llama3", **llama3) == 2048
+
+
+def test_frequencies_of_llama_3_1_are_those_of_transformers() -> None:
+    """Of the published config: its wavelengths lie below, in and above the band that is scaled smoothly."""
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    published = LlamaConfig(**shape, max_position_embeddings=131072, rope_parameters=scaling)
+    wanted, _ = ROPE_INIT_FUNCTIONS["llama3"](published, torch.device("cpu"))
+    config = read("Llama", **shape, max_position_embeddings=131072, rope_parameters=scaling)
+    assert (config.head_dim, config.max_position_embeddings) == (128, 131072)
+    torch.testing.assert_close(inverse_frequencies(config.rope, config.head_dim), wanted, rtol=1e-6, atol=0.0)
 
 
 def test_stored_dtype() -> None:

@@ -358,7 +358,7 @@ def test_nothing_is_kept_of_finished_requests(parts):
     assert len(proposer._known) == 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 40))
 def test_invariants_over_generated_histories(seed, num_steps):
     """Rows come, go, wait and are preempted; limits change every step; no time or acceptance breaks a limit."""

@@ -76,7 +76,7 @@ def offer_lists(draw, most=4):
     return offers
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(offer_lists(), st.floats(0.0, 2.0), st.floats(0.01, 2.0))
 def test_the_plan_is_as_good_as_the_best_of_all(offers, slope, draft):
     at = prices(offers, slope, draft)
@@ -365,7 +365,7 @@ def test_adapters_are_forgotten_and_bounded():
     assert len(controller.snapshot()) == MAX_LANES - 2, "greedy or not"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_limits_hold_whatever_was_measured(data):
     controller = Controller([NEURAL, LOOKUP], 6)

@@ -1,9 +1,12 @@
 """The draft-model proposer against transformers: its drafts are the continuation of the very tokens of the sequence."""
 
+import json
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -294,11 +297,12 @@ def test_mixed_rules_in_one_batch_are_as_alone(draft: Draft) -> None:
 # --- composition --------------------------------------------------------------------------------------------------
 
 
-def make(draft: Draft | None, vocab_size: int = VOCAB, **config: object):
+def make(draft: Draft | None, vocab_size: int = VOCAB, folder: Path | None = None, **config: object):
     if draft is not None:
         config = {"method": "draft_model", "model": str(draft.path), **config}
     target = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab_size))
-    context = ProposerContext(target=target, device="cpu", dtype="float32")
+    model_path = None if folder is None else str(folder)
+    context = ProposerContext(target=target, model_path=model_path, device="cpu", dtype="float32")
     return make_proposer(parse_speculative(config or None), context)
 
 
@@ -315,6 +319,42 @@ def test_another_vocabulary_is_refused(draft: Draft) -> None:
     with pytest.raises(InvalidRequestError, match=r"97 tokens.* 128") as caught:
         make(draft, vocab_size=128)
     assert caught.value.param == "speculative_config"
+
+
+def write_tokenizer(folder: Path, vocabulary: object, added: Any = ()) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "said"),
+    [
+        ({"a": 0, "b": 1, "c": 2}, [{"id": 3, "content": "<s>"}], None),
+        ([["a", -1.0], ["b", -2.0], ["c", -3.0], ["<s>", 0.0]], [], None),
+        ({"a": 0, "b": 1, "c": 2}, [{"id": 4, "content": "<s>"}], "75.0% of the tokens agree"),
+        ({"a": 1, "b": 0, "c": 2}, [{"id": 3, "content": "<s>"}], "50.0% of the tokens agree"),
+    ],
+)
+def test_a_tokenizer_that_differs_is_said(
+    draft: Draft, tmp_path: Path, caplog: pytest.LogCaptureFixture, vocabulary: object, added: Any, said: str | None
+) -> None:
+    shutil.copytree(draft.path, tmp_path / "draft")
+    write_tokenizer(tmp_path / "draft", vocabulary, added)
+    target = write_tokenizer(tmp_path / "target", {"a": 0, "b": 1, "c": 2}, [{"id": 3, "content": "<s>"}])
+    for vocab_size in (VOCAB, VOCAB - 7, VOCAB + 30):
+        make(None, vocab_size, target, method="draft_model", model=str(tmp_path / "draft"), adaptive=False)
+    warnings = [message for message in caplog.messages if "of the tokens agree" in message]
+    assert len(warnings) == (0 if said is None else 3)
+    assert all(said in message for message in warnings if said is not None)
+
+
+def test_another_tokenizer_with_a_vocabulary_of_another_size_is_refused(draft: Draft, tmp_path: Path) -> None:
+    shutil.copytree(draft.path, tmp_path / "draft")
+    write_tokenizer(tmp_path / "draft", {"x": 0, "y": 1, "c": 2})
+    target = write_tokenizer(tmp_path / "target", {"a": 0, "b": 1, "c": 2})
+    with pytest.raises(InvalidRequestError, match=r"97 tokens.* 98.*33.3%"):
+        make(None, VOCAB + 1, target, method="draft_model", model=str(tmp_path / "draft"))
 
 
 def test_a_missing_draft_model_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def engine_of(model, budget: int, rng: random.Random) -> Engine:
 
 
 def test_any_schedule_leaves_the_drafts_as_they_are(reference, model):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.integers(0, 2**32), st.sampled_from([5, 2048]))
     def check(seed, budget):
         rng = random.Random(seed)

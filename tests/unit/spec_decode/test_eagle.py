@@ -52,10 +52,14 @@ PUBLIC_NAMES = [
     ("eagle", "LlamaForCausalLM"),
     ("eagle", "EagleLlamaForCausalLM"),
     ("eagle", "LlamaForCausalLMEagle"),
+    ("eagle", "Qwen2ForCausalLM"),
+    ("eagle", "Qwen2ForCausalLMEagle"),
     ("eagle3", "LlamaForCausalLM"),
     ("eagle3", "Eagle3LlamaForCausalLM"),
     ("eagle3", "EagleLlamaForCausalLM"),
     ("eagle3", "LlamaForCausalLMEagle3"),
+    ("eagle3", "Qwen2ForCausalLMEagle3"),
+    ("eagle3", "Qwen3ForCausalLMEagle3"),
     ("eagle3", "Eagle3Speculator"),
     ("eagle3", "Eagle3DraftModel"),
 ]
@@ -139,7 +143,7 @@ def loaded(make_head, load_head):
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_any_schedule_leaves_the_drafts_as_they_are(target, loaded, method):
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.integers(0, 2**32), st.sampled_from([5, 2048]))
     def check(seed, budget):
         head, proposer = loaded(method, budget)

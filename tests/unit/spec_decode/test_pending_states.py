@@ -107,7 +107,7 @@ def test_what_has_gone_is_dropped_and_its_memory_used_again():
     assert set(found) == {2 * BLOCK, 4 * BLOCK}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(4, 40))
 def test_a_ring_never_gives_a_place_twice(seed, size):
     rng = random.Random(seed)
@@ -146,7 +146,7 @@ def test_what_does_not_fit_waits_in_its_own_tensors(monkeypatch):
     assert outside.shape == (9, 6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(6, 60))
 def test_what_the_target_copied_is_there_until_it_is_popped(seed, size):
     """Some steps find a place in the ring and some do not, in one bundle too; requests come and go meanwhile."""

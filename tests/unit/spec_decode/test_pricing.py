@@ -225,3 +225,28 @@ def test_older_numbers_of_rows_are_forgotten():
     assert set(steps) == {2, 3}
     assert steps[2] == pytest.approx(steps[3] * 2 / 3, rel=0.2)
     assert sum(steps.values()) <= 128
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_another_drafter_must_promise_clearly_more(present):
+    """Two drafters that are right alike, in steps of 1.5 ms: by 2% of it a lane keeps what it has, whichever it is."""
+
+    def chosen(saved):
+        pricing = Pricing([False, False], has_layers=False)
+        row = Controller([DrafterTraits("suffix", False), DrafterTraits("ngram", False)], 4).new_row((b"", True))
+        row.limit, row.lane.drafter = 4, present
+        row.lane.rates[1] = row.lane.rates[0]
+        for _ in range(8):
+            for size in (1, 5):
+                pricing.costs.add_step(1, size, 0.001)
+            for drafter in (0, 1):
+                for count in (1, 4):
+                    seconds = 0.0005 - (saved * 0.0015 if drafter != present else 0.0)
+                    pricing.costs.add_draft(drafter, DraftSize(1, count), seconds)
+        changes = pricing.choose_drafters([row], (1, 0), keeps=False)
+        assert row.drafter == row.lane.drafter
+        assert changes is (row.drafter != present)
+        return row.drafter
+
+    assert [chosen(saved) for saved in (-0.02, 0.0, 0.01, 0.02)] == [present] * 4
+    assert [chosen(saved) for saved in (0.04, 0.1)] == [1 - present] * 2

@@ -80,7 +80,7 @@ def test_a_step_that_is_computed_again_is_no_part_of_its_failed_self():
     assert [len(spell.targets) for spell in spells_of(*steps)] == [2, 1, 2]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(0, 10**6))
 def test_every_step_is_looked_at_once_in_order(seed):
     """Whoever comes, goes and begins again, what is looked at is what was computed."""
@@ -148,7 +148,7 @@ def test_steps_that_nobody_reads_are_not_kept():
     assert not rests.add([plan(one)], TargetOutput(seconds=WORTH_WAITING))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.booleans(), st.integers(0, 10**6))
 def test_what_is_only_counted_sums_up_like_what_is_added(are_watched, seed):
     """Whatever is asked for in between, and whichever steps are looked at."""

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.spec_decode.step_costs import MIXED, Curve, DraftSize, StepCosts, TimeTable, row_class
@@ -87,7 +87,6 @@ def test_the_first_time_of_a_size_does_not_count():
     assert table.curve(1)(5) == pytest.approx(0.01)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 64), st.integers(1, 600), st.floats(1e-6, 10.0)), min_size=1, max_size=60),
     st.integers(1, 64),

@@ -52,7 +52,7 @@ def longest_repeated(tokens: list[int], depth: int) -> int:
     return 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts, st.integers(2, 9), st.data())
 def test_a_growing_text(tokens, depth, data):
     tree, text = SuffixTree(depth), Text([])
@@ -71,7 +71,7 @@ def test_a_growing_text(tokens, depth, data):
     assert tree.num_nodes <= 2 * len(tokens)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(texts, min_size=1, max_size=5), st.integers(2, 8), st.data())
 def test_texts_come_and_go(all_tokens, depth, data):
     tree, inside, known = SuffixTree(depth), [], [Text(list(tokens)) for tokens in all_tokens]
@@ -103,7 +103,7 @@ def _compare(tree, everything, counted):
         assert (place.node.count if place else 0) == occurrences(list(string), counted)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(texts, min_size=1, max_size=4),
     st.integers(2, 8),

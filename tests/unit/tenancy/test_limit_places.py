@@ -115,7 +115,7 @@ def test_all_who_wait_are_refused():
     run(scenario)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(limit=st.integers(1, 4), steps=st.lists(st.tuples(st.sampled_from("tlc"), st.integers(1, 4)), max_size=30))
 def test_never_more_than_the_limit_and_nobody_forgotten(limit, steps):
     async def scenario():
