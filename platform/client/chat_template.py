@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from ..core.errors import InvalidRequestError
+
+_WORD = re.compile(r"[A-Za-z0-9]+", re.ASCII)
+_SEARCHED = 1000
+"""Characters of a tool's result in which a word is looked for."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -47,7 +52,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
     if clash:
         raise InvalidRequestError(f"chat_template_kwargs must not contain {clash[0]!r}", param="chat_template_kwargs")
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             conversation,
             tools=options.get("tools"),
             chat_template=template,
@@ -58,6 +63,32 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         )
     except Exception as error:  # templates are programs of the model or the user: they raise anything
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
+    _check_tools_arrive(conversation, text)
+    return text
+
+
+def _check_tools_arrive(conversation: list[dict[str, Any]], text: str) -> None:
+    """Refuse a conversation whose tool calls or results the template leaves out: a name or a word of each must stand in
+    the text, in order."""
+    position = 0
+    for index, message in enumerate(conversation):
+        words = [str(call["function"].get("name")) for call in message.get("tool_calls") or ()]
+        if message["role"] == "tool":
+            words += _longest_word(message["content"])
+        for word in words:
+            position = text.find(word, position) + len(word)
+            if position < len(word):
+                place = f"messages[{index}]" if message["role"] == "tool" else f"messages[{index}].tool_calls"
+                raise InvalidRequestError(
+                    f"{place}: the model's chat template leaves tool calls or their results out", param=place
+                )
+
+
+def _longest_word(content: Any) -> list[str]:
+    """A word that no template escapes, from the beginning of a content; none where there is no such word."""
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    words = _WORD.findall(text[:_SEARCHED])
+    return [max(words, key=len)] if words else []
 
 
 def _as_messages(messages: object) -> list[Any]:
@@ -103,7 +134,7 @@ def _tool_call(index: int, call: object) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"messages[{index}].tool_calls: arguments are not JSON: {error}", param="messages"
             ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -16,6 +16,7 @@ from .adapter_policy import AdapterPolicy
 from .config import ServerConfig
 from .errors import EngineUnavailableError
 from .hardening import BODIES_IN_MEMORY, BodyMemory
+from .messages import num_chars
 from .metrics import Metrics
 from .observation import current_note
 from .prefix_follower import PrefixFollower
@@ -143,7 +144,7 @@ class Serving:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    async def chat_prompt(self, messages: list[dict[str, str]], request: TemplateFields) -> list[int]:
+    async def chat_prompt(self, messages: list[dict[str, Any]], request: TemplateFields) -> list[int]:
         """Token ids of `messages` under the chat template; unless `request` says otherwise, the template alone writes
         special tokens.
 
@@ -155,11 +156,11 @@ class Serving:
                 "chat_template is taken from requests only when the server runs with --trust-request-chat-template",
                 param="chat_template",
             )
-        if sum(len(message["content"]) for message in messages) > _LONG_TEXT:
+        if num_chars(messages) > _LONG_TEXT:
             return await asyncio.to_thread(self._chat_prompt, messages, request)
         return self._chat_prompt(messages, request)
 
-    def _chat_prompt(self, messages: list[dict[str, str]], request: TemplateFields) -> list[int]:
+    def _chat_prompt(self, messages: list[dict[str, Any]], request: TemplateFields) -> list[int]:
         continue_final = bool(request.continue_final_message)
         generation = request.add_generation_prompt
         rendered = self.llm.input_processor.chat_prompt(
