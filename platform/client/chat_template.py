@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict
 
 from ..core.errors import InvalidRequestError
@@ -12,6 +12,8 @@ from ..core.errors import InvalidRequestError
 _WORD = re.compile(r"[A-Za-z0-9]+", re.ASCII)
 _SEARCHED = 1000
 """Characters of a tool's result in which a word is looked for."""
+
+_Render = Callable[[list[dict[str, Any]]], str]
 
 
 class ChatOptions(TypedDict, total=False):
@@ -51,8 +53,9 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
     clash = sorted({*ChatOptions.__annotations__, "conversation", "tokenize", "messages"} & set(extra))
     if clash:
         raise InvalidRequestError(f"chat_template_kwargs must not contain {clash[0]!r}", param="chat_template_kwargs")
-    try:
-        text = tokenizer.apply_chat_template(
+
+    def render(conversation: list[dict[str, Any]]) -> str:
+        return tokenizer.apply_chat_template(
             conversation,
             tools=options.get("tools"),
             chat_template=template,
@@ -61,34 +64,49 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
             tokenize=False,
             **extra,
         )
+
+    try:
+        text = render(conversation)
     except Exception as error:  # templates are programs of the model or the user: they raise anything
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
-    _check_tools_arrive(conversation, text)
+    _check_tools_arrive(conversation, text, render)
     return text
 
 
-def _check_tools_arrive(conversation: list[dict[str, Any]], text: str) -> None:
-    """Refuse a conversation whose tool calls or results the template leaves out: a name or a word of each must stand in
-    the text, in order."""
+def _check_tools_arrive(conversation: list[dict[str, Any]], text: str, render: _Render) -> None:
+    """Refuse a conversation whose tool calls or results the template leaves out. Those are looked at more closely of
+    which a name or word does not stand in the text, in order: without them the text must be another."""
     position = 0
     for index, message in enumerate(conversation):
-        words = [str(call["function"].get("name")) for call in message.get("tool_calls") or ()]
-        if message["role"] == "tool":
-            words += _longest_word(message["content"])
-        for word in words:
+        for place, word, without in _tool_words(index, message):
             position = text.find(word, position) + len(word)
-            if position < len(word):
-                place = f"messages[{index}]" if message["role"] == "tool" else f"messages[{index}].tool_calls"
+            if position >= len(word):
+                continue
+            if _renders_to(text, render, [*conversation[:index], without, *conversation[index + 1 :]]):
                 raise InvalidRequestError(
                     f"{place}: the model's chat template leaves tool calls or their results out", param=place
                 )
+            return
 
 
-def _longest_word(content: Any) -> list[str]:
-    """A word that no template escapes, from the beginning of a content; none where there is no such word."""
-    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    words = _WORD.findall(text[:_SEARCHED])
-    return [max(words, key=len)] if words else []
+def _tool_words(index: int, message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Place and a word of each tool call or result of a message, and the message without it."""
+    for call in message.get("tool_calls") or ():
+        without = {name: value for name, value in message.items() if name != "tool_calls"}
+        yield f"messages[{index}].tool_calls", str(call["function"].get("name")), without
+    if message["role"] == "tool":
+        content = message["content"]
+        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        words = _WORD.findall(text[:_SEARCHED])
+        if words:
+            yield f"messages[{index}]", max(words, key=len), {**message, "content": type(content)()}
+
+
+def _renders_to(text: str, render: _Render, conversation: list[dict[str, Any]]) -> bool:
+    try:
+        return render(conversation) == text
+    except Exception:  # the template misses something, which it therefore reads
+        return False
 
 
 def _as_messages(messages: object) -> list[Any]:

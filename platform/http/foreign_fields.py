@@ -17,6 +17,13 @@ class Unsupported(NamedTuple):
     """Values with which it does not."""
     instead: str = ""
     """Field here that says the same: where that is given too, the foreign one is ignored."""
+    advice: str = "leave it out"
+    """For the error."""
+
+
+_ADAPTER = "name the adapter in 'model'"
+_CONTINUE = "send 'continue_final_message'"
+_SYSTEM = "send a message with the role 'system'"
 
 
 _PROMPT: dict[str, Unsupported] = {
@@ -58,18 +65,18 @@ _SOURCES = {
     "prompt_embeds": Unsupported(("", [])),
     "input_ids": Unsupported(([],)),
     "inputs": Unsupported(("",), instead="prompt"),
-    "system": Unsupported(("", [])),
-    "instructions": Unsupported(("",)),
+    "system": Unsupported(("", []), advice=_SYSTEM),
+    "instructions": Unsupported(("",), advice=_SYSTEM),
     "session_params": Unsupported(({},)),
     "previous_response_id": Unsupported(("",)),
     "conversation": Unsupported(("",)),
     "safe_prompt": Unsupported((False,)),
-    "extra_body": Unsupported(({},)),  # a client's keyword, sent as it stands
+    "extra_body": Unsupported(({},), advice="write its fields beside the others"),  # a client's keyword, sent as it is
     "parameters": Unsupported(({},)),
     "options": Unsupported(({},)),
-    "lora_path": Unsupported(("",), instead="model"),
-    "lora_request": Unsupported(({},), instead="model"),
-    "adapter_id": Unsupported(("",), instead="model"),
+    "lora_path": Unsupported(("",), advice=_ADAPTER),
+    "lora_request": Unsupported(({},), advice=_ADAPTER),
+    "adapter_id": Unsupported(("",), advice=_ADAPTER),
 }
 
 _SAMPLING = {
@@ -120,8 +127,8 @@ CHAT_UNSUPPORTED = {**GENERATION_UNSUPPORTED, "prompt": Unsupported(("", []))}
 
 MESSAGE_UNSUPPORTED: Mapping[str, Unsupported] = {
     "audio": Unsupported(),
-    "prefix": Unsupported((False,)),
-    "partial": Unsupported((False,)),
+    "prefix": Unsupported((False,), advice=_CONTINUE),
+    "partial": Unsupported((False,), advice=_CONTINUE),
 }
 
 IDLE: Mapping[str, tuple[str, tuple[Any, ...]]] = {

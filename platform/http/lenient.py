@@ -11,7 +11,6 @@ A body is walked once, beside its model, before it is validated:
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 import types
@@ -202,12 +201,7 @@ class _Walk:
 
 
 def _refusal(path: str, rule: Unsupported, has_instead: bool) -> InvalidRequestError:
-    if has_instead:
-        advice = f"here it is {rule.instead!r}"
-    elif any(rule.no_ops):
-        advice = f"only {' or '.join(json.dumps(value) for value in rule.no_ops if value or value == 0)} is taken"
-    else:
-        advice = "leave it out"
+    advice = f"here it is {rule.instead!r}" if has_instead else rule.advice
     return InvalidRequestError(f"{path} is not supported: {advice}", param=path)
 
 
