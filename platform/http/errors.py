@@ -136,7 +136,8 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code == 404 and is_to_come(request.url.path):
-            return plain_response(501, f"{shorten(request.url.path)} is not implemented by this server")
+            message = f"{shorten(request.url.path)} is not implemented by this server"
+            return plain_response(501, message, {"x-should-retry": "false"})  # OpenAI's clients try a 5xx again
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {shorten(request.url.path)}"
         return plain_response(error.status_code, message, error.headers)

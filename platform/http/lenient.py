@@ -169,10 +169,15 @@ class _Walk:
         """Refuse or note a field that the model does not have."""
         value, rule = content[name], model.unsupported.get(name)
         if rule is not None:
+            if type(value) is dict:
+                value = {key: item for key, item in value.items() if item is not None}
             if value is None or _converted(value, frozenset(map(type, rule.no_ops))) in rule.no_ops:
                 return
-            if content.get(rule.instead) is None:
-                raise _refusal(shorten(place + name), rule, rule.instead in model.model_fields)
+            has_instead = rule.instead in model.model_fields
+            if not has_instead or content.get(rule.instead) is None:
+                path = shorten(place + name)
+                advice = f"here it is {rule.instead!r}" if has_instead else rule.advice
+                raise InvalidRequestError(f"{path} is not supported: {advice}", param=path)
         elif name in HARMLESS:
             if not value or value in QUIET.get(name, ()):
                 return
@@ -198,11 +203,6 @@ class _Walk:
             path = shorten(path)
             raise InvalidRequestError(f"Unsupported field: {path!r}", param=path)
         note_ignored(path)
-
-
-def _refusal(path: str, rule: Unsupported, has_instead: bool) -> InvalidRequestError:
-    advice = f"here it is {rule.instead!r}" if has_instead else rule.advice
-    return InvalidRequestError(f"{path} is not supported: {advice}", param=path)
 
 
 def _converted(value: Any, scalars: frozenset[type]) -> Any:

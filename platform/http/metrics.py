@@ -128,7 +128,7 @@ class Metrics:
         self.errors = counter(
             "request_errors", "HTTP requests answered with an error: its type, or the limit.", ("reason", "tenant")
         )
-        self.ignored_fields = counter("ignored_request_fields", "Requests with a field that was ignored.", ("field",))
+        self.ignored_fields = counter("ignored_request_fields", "Fields of requests that were ignored.", ("field",))
         self.inter_token_latency = histogram(
             "inter_token_latency_seconds", "Between two outputs of a request.", labels, _INTER_TOKEN
         )

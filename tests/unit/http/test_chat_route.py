@@ -147,7 +147,9 @@ def test_generation_prompt_can_be_left_out(http, llm):
         {"user": "me"}, {"logit_bias": {}}, {"n": 1}, {"functions": []}, {"reasoning_effort": None}, {"best_of": 1},
         {"tool_choice": "auto"}, {"function_call": "none"}, {"top_logprobs": 0}, {"suffix": ""}, {"echo": False},
         {"length_penalty": 1.0}, {"length_penalty": "1.0"}, {"use_beam_search": False}, {"early_stopping": False},
-        {"truncate_prompt_tokens": None}, {"logits_processors": []}, {"stream_options": None}, {"prompt": ""},
+        {"truncate_prompt_tokens": None}, {"logits_processors": []},
+        {"response_format": {"type": "text", "json_schema": None}}, {"structured_outputs": {"json": None}},
+        {"stream_options": None}, {"prompt": ""},
     ],
 )  # fmt: skip
 def test_harmless_fields_are_accepted(http, harmless):
