@@ -53,7 +53,11 @@ _FORMATS = {
     "ebnf": Unsupported(("",)),
     "grammar": Unsupported(("",)),
     "return_tokens_as_token_ids": Unsupported((False,)),
+    "return_prompt_text": Unsupported((False,)),
+    "return_prompt_token_ids": Unsupported((False,), instead="return_token_ids"),
     "return_hidden_states": Unsupported((False,)),
+    "return_routed_experts": Unsupported((False,)),
+    "return_meta_info": Unsupported((False,)),
     "logprob_token_ids": Unsupported(([],)),
     "moderation": Unsupported(),
 }
@@ -92,6 +96,8 @@ _SAMPLING = {
     "no_stop_trim": Unsupported((False,), instead="include_stop_str_in_output"),
     "detokenize": Unsupported((True,)),
     "repetition_detection": Unsupported(),
+    "watermarking": Unsupported((False,)),
+    "task": Unsupported(),
     "no_repeat_ngram_size": Unsupported((0,)),
     "typical_p": Unsupported((1.0,)),
     "tfs_z": Unsupported((1.0,)),
@@ -118,15 +124,13 @@ GENERATION_UNSUPPORTED: Mapping[str, Unsupported] = _PROMPT | _FORMATS | _SOURCE
 COMPLETION_UNSUPPORTED = {
     **GENERATION_UNSUPPORTED,
     "messages": Unsupported(([],)),
-    "chat_template": Unsupported(("",)),
     "top_logprobs": Unsupported((0,), instead="logprobs"),
-    "add_generation_prompt": Unsupported((False,)),
-    "continue_final_message": Unsupported((False,)),
 }
 CHAT_UNSUPPORTED = {**GENERATION_UNSUPPORTED, "prompt": Unsupported(("", []))}
 
 MESSAGE_UNSUPPORTED: Mapping[str, Unsupported] = {
     "audio": Unsupported(),
+    "tools": Unsupported(([],)),
     "prefix": Unsupported((False,), advice=_CONTINUE),
     "partial": Unsupported((False,), advice=_CONTINUE),
 }
@@ -147,10 +151,13 @@ QUIET: Mapping[str, tuple[Any, ...]] = {
 
 _OPENAI = "include_obfuscation metadata parallel_tool_calls prediction prompt_cache_key prompt_cache_options \
 prompt_cache_retention reasoning_effort safety_identifier service_tier store verbosity"
-_VLLM = "early_stopping guided_decoding_backend guided_whitespace_pattern include_reasoning kv_transfer_params \
-media_io_kwargs mm_processor_kwargs request_id thinking_token_budget vllm_xargs"
-_SGLANG = "bootstrap_host bootstrap_port bootstrap_room custom_params data_parallel_rank extra_key rid \
-return_cached_tokens_details separate_reasoning stream_reasoning"
+_VLLM = "early_stopping ec_transfer_params guided_decoding_backend guided_whitespace_pattern include_reasoning \
+kv_transfer_params media_io_kwargs mm_processor_kwargs request_id return_mm_kwargs return_token_offsets \
+routed_experts_prompt_start session_id stream_interval thinking_token_budget truncation_side vllm_xargs"
+_SGLANG = "bootstrap_host bootstrap_port bootstrap_room custom_labels custom_params data_parallel_rank \
+disagg_prefill_dp_rank extra_key images_config max_dynamic_patch min_dynamic_patch ngram_corpus_id \
+return_cached_tokens_details rid routed_dp_rank routed_experts_start_len separate_reasoning stream_reasoning \
+use_audio_in_video"
 _OTHERS = "api_key cache_prompt enable_thinking keep_alive models plugins provider reasoning route tags thinking \
 thinking_budget timeout timings_per_token transforms usage"
 _MESSAGES = "annotations cache_control id index phase reasoning reasoning_details refusal status thinking_blocks \

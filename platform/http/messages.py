@@ -56,6 +56,7 @@ class ChatMessage(LenientModel):
     content: str | list[ContentPart]
     name: str
     refusal: str
+    reasoning: str
     reasoning_content: str
     tool_calls: list[ToolCall]
     tool_call_id: str
@@ -103,14 +104,15 @@ def _message(message: Any, place: str) -> dict[str, Any]:
             continue
         if not isinstance(value, str):
             raise InvalidRequestError(f"{place}.{name} must be a string", param=f"{place}.{name}")
-        result[name] = value
+        result[_RENAMED.get(name, name)] = value
     calls = _tool_calls(message, place)
     if calls and role != "assistant":
         raise InvalidRequestError(f"{place}: only an assistant's message has tool calls", param=f"{place}.tool_calls")
     return result | ({"tool_calls": calls} if calls else {})
 
 
-_FIELDS_BY_ROLE = {"assistant": ("reasoning_content",), "tool": ("tool_call_id",)}
+_FIELDS_BY_ROLE = {"assistant": ("reasoning", "reasoning_content"), "tool": ("tool_call_id",)}
+_RENAMED = {"reasoning": "reasoning_content"}  # as templates have it
 
 
 def _tool_calls(message: dict[str, Any], place: str) -> list[dict[str, Any]]:

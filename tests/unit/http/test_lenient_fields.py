@@ -47,10 +47,10 @@ def test_a_refusal_names_them_too(http):
 def test_fields_inside_of_others_are_named_once(http, llm):
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     messages = [{"role": "user", "content": [part, part], "id": f"m{i}", "type": "message"} for i in range(3)]
-    messages.append({"role": "assistant", "content": None, "refusal": "No.", "reasoning": "because"})
+    messages.append({"role": "assistant", "content": None, "refusal": "No.", "thinking_blocks": [1]})
     response = chat(http, messages=messages, stream=True, stream_options={"include_usage": True, "more": 1})
     assert ignored(response) == [
-        "messages[0].content[0].cache_control", "messages[0].id", "messages[0].type", "messages[3].reasoning",
+        "messages[0].content[0].cache_control", "messages[0].id", "messages[0].type", "messages[3].thinking_blocks",
         "stream_options.more",
     ]  # fmt: skip
     assert "a:No.|" in llm.tokenizer.decode(llm.calls[-1]["prompt"]["prompt_token_ids"])
@@ -67,6 +67,21 @@ def test_fields_inside_of_others_are_named_once(http, llm):
 )
 def test_fields_that_others_make_idle(http, fields, names):
     assert ignored(chat(http, **fields)) == names
+
+
+def test_other_servers_defaults(http):
+    """A client may write every field that it knows."""
+    empty = ["tools", "response_format", "stream_options", "documents", "structured_outputs", "guided_json", "regex"]
+    empty += ["lora_path", "logit_bias", "min_p", "truncate_prompt_tokens", "input_ids", "session_params", "seed"]
+    defaults = {
+        "logprobs": False, "top_logprobs": 0, "tool_choice": "none", "parallel_tool_calls": True, "echo": False,
+        "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "add_generation_prompt": True,
+        "continue_final_message": False, "add_special_tokens": False, "stop": [], "bad_words": [], "best_of": 1,
+        "stop_token_ids": [], "min_tokens": 0, "priority": 0, "top_k": -1, "repetition_penalty": 1.0,
+        "return_tokens_as_token_ids": False, "return_hidden_states": False, "no_stop_trim": False, "store": False,
+        "stop_regex": [], "reasoning_effort": "none", "service_tier": "auto", "modalities": ["text"],
+    }  # fmt: skip
+    assert ignored(chat(http, **defaults, **dict.fromkeys(empty))) == []
 
 
 def test_the_header_is_short_and_safe(http):
@@ -191,7 +206,7 @@ def test_tool_calls_and_results_go_to_the_template(http, llm, monkeypatch):
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 1}], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "22"}]},
-        {"role": "assistant", "content": None, "function_call": old, "tool_calls": None},
+        {"role": "assistant", "content": None, "function_call": old, "tool_calls": None, "reasoning": "so"},
         {"role": "function", "name": "weather", "content": "ok"},
     ]
     response = http.post("/tokenize", {"messages": messages})
@@ -200,7 +215,7 @@ def test_tool_calls_and_results_go_to_the_template(http, llm, monkeypatch):
     function = {"name": "weather", "arguments": {"city": "Bern"}}
     assert (first["tool_calls"], first["reasoning_content"]) == ([{**CALL, "function": function}], "hm")
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
-    assert second["tool_calls"] == [{"type": "function", "function": function}]
+    assert (second["tool_calls"], second["reasoning_content"]) == ([{"type": "function", "function": function}], "so")
     assert (old_result["role"], old_result["name"]) == ("tool", "weather")
 
 
