@@ -195,7 +195,7 @@ def note_ignored(path: str) -> None:
     key = _INDEX.sub("[]", path[: 2 * MAX_IGNORED_NAME])
     if key not in note.ignored:
         full = len(note.ignored) == MAX_IGNORED
-        note.ignored["..." if full else key] = "..." if full else _UNSAFE.sub("?", path)[:MAX_IGNORED_NAME]
+        note.ignored["..." if full else key] = "..." if full else _UNSAFE.sub("?", path[:MAX_IGNORED_NAME])
 
 
 class Observer:

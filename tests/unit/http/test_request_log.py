@@ -124,6 +124,11 @@ def test_refusals_say_the_errors_type(http, any_log, body, status, error):
     assert SECRET not in any_log.text
 
 
+def test_the_method_and_path_are_told(http, log):
+    http.request("HEAD", "/v1/models/")
+    assert [log.lines()[-1][name] for name in ("method", "path", "status")] == ["HEAD", "/v1/models", 200]
+
+
 def test_refusals_are_counted_by_reason_and_tenant(http, make_http):
     for path, body in (("/v1/completions", {"prompt": "x", "model": "nobody"}), ("/v1/completions", {}), ("/no", {})):
         http.post(path, body)
