@@ -10,7 +10,7 @@ from typing import Any
 from ..http.config import ServerConfig
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([A-Za-z0-9.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
-_OPTIONS = ("engine_hang_timeout", "max_connections", "client_timeout", "max_body_bytes")
+_OPTIONS = ("engine_hang_timeout", "max_connections", "client_timeout", "max_body_bytes", "strict_fields")
 
 
 def add_limit_options(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +37,12 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
         default=defaults.max_body_bytes,
         metavar="N",
         help="longest request body; a longer one is answered with 413 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="refuse requests with fields that are unknown or do nothing, instead of naming them in the header "
+        "x-outrider-ignored",
     )
     group.add_argument(
         "--cors-origin",

@@ -6,7 +6,6 @@ the form that it reads, whichever the client sent, and a text that does not arri
 
 from __future__ import annotations
 
-import html
 import json
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from functools import lru_cache
 from typing import Any, TypedDict
 
 from ..core.errors import InvalidRequestError
+from .template_checks import check_texts_arrive, check_tools_arrive
 
 _PROBE = "zqprobezq"
 _PAD = "\t \t"
@@ -79,7 +79,9 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         raise
     except Exception as error:  # templates are programs of the model or the user: they raise anything
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
-    _check_arrival(conversation, text)
+    check_texts_arrive(conversation, text)
+    if not continue_final_message:
+        check_tools_arrive(conversation, text, render)
     return text
 
 
@@ -149,62 +151,6 @@ def _render_open(render: Callable[[list[dict[str, Any]]], str], conversation: li
     return head_of(text.rstrip() + mark)[0]  # the template trims messages: so is this one
 
 
-# --- texts that do not arrive -----------------------------------------------------------------------------------------
-
-
-def _check_arrival(conversation: list[dict[str, Any]], rendered: str) -> None:
-    """Refuse the conversation when text of users or systems is missing. Assistants' reasoning is left out rightly."""
-    rendered = rendered.casefold()
-    ends = {"user": 0, "system": 0, "developer": 0}  # the texts of a role stay in their order
-    for index, message in enumerate(conversation):
-        role = message["role"]
-        if role not in ends:
-            continue
-        end = _find_text("\n".join(part["text"] for part in message["content"]), rendered, ends[role])
-        if end is None:
-            raise InvalidRequestError(
-                f"the chat template leaves text of messages[{index}] ({role}) out of the prompt",
-                param=f"messages[{index}].content",
-            )
-        ends[role] = end
-
-
-def _find_text(text: str, rendered: str, start: int) -> int | None:
-    """Where the words of `text` end in `rendered`, in their order from `start` on; None when one is missing.
-
-    Templates trim and escape texts, and take out switches ("/no_think"), tags and reasoning: none of these is missed.
-    """
-    text = text.strip().casefold()
-    place = rendered.find(text, start)
-    if place >= 0:
-        return place + len(text)
-    text = text.rpartition("</think>")[2]
-    for escape in (str, _as_json, _as_ascii_json, html.escape):
-        end = _find_words(escape(text).split(), rendered, start)
-        if end is not None:
-            return end
-    return None
-
-
-def _as_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _as_ascii_json(text: str) -> str:
-    return json.dumps(text)[1:-1]
-
-
-def _find_words(words: list[str], rendered: str, place: int) -> int | None:
-    for word in words:
-        if word.startswith("/") or ("<" in word and ">" in word):
-            continue
-        found = rendered.find(word, place)
-        if found < 0:
-            return None
-        place = found + len(word)
-    return place
-
-
 # --- messages as users give them --------------------------------------------------------------------------------------
 
 
@@ -251,7 +197,7 @@ def _tool_call(index: int, call: object) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"messages[{index}].tool_calls: arguments are not JSON: {error}", param="messages"
             ) from error

@@ -154,14 +154,10 @@ class InputProcessor:
         self._check_num_tokens(len(ids))
         return ParsedPrompt(text, ids, cache_salt)
 
-    def _check_num_tokens(self, num_tokens: int, qualifier: str = "") -> None:
+    def _check_num_tokens(self, num_tokens: int) -> None:
         limit = self._info.max_model_len
         if num_tokens > limit:
-            raise PromptTooLongError(
-                f"the prompt has {qualifier}{num_tokens} tokens, which leaves no room for output: "
-                f"max_model_len is {limit}",
-                param="prompt",
-            )
+            raise PromptTooLongError.of(limit, num_tokens, param="prompt")
 
     @cached_property
     def _max_token_chars(self) -> int:
@@ -172,7 +168,9 @@ class InputProcessor:
         limit = self._info.max_model_len
         if len(text) > limit and len(text) > limit * self._max_token_chars:
             raise PromptTooLongError(
-                f"the prompt has {len(text)} characters, more than max_model_len {limit} tokens can hold", param=param
+                f"This model's maximum context length is {limit} tokens. However, the {param} resulted in {len(text)} "
+                f"characters, which are more tokens. Please reduce the length of the {param}.",
+                param=param,
             )
 
     def _tokenize(self, text: str) -> list[int]:
@@ -192,7 +190,7 @@ class InputProcessor:
             ids = [operator.index(token_id) for token_id in islice(token_ids, self._info.max_model_len + 1)]
         except TypeError as error:
             raise InvalidRequestError(f"prompt_token_ids must be integers: {error}", param="prompt") from error
-        self._check_num_tokens(len(ids), "at least ")
+        self._check_num_tokens(len(ids))
         check_token_ids("prompt", ids, self._info.vocab_size)
         return ids
 
@@ -240,10 +238,8 @@ class InputProcessor:
             room = 1  # the token after the last one is predicted, and takes no place itself
         self._check_num_tokens(num_prompt_tokens + (room == 0))
         if params.max_tokens is not None and params.max_tokens > room:
-            raise PromptTooLongError(
-                f"max_tokens is {params.max_tokens} and the prompt has {num_prompt_tokens} tokens, together "
-                f"{params.max_tokens + num_prompt_tokens}: max_model_len is {self._info.max_model_len}",
-                param="max_tokens",
+            raise PromptTooLongError.of(
+                self._info.max_model_len, num_prompt_tokens, params.max_tokens, param="max_tokens"
             )
         if params.stop_strings and not params.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")

@@ -49,6 +49,24 @@ class PromptTooLongError(InvalidRequestError):
 
     type = "ContextLengthExceeded"
 
+    @classmethod
+    def of(
+        cls, limit: int, num_prompt: int, max_tokens: int = 1, *, param: str, prompt: str = "prompt", of: str = ""
+    ) -> PromptTooLongError:
+        """In OpenAI's words, by which gateways know to shorten a conversation or to choose another model.
+
+        Args:
+            prompt: what the client calls it, "messages" in a chat.
+            of: whose limit it is, where it is not the model's alone.
+        """
+        requested = num_prompt + max_tokens
+        return cls(
+            f"This model's maximum context length is {limit} tokens{of}. However, you requested {requested} tokens "
+            f"({num_prompt} in the {prompt}, {max_tokens} in the completion). Please reduce the length of the "
+            f"{prompt} or completion{'' if param == prompt else f' ({param})'}.",
+            param=param,
+        )
+
 
 class InvalidUserInputError(InvalidRequestError):
     """An admin call contradicts the present state, such as a duplicate adapter name."""

@@ -223,9 +223,7 @@ class EngineCore:
         if length == 0:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         if length + (not request.params.only_scores) > limit:
-            raise PromptTooLongError(
-                f"the prompt has {length} tokens; at most {limit - 1} fit max_model_len {limit}", param="prompt"
-            )
+            raise PromptTooLongError.of(limit, length, param="prompt")
         check_token_ids("prompt", request.prompt_token_ids, self.info.vocab_size)
         check_token_ids("eos_token_ids", request.eos_token_ids, self.info.vocab_size)
         check_params(request.params, self.info.vocab_size, self.info.max_logprobs)

@@ -20,6 +20,7 @@ from .config import ServerConfig
 from .console import routes as console
 from .errors import ClientDisconnectedError, error_response, install_error_handlers, internal_error_response
 from .observation import Observer
+from .paths import Paths
 from .serving import HELD_BODY, PRINCIPAL, Serving, valid_request_id
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def create_app(
         authenticator = tenancy.directory if tenancy else StaticKeys(config.api_keys, config.admin_api_keys)
     app.add_middleware(Gate, authenticator=authenticator)
     app.add_middleware(Observer, serving=app.state.serving)
+    app.add_middleware(Paths)
     return app
 
 

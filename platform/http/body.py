@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from ..core.errors import InvalidRequestError
 from .errors import BodyTooLargeError, ClientDisconnectedError
 from .hardening import HeldBody
+from .lenient import adapt
 from .serving import HELD_BODY, serving_of
 from .text import shorten
 
@@ -52,7 +53,8 @@ async def _read_body(request: Request, model: type[ModelT], max_bytes: int, held
     Raises:
         BodyTooLargeError: longer than `max_bytes`.
         OverloadedError: too many long bodies arrive, or wait, at once.
-        InvalidRequestError: not JSON, not an object, an unknown field, or a wrong type; `param` names the field.
+        InvalidRequestError: not JSON, not an object, a field that is not implemented, or a wrong type, which
+            `param` names.
     """
     _check_content_type(request)
     raw = await _read(request, max_bytes, held)
@@ -62,6 +64,7 @@ async def _read_body(request: Request, model: type[ModelT], max_bytes: int, held
         raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidRequestError("The body must be a JSON object")
+    adapt(content, model, strict=serving_of(request).config.strict_fields)
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..core.errors import InvalidRequestError
+from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.outputs import CompletionOutput
 from ..core.sampling_params import SamplingParams
 from .accounting import check_call, limit_headers
@@ -42,6 +42,8 @@ async def create_chat_completion(request: Request) -> Response:
     defaults = await serving.llm.sampling_defaults.of(lora)
     params = _sampling_params(serving, body, defaults)
     prompt = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
+    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    _check_length(serving.llm.info.max_model_len, len(prompt), params.max_tokens or 1, max_tokens_field)
     job = Job(
         new_request_id("chatcmpl"),
         [prompt],
@@ -50,7 +52,7 @@ async def create_chat_completion(request: Request) -> Response:
         body.priority or 0,
         body.cache_salt or "",
         default_max_tokens=defaults.get("max_tokens"),
-        max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        max_tokens_field=max_tokens_field,
         principal=principal,
         endpoint="/v1/chat/completions",
         model=model,
@@ -70,6 +72,13 @@ async def create_chat_completion(request: Request) -> Response:
         return await stream_response(request, events, _ChatChunks(body), writer)
     collected = await until_disconnect(request, collect(events, job))
     return JSONResponse(fixed | _answer(body, collected), headers=limit_headers(request))
+
+
+def _check_length(limit: int, num_prompt_tokens: int, max_tokens: int, max_tokens_field: str) -> None:
+    """As the engine's client does, but in the words of a chat."""
+    if num_prompt_tokens + max_tokens > limit:
+        param = "messages" if num_prompt_tokens >= limit else max_tokens_field
+        raise PromptTooLongError.of(limit, num_prompt_tokens, max_tokens, prompt="messages", param=param)
 
 
 def _sampling_params(serving: Serving, body: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -54,6 +54,8 @@ class ServerConfig:
     """Seconds that a client gets to send its request, or to take something of its answer."""
     max_body_bytes: int = 8 << 20
     """A longer request body is answered with 413."""
+    strict_fields: bool = False
+    """Refuse fields of requests that are not known, or do nothing; else they are ignored, and named in a header."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the API; "*" means all. None given: those of its own alone."""
     log_level: str = "warning"

@@ -44,7 +44,7 @@ _REFUSED_SECONDS = 5.0
 """What a connection above the bound gets to send its request."""
 _STANDSTILL_SECONDS = 5.0
 """Between two looks at a connection: then this process itself was stopped, and no client is to blame."""
-_PROBES = ("/health", "/version")
+_PROBES = ("/health", "/ping", "/version")
 """Answered above the bound too: a full server is a healthy one."""
 
 

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from ..core.adapter_names import public_text
 from ..core.errors import AuthenticationError, InvalidRequestError, OutriderError, OverloadedError, RateLimitError
 from .observation import note_error
+from .paths import is_to_come
 from .text import shorten
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ _TYPES_BY_STATUS = {
     405: "MethodNotAllowed",
     413: "RequestTooLarge",
     429: "RateLimitError",
+    501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 
@@ -133,6 +135,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
+        if error.status_code == 404 and is_to_come(request.url.path):
+            message = f"{shorten(request.url.path)} is not implemented by this server"
+            return plain_response(501, message, {"x-should-retry": "false"})  # OpenAI's clients try a 5xx again
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {shorten(request.url.path)}"
         return plain_response(error.status_code, message, error.headers)

@@ -1,4 +1,4 @@
-"""`/health`, `/version` and `/metrics`: open to everybody, as monitoring expects; but for metrics of tenants."""
+"""Routes that monitoring asks: open to everybody, but for metrics of tenants."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ async def health(request: Request) -> Response:
     message = f"The server is {state}" if problem is None else f"Requests cannot be accounted for: {problem}"
     error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": None}
     return JSONResponse({"status": state, "error": error}, 503, {"Retry-After": "5"})
+
+
+@router.api_route("/ping", methods=["GET", "POST"], response_model=None, include_in_schema=False)
+async def ping(request: Request) -> Response:
+    """`/health`, by the name that SageMaker asks for."""
+    return await health(request)
+
+
+@router.get("/load", response_model=None)
+async def load(request: Request) -> Response:
+    """Number of sequences that run or wait."""
+    queue = serving_of(request).queue
+    return JSONResponse({"server_load": queue.num_in_engine + queue.num_for_places})
 
 
 @router.get("/version", response_model=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..core.adapter_names import label_text
 from ..core.labels import OTHER
 from ..core.messages import AdapterInfo, EngineStats, SpeculationCounts
 from ..core.outputs import RequestOutput
+from .foreign_fields import HARMLESS, IDLE
 from .observation import PromptRecord, current_note
 from .recent import Recent
 from .series_labels import PREFIX, Labels, SeriesLabels
@@ -127,6 +128,7 @@ class Metrics:
         self.errors = counter(
             "request_errors", "HTTP requests answered with an error: its type, or the limit.", ("reason", "tenant")
         )
+        self.ignored_fields = counter("ignored_request_fields", "Fields of requests that were ignored.", ("field",))
         self.inter_token_latency = histogram(
             "inter_token_latency_seconds", "Between two outputs of a request.", labels, _INTER_TOKEN
         )
@@ -151,6 +153,12 @@ class Metrics:
     def on_error(self, reason: str, tenant: str) -> None:
         """Count an HTTP request that was answered with an error."""
         self.errors.labels(reason, self._labels.tenant(tenant)).inc()
+
+    def on_ignored(self, paths: Iterable[str]) -> None:
+        """Count fields of one request that were ignored. Only known names have a label of their own."""
+        for path in paths:
+            name = path.rpartition(".")[2]
+            self.ignored_fields.labels(name if name in HARMLESS or name in IDLE else OTHER).inc()
 
     def register(self, collector: Collector) -> None:
         """Show what this collector says, too."""

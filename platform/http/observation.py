@@ -7,6 +7,7 @@ handlers. No text of a prompt is noted, unless the operator asks for it.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..core.logs import REQUEST_LOGGER, current_request_id, with_fields
 from ..core.outputs import RequestMetrics, RequestOutput
 from ..tenancy.principal import Principal
+from .paths import ASKED_METHOD
 from .text import shorten
 
 if TYPE_CHECKING:
@@ -25,13 +27,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
-QUIET = ("/health", "/metrics", "/version", "/openapi.json", "/console")
+QUIET = ("/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/console")
 """Asked for by machines all day long: such a request gets no line while all is well."""
 GONE = 499
 """The status of a request whose client did not wait for the answer, as nginx has it."""
 MAX_TEXTS = 16
 MAX_TEXT = 10_000
 """Prompts of one request, and characters of each, that --log-prompts writes."""
+
+MAX_IGNORED = 32
+"""Ignored fields of one request that the header `x-outrider-ignored` names."""
+MAX_IGNORED_NAME = 64
+"""Characters of each."""
+_INDEX = re.compile(r"\[\d+\]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 _current: ContextVar[Note | None] = ContextVar("note", default=None)
 
@@ -71,6 +80,8 @@ class Note:
     """Type of the error that it was answered with."""
     reason: str = ""
     """The same, or the limit that was reached."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Fields of the request that were ignored: the first place of each, by its path without indices."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -175,6 +186,18 @@ def note_error(kind: str, reason: str | None = None) -> None:
         note.error, note.reason = kind, reason or kind
 
 
+def note_ignored(path: str) -> None:
+    """A field of the request, such as "messages[0].id", is ignored. Named once for all places that differ by an index,
+    and shown as what a header can hold; beyond `MAX_IGNORED` fields the last one is "..."."""
+    note = _current.get()
+    if note is None or "..." in note.ignored:
+        return
+    key = _INDEX.sub("[]", path[: 2 * MAX_IGNORED_NAME])
+    if key not in note.ignored:
+        full = len(note.ignored) == MAX_IGNORED
+        note.ignored["..." if full else key] = "..." if full else _UNSAFE.sub("?", path[:MAX_IGNORED_NAME])
+
+
 class Observer:
     """The outermost layer of the application."""
 
@@ -187,7 +210,7 @@ class Observer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note = Note(scope["method"], shorten(scope["path"]))
+        note = Note(scope.get(ASKED_METHOD, scope["method"]), shorten(scope["path"]))
         if self._serving.config.log_prompts:
             note.texts = {}
         sent_id = current_request_id.set("-")
@@ -196,6 +219,9 @@ class Observer:
         async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 note.status = message["status"]
+                if note.ignored:
+                    ignored = ",".join(note.ignored.values()).encode()
+                    message["headers"] = [*message["headers"], (b"x-outrider-ignored", ignored)]
             await send(message)
 
         try:
@@ -215,6 +241,9 @@ class Observer:
         serving = self._serving
         if note.error:
             serving.metrics.on_error(note.reason, note.tenant)
+        if note.ignored:
+            serving.metrics.on_ignored(note.ignored)
+            logger.debug("request %s: ignored fields: %s", note.request_id, ",".join(note.ignored.values()))
         trace_id = serving.tracer.record(note, headers) if serving.tracer is not None else ""
         if logger.isEnabledFor(logging.INFO) and (note.status >= 400 or not note.path.startswith(QUIET)):
             fields = note.fields() | ({"trace_id": trace_id} if trace_id else {}) | self._texts(note)

@@ -1,18 +1,19 @@
-"""The JSON that clients send. Types are strict and unknown fields are refused: nothing is accepted and then ignored.
-
-Fields of the OpenAI API that Outrider does not implement are accepted with the value that means "not used" alone.
-"""
+"""The JSON that clients send. Types are strict; fields that a model does not have are dealt with by `lenient`, or
+refused where the model is no `LenientModel`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
 from ..core.errors import InvalidRequestError
 from ..core.sampling_params import SamplingParams
+from .foreign_fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, TEMPLATE_UNSUPPORTED, Unsupported
+from .lenient import LenientModel, shape_of
+from .messages import ChatMessage
 
 MAX_PROMPTS = 1024
 """Prompts in one request."""
@@ -20,15 +21,6 @@ MAX_SEQUENCES = 1024
 """Prompts times `n`: the sequences that one request may ask for."""
 MAX_PROMPTS_X_BAD_WORDS = 4096
 """They are tokenized anew for each prompt, and nothing else is served meanwhile."""
-
-
-def _only(*allowed: Any) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if value is None or any(type(value) is type(item) and value == item for item in allowed):
-            return value
-        raise PydanticCustomError("unsupported", "this field is not supported here; leave it out")
-
-    return check
 
 
 def _prompt(value: Any) -> Any:
@@ -46,15 +38,13 @@ def _uniform(value: list[Any]) -> bool:
     return all(type(item) is list and item and all(type(token) is int for token in item) for item in value)
 
 
-NullOnly = Annotated[Any, AfterValidator(_only())]
-EmptyOnly = Annotated[Any, AfterValidator(_only([], {}))]
-FalseOnly = Annotated[Any, AfterValidator(_only(False))]
-NoneOnly = Annotated[Any, AfterValidator(_only("none"))]
-BoolOrNull = bool | None
-TextFormatOnly = Annotated[Any, AfterValidator(_only({"type": "text"}))]
-TextModalityOnly = Annotated[Any, AfterValidator(_only(["text"]))]
-ServiceTier = Annotated[Any, AfterValidator(_only("auto", "default"))]
-Prompt = Annotated[Any, AfterValidator(_prompt)]
+def _false_is_null(value: Any) -> Any:
+    return None if value is False else value
+
+
+Prompt = Annotated[Any, shape_of(str | list[int | str | list[int]]), AfterValidator(_prompt)]
+Messages = Annotated[list[Any], shape_of(list[ChatMessage])]
+"""Checked by `platform.http.messages`."""
 
 
 class RequestModel(BaseModel):
@@ -63,15 +53,14 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
-class StreamOptions(RequestModel):
+class StreamOptions(LenientModel):
     """`stream_options` of both APIs."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: FalseOnly = None
 
 
-class TemplateFields(RequestModel):
+class TemplateFields(LenientModel):
     """How messages become a prompt."""
 
     chat_template: str | None = None
@@ -83,14 +72,15 @@ class TemplateFields(RequestModel):
     """Default: true for a plain prompt, false for messages, whose template writes them."""
 
 
-class AdapterPart(RequestModel):
+class AdapterPart(LenientModel):
     """One adapter of a weighted sum."""
 
+    unsupported: ClassVar = {"scale": Unsupported(instead="weight")}
     name: str
     weight: float = 1.0
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(LenientModel):
     """What `/v1/completions` and `/v1/chat/completions` share. A null means that the field is not given."""
 
     model: str | None = None
@@ -98,6 +88,7 @@ class SamplingFields(RequestModel):
     adapters: list[str | AdapterPart] | None = None
     """Ours: the weighted sum in full, for a `model` that is the base or not given. A bare name has weight 1."""
     n: int | None = None
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -130,19 +121,13 @@ class SamplingFields(RequestModel):
     """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
     return_draft_status: bool | None = None
     """Ours: each choice, of a stream's chunks too, says of each of its tokens whether it was "drafted" or "sampled"."""
-    response_format: TextFormatOnly = None
-    service_tier: ServiceTier = None
-    store: FalseOnly = None
-    metadata: EmptyOnly = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
 
     def check(self) -> None:
         """Refuse combinations that no single field shows."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options is allowed only with stream", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError("best_of is supported only when it equals n", param="best_of")
 
     def sampling_params(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
         """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
@@ -158,13 +143,12 @@ _SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
+    unsupported = COMPLETION_UNSUPPORTED
     prompt: Prompt
     """Read it through `prompts`."""
     add_special_tokens: bool | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, BeforeValidator(_false_is_null)] = None
     echo: bool | None = None
-    best_of: int | None = None
-    suffix: NullOnly = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -190,35 +174,23 @@ class CompletionRequest(SamplingFields):
                 f"n is {n} for {count} prompts, together {count * n} sequences; at most {MAX_SEQUENCES} are taken",
                 param="n",
             )
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequestError("best_of is supported only when it equals n", param="best_of")
         if self.echo and self.stream and (self.logprobs is not None or self.max_tokens == 0):
             raise InvalidRequestError("echo with logprobs or max_tokens 0 is not available with stream", param="echo")
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):
-    """`POST /v1/chat/completions`. `messages` are checked by `platform.http.messages`."""
+    """`POST /v1/chat/completions`."""
 
-    messages: list[Any]
+    unsupported = CHAT_UNSUPPORTED
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: EmptyOnly = None
-    tool_choice: NoneOnly = None
-    parallel_tool_calls: BoolOrNull = None
-    functions: EmptyOnly = None
-    function_call: NoneOnly = None
-    modalities: TextModalityOnly = None
-    audio: NullOnly = None
-    prediction: NullOnly = None
-    reasoning_effort: NullOnly = None
-    verbosity: NullOnly = None
-    web_search_options: NullOnly = None
 
     def check(self) -> None:
         """See the base class."""
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequestError(
@@ -229,13 +201,14 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
 class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: of a prompt, or of messages under the chat template."""
 
+    unsupported = TEMPLATE_UNSUPPORTED
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None
+    messages: Messages | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(LenientModel):
     """`POST /detokenize`."""
 
     model: str | None = None

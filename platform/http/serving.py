@@ -165,7 +165,7 @@ class Serving:
         template = request.chat_template or self.config.chat_template
         if template is None and lora is not None and self._trusts_template(lora):
             template = await asyncio.to_thread(adapter_chat_template, await self.llm.sources.localize(lora))
-        if sum(map(num_chars, messages)) > _LONG_TEXT:
+        if num_chars(messages) > _LONG_TEXT:
             return await asyncio.to_thread(self._chat_prompt, messages, request, template)
         return self._chat_prompt(messages, request, template)
 

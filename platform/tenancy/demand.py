@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ..core.errors import InvalidRequestError, PromptTooLongError
 from .principal import Limits
 
+_OF_TENANT = " for this tenant or key (max_context_tokens)"
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -74,11 +76,8 @@ def _least(values: Iterable[int | None]) -> int | None:
 def _check_prompts(demand: Demand, context: int | None) -> None:
     longest = max(demand.prompt_tokens)
     if context is not None and longest + (demand.max_tokens != 0) > context:
-        raise PromptTooLongError(
-            f"the prompt has {longest} tokens, which leaves no room for output: max_context_tokens of this tenant or "
-            f"key is {context}",
-            param="prompt",
-        )
+        max_tokens = 1 if demand.max_tokens is None else demand.max_tokens
+        raise PromptTooLongError.of(context, longest, max_tokens, param="prompt", of=_OF_TENANT)
 
 
 def _check_named(demand: Demand, named: int, context: int | None, output: int | None) -> None:
@@ -89,11 +88,7 @@ def _check_named(demand: Demand, named: int, context: int | None, output: int | 
         )
     longest = max(demand.prompt_tokens)
     if context is not None and longest + named > context:
-        raise PromptTooLongError(
-            f"{field} is {named} and the prompt has {longest} tokens, together {named + longest}: max_context_tokens "
-            f"of this tenant or key is {context}",
-            param=field,
-        )
+        raise PromptTooLongError.of(context, longest, named, param=field, of=_OF_TENANT)
 
 
 def _check_sequences(demand: Demand, limits: Sequence[Limits]) -> None:

@@ -199,6 +199,56 @@ def test_a_stream_says_what_was_drafted(client):
     assert status.count("sampled") in (sum(counts["steps_by_k"]), sum(counts["steps_by_k"]) - 1)  # one may be cut
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_frameworks_write(client, stream):
+    """Those that mean nothing here are named in a header; the past of a user of tools is up to the chat template."""
+    raw = client.chat.completions.with_raw_response.create(
+        model="sql",
+        messages=[{**HELLO[0], "name": "anna", "id": "msg_1"}],
+        stream=stream,
+        max_completion_tokens=4,
+        metadata={"trace": "1"},
+        store=False,
+        verbosity="low",
+        tools=[],
+        extra_body={"temperature": "0.0", "top_k": "-1", "length_penalty": 1.0, "some_label": 5},
+    )
+    assert raw.headers["x-outrider-ignored"] == "messages[0].id,metadata,verbosity,some_label"
+    answer = raw.parse()
+    text = (
+        "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        if stream
+        else answer.choices[0].message.content
+    )
+    assert text
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="sql", messages=HELLO, tools=[tool], stream=stream)
+    assert refused.value.param == "tools"
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        client.chat.completions.create(
+            model="sql", messages=[*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}], stream=stream
+        )
+
+
+def test_routes_that_are_to_come(client):
+    for call in (
+        lambda: client.responses.create(model="sql", input="hi"),
+        lambda: client.embeddings.create(model="sql", input="hi"),
+    ):
+        with pytest.raises(openai.InternalServerError) as refused:
+            call()
+        assert (refused.value.status_code, refused.value.type) == (501, "NotImplementedError")
+
+
+def test_head_and_slashes(http):
+    head = http.head("/v1/models/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert int(head.headers["content-length"]) == len(http.get("/v1/models").content)
+    assert http.head("/metrics").status_code == http.post("/ping/").status_code == 200
+
+
 def test_errors_are_the_clients_own(client):
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="nobody", messages=HELLO)
@@ -209,6 +259,7 @@ def test_errors_are_the_clients_own(client):
     with pytest.raises(openai.BadRequestError) as too_long:
         client.completions.create(model="sql", prompt="word " * 5000)
     assert too_long.value.code == "context_length_exceeded"
+    assert "This model's maximum context length is " in too_long.value.message
 
 
 def test_tokenize_round_trip(http):

@@ -31,7 +31,7 @@ def error_of(response, status: int) -> dict:
         ({"model": "outrider-demo:nobody", "prompt": "x"}, 404, "model"),
         ({"prompt": "x", "temperature": -0.5}, 400, "temperature"),
         ({"prompt": "x", "temperature": "hot"}, 400, "temperature"),
-        ({"prompt": "x", "wings": 2}, 400, "wings"),
+        ({"prompt": "x", "guided_json": {}}, 400, "guided_json"),
         ({"prompt": "word " * 5000}, 400, "prompt"),
         ({"prompt": [10**9]}, 400, "prompt"),
         ({"prompt": "x", "max_tokens": 10**6}, 400, "max_tokens"),

@@ -23,10 +23,12 @@ def test_all_reach_the_server():
     given = parse(
         *("--max-connections", "7", "--client-timeout", "0.5", "--max-body-bytes", "1000"),
         *("--engine-hang-timeout", "0", "--cors-origin", "https://a.example", "--cors-origin", "http://localhost:3000"),
+        "--strict-fields",
     )
     config = dataclasses.replace(ServerConfig(), **given)
     assert (config.max_connections, config.client_timeout, config.max_body_bytes) == (7, 0.5, 1000)
     assert config.engine_hang_timeout == 0
+    assert config.strict_fields
     assert config.cors_origins == ("https://a.example", "http://localhost:3000")
 
 
