@@ -211,7 +211,7 @@ def test_tool_calls_and_results_go_to_the_template(http, llm, monkeypatch):
     ]
     response = http.post("/tokenize", {"messages": messages})
     assert ignored(response) == ["messages[0].tool_calls[0].index"]
-    first, result, second, old_result = seen[0]
+    first, result, second, old_result = next(conversation for conversation in seen if len(conversation) == 4)
     function = {"name": "weather", "arguments": {"city": "Bern"}}
     assert (first["tool_calls"], first["reasoning_content"]) == ([{**CALL, "function": function}], "hm")
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
