@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import regex
-
 from ..platform.core.adapter_files import CONFIG_FILE
 from ..platform.core.errors import AdapterError
+from ..platform.core.sampling_params import shown as shown_value
+from .patterns import Patterns
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SHOWN_PATH = 200
-# Patterns come with the adapter, from whoever uploaded it, and some patterns take exponential time.
-_PATTERN_SECONDS = 0.1
 
 # Initializations that change the base model's weights too: without those changes the adapter means something else.
 _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
@@ -74,8 +72,8 @@ class PeftConfig:
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    rank_pattern: Patterns
+    alpha_pattern: Patterns
     use_dora: bool
     modules_to_save: tuple[str, ...]
     """Embeddings and heads at most."""
@@ -83,29 +81,17 @@ class PeftConfig:
     @property
     def form(self) -> tuple[Any, ...]:
         """All but the scales."""
-        return self.rank, tuple(self.rank_pattern.items()), self.use_dora, self.modules_to_save
+        return self.rank, self.rank_pattern.items, self.use_dora, self.modules_to_save
 
     def rank_of(self, module: str) -> int:
         """The rank that the configuration gives a module, named as in the model that PEFT was given."""
-        return int(_by_pattern(self.rank_pattern, module, self.rank))
+        return int(self.rank_pattern.find(module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
         rank = self.rank_of(module)
-        return float(_by_pattern(self.alpha_pattern, module, self.alpha)) / (
-            math.sqrt(rank) if self.use_rslora else rank
-        )
-
-
-def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that matches a module's name or a dotted end of it (PEFT's `get_pattern_key`)."""
-    for pattern, value in patterns.items():
-        try:
-            if regex.match(rf"(.*\.)?({pattern})$", module, timeout=_PATTERN_SECONDS):
-                return value
-        except TimeoutError:
-            raise adapter_error(f"{CONFIG_FILE}: matching the pattern {pattern[:80]!r} takes too long") from None
-    return default
+        alpha = float(self.alpha_pattern.find(module, self.alpha))
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _positive(name: str, value: Any, *, integer: bool) -> Any:
@@ -116,16 +102,13 @@ def _positive(name: str, value: Any, *, integer: bool) -> Any:
     return value
 
 
-def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> dict[str, Any]:
-    patterns = config.get(name) or {}
-    if not isinstance(patterns, dict):
-        raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {patterns!r}")
-    for pattern, value in patterns.items():
-        _positive(f"{name}[{pattern!r}]", value, integer=integer)
-        try:
-            regex.compile(pattern)
-        except regex.error as error:
-            raise adapter_error(f"{CONFIG_FILE}: {name}: {pattern!r} is no regular expression: {error}") from None
+def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> Patterns:
+    values = config.get(name) or {}
+    if not isinstance(values, dict):
+        raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {shown_value(values)}")
+    patterns = Patterns(name, values)
+    for pattern, value in values.items():
+        _positive(f"{name}[{shown_value(pattern)}]", value, integer=integer)
     return patterns
 
 
@@ -138,19 +121,25 @@ def read_config(folder: Path) -> PeftConfig:
     file = folder / CONFIG_FILE
     if not file.is_file():  # a pipe or a device would be read for ever
         raise adapter_error(f"no {CONFIG_FILE} in {shown(folder)}")
-    if file.stat().st_size > _MAX_CONFIG_BYTES:
-        raise adapter_error(f"{shown(file)} is larger than {_MAX_CONFIG_BYTES} bytes")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            content = opened.read(_MAX_CONFIG_BYTES + 1)
+        if len(content) > _MAX_CONFIG_BYTES:
+            raise adapter_error(f"{shown(file)} is larger than {_MAX_CONFIG_BYTES} bytes")
+        config = json.loads(content.decode())
+    except AdapterError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
-        raise adapter_error(f"cannot read {shown(file)}: {error}") from None
+        raise adapter_error(f"cannot read {shown(file)}: {str(error)[:200]}") from None
     if not isinstance(config, dict):
         raise adapter_error(f"{shown(file)} is not a JSON object")
     if config.get("peft_type") != "LORA":
-        raise adapter_error(f"{CONFIG_FILE}: peft_type {config.get('peft_type')!r} is not served; only 'LORA' is")
+        raise adapter_error(
+            f"{CONFIG_FILE}: peft_type {shown_value(config.get('peft_type'))} is not served; only 'LORA' is"
+        )
     for name, refused, what in _REFUSED:
         if refused(config.get(name)):
-            raise adapter_error(f"{CONFIG_FILE}: {what} is not served (got {name}={config[name]!r})")
+            raise adapter_error(f"{CONFIG_FILE}: {what} is not served (got {name}={shown_value(config[name])})")
     return PeftConfig(
         rank=_positive("r", config.get("r"), integer=True),
         alpha=_positive("lora_alpha", config.get("lora_alpha"), integer=False),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +21,15 @@ from ..platform.core.adapter_files import WEIGHT_FILES
 from ..platform.core.errors import OutriderError
 from .pacing import give_way
 from .peft_config import adapter_error, shown
-from .tensor_header import HeaderEntry, InvalidFileError, read_header
+from .pickle_file import load_pickle
+from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_header
 
 # A header is a line of JSON for each tensor; an adapter of a large model has ten thousand of 150 bytes.
 _MAX_HEADER_BYTES = 16 << 20
+_METADATA_BYTES = 1 << 20
+"""Of a header, beside its tensors..."""
+_ENTRY_BYTES = 512
+"""...and for each of these, at most."""
 _LENGTH_BYTES = 8
 """In front of the header: how long it is."""
 _PIECE = 1 << 17
@@ -66,7 +70,7 @@ class TensorFile(NamedTuple):
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
-    """Of a key; contiguous."""
+    """Of a key; contiguous. To be called for shapes that were found right: the memory is taken now."""
     header: Header | None = None
     """Of a safetensors file."""
     fill: Callable[[memoryview, int], None] | None = None
@@ -74,11 +78,11 @@ class TensorFile(NamedTuple):
 
 
 @contextmanager
-def open_tensors(folder: Path) -> Iterator[TensorFile]:
+def open_tensors(folder: Path, limits: FileLimits) -> Iterator[TensorFile]:
     """adapter_model.safetensors of a folder, or else adapter_model.bin.
 
     Raises:
-        AdapterError: there is neither, or it is broken, then or while its tensors are read.
+        AdapterError: there is neither, or it is broken, then or while its tensors are read, or has more than `limits`.
     """
     file = next((folder / name for name in WEIGHT_FILES if os.path.isfile(folder / name)), None)
     if file is None:
@@ -88,11 +92,13 @@ def open_tensors(folder: Path) -> Iterator[TensorFile]:
         raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder)}")
     try:
         if file.suffix == ".safetensors":
-            with _open_safetensors(file) as tensors:
+            with _open_safetensors(file, limits) as tensors:
                 yield tensors
         else:
-            state = _load_pickle(file)
-            yield TensorFile({key: tuple(value.shape) for key, value in state.items()}, state.__getitem__)
+            state = load_pickle(file, limits)
+            yield TensorFile(
+                {key: tuple(value.shape) for key, value in state.items()}, lambda key: state[key].contiguous()
+            )
     except OutriderError:
         raise
     except (SafetensorError, InvalidFileError) as error:
@@ -102,19 +108,21 @@ def open_tensors(folder: Path) -> Iterator[TensorFile]:
 
 
 @contextmanager
-def _open_safetensors(file: Path) -> Iterator[TensorFile]:
+def _open_safetensors(file: Path, limits: FileLimits) -> Iterator[TensorFile]:
     """Tensors are read when they are asked for: what is used at once is still in the processor's cache."""
     with file.open("rb", buffering=0) as opened:
         descriptor = opened.fileno()
         num_bytes = os.fstat(descriptor).st_size
         size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-        if size > _MAX_HEADER_BYTES:  # before it is read: parsing it would take a minute, and gigabytes
-            raise InvalidFileError(f"its header claims {size} bytes; the limit is {_MAX_HEADER_BYTES}")
+        limit = min(_MAX_HEADER_BYTES, _METADATA_BYTES + _ENTRY_BYTES * limits.num_tensors)
+        if size > limit:  # before it is read: parsing it would take a minute, and gigabytes
+            raise InvalidFileError(f"its header claims {size} bytes; the limit is {limit}")
         start = _LENGTH_BYTES + size
         if num_bytes < start:
             raise InvalidFileError(f"it has {num_bytes} bytes, fewer than its header claims ({start})")
         header = _header(file, _content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
         entries = header.entries
+        limits.check_number(len(entries))
 
         def read(key: str) -> Tensor:
             entry = entries[key]
@@ -161,21 +169,3 @@ def _fill(descriptor: int, rest: memoryview, start: int) -> None:
             raise EOFError(f"it has become shorter by {rest.nbytes} bytes")
         rest, start = rest[count:], start + count
         give_way()
-
-
-def _load_pickle(file: Path) -> dict[str, Tensor]:
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-        # torch stores without compression; otherwise a small file may unpack to any size
-        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-        if packed or sum(entry.file_size for entry in entries) > file.stat().st_size:
-            raise adapter_error(f"{shown(file)} is compressed, which no file of torch.save is")
-    # weights_only: the pickle may hold tensors and nothing that runs
-    state: Any = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise adapter_error(f"{shown(file)} does not hold a dictionary of tensors")
-    for key, value in state.items():
-        if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-            raise adapter_error(f"{shown(file)}: {key} is no plain tensor ({value.layout}, {value.device})")
-    return {str(key): value.detach().contiguous() for key, value in state.items()}

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from .peft_config import adapter_error
+
 _BITS = {
     "F64": 64,
     "I64": 64,
@@ -35,6 +37,20 @@ _BITS = {
     "F4": 4,
 }
 """Of an element."""
+
+
+class FileLimits(NamedTuple):
+    """How large a file of weights for a model can be."""
+
+    num_tensors: int
+    num_bytes: int
+
+    def check_number(self, num_tensors: int) -> None:
+        """AdapterError when a file has too many tensors."""
+        if num_tensors > self.num_tensors:
+            raise adapter_error(
+                f"the file holds {num_tensors} tensors; at most {self.num_tensors} are read for the served model"
+            )
 
 
 class InvalidFileError(Exception):

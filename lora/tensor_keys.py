@@ -17,6 +17,7 @@ from torch import Tensor
 from .dora import BaseWeight
 from .pacing import give_way
 from .peft_config import adapter_error
+from .tensor_header import FileLimits
 
 T = TypeVar("T")
 
@@ -51,6 +52,9 @@ _REFUSED_KEYS = (
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+_MORE_TENSORS, _MORE_ELEMENTS = 2048, 1 << 21
+_MAX_KEY = 1000
+"""Characters of a key."""
 _MAX_REMEMBERED = 200
 """Characters of a key that is remembered."""
 
@@ -68,6 +72,18 @@ class ModuleShape(NamedTuple):
     served."""
     base: BaseWeight | None = None
     """For gains; None: DoRA is not served."""
+
+
+def file_limits(known: Mapping[str, ModuleShape], max_rank: int) -> FileLimits:
+    """The largest file that is looked at, for a model with `known` modules: of 8 bytes a number, with magnitudes and
+    copies of the base's weights, and some more, so that one for another model is told by its keys."""
+    num_tensors, num_elements = _MORE_TENSORS, _MORE_ELEMENTS
+    for shape in known.values():
+        num_tensors += 4
+        num_elements += max_rank * (shape.in_features + shape.out_features) + shape.out_features
+        if shape.is_base is not None:
+            num_elements += shape.in_features * shape.out_features
+    return FileLimits(num_tensors, 8 * num_elements)
 
 
 class Owner(NamedTuple):
@@ -113,6 +129,8 @@ def group_keys(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Module
     copies: dict[str, str] = {}
     found: dict[str, FileModule | None] = {}  # each module has several keys
     for key in sorted(shapes):
+        if len(key) > _MAX_KEY:
+            raise adapter_error(f"a tensor's key has {len(key)} characters; at most {_MAX_KEY} are read")
         match = _matched(key)
         if match is None:
             copies[key] = _copied_module(key, known)

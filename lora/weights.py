@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .peft_config import PeftConfig, adapter_error, read_config, shown
 from .plans import ReadPlans
 from .served import LoraWeights, StoredModule, StoredWeights, serve
 from .tensor_file import WEIGHT_FILES, TensorFile, open_tensors
-from .tensor_keys import BASE, DRAFTER, MAGNITUDE, A, B, FileModule, ModuleShape, Owner, group_keys
+from .tensor_keys import BASE, DRAFTER, MAGNITUDE, A, B, FileModule, ModuleShape, Owner, file_limits, group_keys
 
 __all__ = [
     "BASE",
@@ -61,7 +60,7 @@ def read_weights(
         config = read_config(folder)
     except OSError as error:  # no permission, or a path that got too long
         raise adapter_error(f"cannot read {shown(folder)}: {error.strerror}") from error
-    with open_tensors(folder) as file:
+    with open_tensors(folder, file_limits(known, max_rank)) as file:
         planned = _read_planned(file, config, plans)
         if planned is not None:
             return planned
@@ -70,7 +69,7 @@ def read_weights(
             _check_module(module, config, file.shapes, max_rank, owner)
         _check_saved(config, copies.values())
         for key, name in copies.items():
-            _check_copy(key, file.read(key), name, known[name])
+            _check_copy(key, file, name, known[name])
         sources = [
             source
             for _, module in sorted(found.items())
@@ -121,12 +120,13 @@ def _check_saved(config: PeftConfig, copied: Iterable[str]) -> None:
             raise adapter_error(f"fully trained modules (modules_to_save) are not served: {name[:80]!r}")
 
 
-def _check_copy(key: str, tensor: Tensor, name: str, shape: ModuleShape) -> None:
+def _check_copy(key: str, file: TensorFile, name: str, shape: ModuleShape) -> None:
     """The file's copy of a base weight must be that weight: a trained one is another model."""
     expected = (shape.in_features, shape.out_features) if shape.embedding else (shape.out_features, shape.in_features)
-    if tuple(tensor.shape) != expected or shape.is_base is None or not shape.is_base(tensor):
+    found = file.shapes[key]
+    if found != expected or shape.is_base is None or not shape.is_base(file.read(key)):
         raise adapter_error(
-            f"{name}: the file brings a weight of its own ({key}, {list(tensor.shape)}) that is not the served model's "
+            f"{name}: the file brings a weight of its own ({key}, {list(found)}) that is not the served model's "
             f"({list(expected)}); fully trained modules are not served"
         )
 

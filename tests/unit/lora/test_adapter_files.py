@@ -324,7 +324,7 @@ def test_what_the_library_would_not_have_let_through_if_it_had_seen_it(header):
 def test_a_header_that_would_take_long_to_parse_is_not_parsed(tmp_path, read):
     path = write_adapter(tmp_path)
     (tmp_path / WEIGHT_FILES[0]).write_bytes(safetensors(b" " * (20 << 20)))
-    with pytest.raises(AdapterError, match="claims 20971520 bytes; the limit is 16777216"):
+    with pytest.raises(AdapterError, match="claims 20971520 bytes; the limit is"):
         read(path)
 
 
