@@ -80,10 +80,11 @@ DEEPSEEK_R1 = (
     "{%- set content = content.split('</think>')[-1] %}{%- endif %}{{'<｜Assistant｜>' + content + eos_token}}{%- endif %}"
     "{%- endfor -%}{% if add_generation_prompt %}{{'<｜Assistant｜><think>\n'}}{% endif %}"
 )
+ASCII = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}\n{% endfor %}"
 JSON = "{% for m in messages %}{{ {'role': m.role, 'content': m.content} | tojson }}\n{% endfor %}"
 REAL = {
     "Llama 3": LLAMA_3, "Qwen 3": QWEN_3, "Gemma": GEMMA, "Mistral": MISTRAL, "SmolLM2": SMOLLM_2, "SmolLM3": SMOLLM_3,
-    "DeepSeek R1": DEEPSEEK_R1, "JSON": JSON, "string": STRING, "parts": PARTS, "either": EITHER, "trims": TRIMS,
+    "DeepSeek R1": DEEPSEEK_R1, "JSON": JSON, "ASCII": ASCII, "string": STRING, "parts": PARTS, "either": EITHER, "trims": TRIMS,
 }  # fmt: skip
 GUARD = (  # drops what is no list of parts
     "{% for message in messages %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
@@ -133,7 +134,7 @@ def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcess
 
 @pytest.mark.parametrize("template", REAL.values(), ids=REAL)
 def test_templates_in_use_raise_no_false_alarm(processor: InputProcessor, template: str) -> None:
-    system = "  Answer in <b>two</b> lines: “é”.\n\tNo \"quotes\" & 'such'. /no_think\n"
+    system = "  Answer in <b>two</b> lines: “É”.\n\tNo \"quotes\" & 'such'. /no_think\n"
     first = "\n Is <think>this</think> fine?\n\n```\n\tif a < b and b > 'c':\n```  "
     turns = [("system", system), ("user", first), ("assistant", "<think>hm</think>\n\nYes."), ("user", first)]
     for messages in (turns, turns[1:], [("system", "/no_think"), ("user", "yes")], [("user", " \n")]):
