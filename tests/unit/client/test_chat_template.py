@@ -134,7 +134,7 @@ def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcess
 
 @pytest.mark.parametrize("template", REAL.values(), ids=REAL)
 def test_templates_in_use_raise_no_false_alarm(processor: InputProcessor, template: str) -> None:
-    system = "  Answer in <b>two</b> lines: “É”.\n\tNo \"quotes\" & 'such'. /no_think\n"
+    system = "  Answer in <b>two</b> lines: “é”.\n\tNo \"quotes\" & 'such'. /no_think\n"
     first = "\n Is <think>this</think> fine?\n\n```\n\tif a < b and b > 'c':\n```  "
     turns = [("system", system), ("user", first), ("assistant", "<think>hm</think>\n\nYes."), ("user", first)]
     for messages in (turns, turns[1:], [("system", "/no_think"), ("user", "yes")], [("user", " \n")]):
