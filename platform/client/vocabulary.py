@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ..core.messages import TokenLogprobs
 from ..core.outputs import Logprob
+
+TextAndBytes: TypeAlias = tuple[str, bytes]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PLAIN_DECODERS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
@@ -26,7 +28,9 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {}  # at most one entry a token of the vocabulary
+        # At most one entry a token of the vocabulary each.
+        self._bytes: dict[int, bytes] = {}
+        self._alone: tuple[dict[int, TextAndBytes], dict[int, TextAndBytes]] = ({}, {})
         self.specials: Mapping[int, str] = _special_tokens(tokenizer)
         """The tokens that `skip_special_tokens` leaves out of a text."""
         steps = _decoder_steps(tokenizer)
@@ -48,6 +52,16 @@ class Vocabulary:
         if data is None:
             data = self._bytes[token_id] = self._read(token_id)
         return data
+
+    def alone(self, token_id: int, skip_special_tokens: bool) -> TextAndBytes:
+        """Text and bytes of a token without the others of its text; a special token that is skipped has no bytes."""
+        known = self._alone[skip_special_tokens]
+        entry = known.get(token_id)
+        if entry is None:
+            is_skipped = skip_special_tokens and token_id in self.specials
+            entry = (self.specials[token_id], b"") if is_skipped else _readable(self.token_bytes(token_id))
+            known[token_id] = entry
+        return entry
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of the tokens, special ones included, as the vocabulary has it: nothing is "cleaned up"."""
@@ -102,16 +116,15 @@ class TokenTexts:
             at_start: no text comes before, so that a first space may be stripped.
         """
         self._vocabulary = vocabulary
-        self._left_out = vocabulary.specials if skip_special_tokens else {}
+        self._skip = skip_special_tokens
         self._strips = at_start and vocabulary.strips_first_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next(self, token_id: int, *, is_last: bool = False) -> tuple[str, bytes]:
+    def next(self, token_id: int, *, is_last: bool = False) -> TextAndBytes:
         """Text and bytes of the next token; at the last one an incomplete character becomes U+FFFD."""
-        content = self._left_out.get(token_id)
-        if content is not None:
-            return content, b""
-        data = self._data(token_id)
+        text, data = self._alone(token_id)
+        if self._skip and token_id in self._vocabulary.specials:
+            return text, data
         self._strips = False
         return self._utf8.decode(data, is_last), data
 
@@ -121,28 +134,22 @@ class TokenTexts:
         Args:
             is_shown: False where the token ended the sequence and is not in its text.
         """
-        token_ids, result = position.token_ids, {}
-        others = {token_id: self._alternative(token_id) for token_id in token_ids}
-        chosen = self.next(token_ids[0], is_last=is_last) if is_shown else (others[token_ids[0]][0], b"")
-        for index, (token_id, logprob) in enumerate(zip(token_ids, position.logprobs, strict=True)):
-            if index == 0:
-                result[token_id] = Logprob(logprob, position.rank, *chosen)
-            elif token_id not in result:
-                result[token_id] = Logprob(logprob, index, *others[token_id])
+        chosen, *others = position.token_ids
+        value, *other_values = position.logprobs
+        alternatives = [self._alone(token_id) for token_id in others]
+        text = self.next(chosen, is_last=is_last) if is_shown else (self._alone(chosen)[0], b"")
+        result = {chosen: Logprob(value, position.rank, *text)}
+        for rank, (token_id, logprob) in enumerate(zip(others, other_values, strict=True), 1):
+            if token_id != chosen:
+                result[token_id] = Logprob(logprob, rank, *alternatives[rank - 1])
         return result
 
-    def _data(self, token_id: int) -> bytes:
-        data = self._vocabulary.token_bytes(token_id)
-        return data[1:] if self._strips and data.startswith(b" ") else data
-
-    def _alternative(self, token_id: int) -> tuple[str, bytes]:
-        content = self._left_out.get(token_id)
-        return (content, b"") if content is not None else alone(self._data(token_id))
+    def _alone(self, token_id: int) -> TextAndBytes:
+        text, data = self._vocabulary.alone(token_id, self._skip)
+        return _readable(data[1:]) if self._strips and data.startswith(b" ") else (text, data)
 
 
-@lru_cache(maxsize=1 << 16)
-def alone(data: bytes) -> tuple[str, bytes]:
-    """Text and bytes of a token without the others of its text."""
+def _readable(data: bytes) -> TextAndBytes:
     try:
         return data.decode(), data
     except UnicodeDecodeError:

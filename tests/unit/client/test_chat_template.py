@@ -80,10 +80,11 @@ DEEPSEEK_R1 = (
     "{%- set content = content.split('</think>')[-1] %}{%- endif %}{{'<｜Assistant｜>' + content + eos_token}}{%- endif %}"
     "{%- endfor -%}{% if add_generation_prompt %}{{'<｜Assistant｜><think>\n'}}{% endif %}"
 )
+ASCII = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}\n{% endfor %}"
 JSON = "{% for m in messages %}{{ {'role': m.role, 'content': m.content} | tojson }}\n{% endfor %}"
 REAL = {
     "Llama 3": LLAMA_3, "Qwen 3": QWEN_3, "Gemma": GEMMA, "Mistral": MISTRAL, "SmolLM2": SMOLLM_2, "SmolLM3": SMOLLM_3,
-    "DeepSeek R1": DEEPSEEK_R1, "JSON": JSON, "string": STRING, "parts": PARTS, "either": EITHER, "trims": TRIMS,
+    "DeepSeek R1": DEEPSEEK_R1, "JSON": JSON, "ASCII": ASCII, "string": STRING, "parts": PARTS, "either": EITHER, "trims": TRIMS,
 }  # fmt: skip
 GUARD = (  # drops what is no list of parts
     "{% for message in messages %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
