@@ -22,13 +22,13 @@ from .decoder import Decoder
 from .layers.embedding import LM_HEAD
 from .layers.weights import WeightSlot
 from .registry import config_from_hf
-from .weight_files import INDEX_SUFFIX, StoredTensor, load_into, misfits, read_safetensors, shards
+from .weight_files import StoredTensor, load_into, misfits, read_weights
 
-INDEX = "model.safetensors.index.json"
 _MAX_SHOWN = 200
 # Elements from which a random tensor is drawn where it goes: a processor takes a minute for some billions.
 _DRAWN_ON_DEVICE = 1 << 20
-_ONLY_SAFETENSORS = ' (only safetensors checkpoints are read; load_format="dummy" needs none)'
+_NO_WEIGHTS = ' (load_format="dummy" needs none)'
+_PICKLES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # Draft heads are often published as pickles of tensors.
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
@@ -56,7 +56,10 @@ def resolve_model_path(name_or_path: str | Path, *, draft: bool = False) -> Path
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES_OF_DRAFTS if draft else _HUB_FILES))
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES_OF_DRAFTS if draft else _HUB_FILES))
+        if not draft and not any(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=_PICKLES)
+        return folder
     except Exception as error:  # the hub's errors have no common base, and its HTTP library's come through
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFoundError(
@@ -104,7 +107,8 @@ def load_model(
 
     Args:
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
-        load_format: "auto": safetensors files; "dummy": random weights from `seed`, config.json suffices.
+        load_format: "auto": safetensors files, else pickles of tensors; "dummy": random weights from `seed`, of which
+            config.json suffices.
         progress: show a progress bar on stderr.
         batch_invariant: see `DecoderConfig`.
 
@@ -156,11 +160,7 @@ def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Decoder)
         NotFoundError: a file is missing.
         InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
-    index = path / INDEX
-    files = shards(index if index.exists() else path / INDEX.removesuffix(INDEX_SUFFIX), "model", _ONLY_SAFETENSORS)
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors |= read_safetensors(file, "model")
+    tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
     ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)

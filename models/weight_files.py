@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,14 @@ from ..platform.core.errors import InvalidRequestError, NotFoundError
 from .config import read_json
 from .layers.weights import WeightSlot
 
-INDEX_SUFFIX = ".index.json"
+_INDEX_SUFFIX = ".index.json"
+# In the order in which they are looked for.
+_USUAL = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
 # What weights are stored in: eight bits and fewer mean nothing without their scales.
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -29,28 +38,56 @@ class StoredTensor(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def shards(found: Path, param: str, hint: str = "") -> list[Path]:
-    """The weight files, each once, that `found` stands for: itself, or those that it names if it is an index.
+def read_weights(folder: Path, param: str, *, extra: Sequence[str] = (), hint: str = "") -> dict[str, StoredTensor]:
+    """All tensors of a directory by the names in its files, which are safetensors, or pickles of tensors.
 
     Args:
-        found: ".../model.safetensors", ".../model.safetensors.index.json", ...
         param: of the errors.
+        extra: file names that are looked for after the usual ones.
         hint: said where files are missing.
 
     Raises:
-        NotFoundError: some are missing; the message names them.
-        InvalidRequestError: the index is broken.
+        NotFoundError: there are no weights, or some of an index's files are missing; the message names them.
+        InvalidRequestError: a file or the index is broken, or is a pickle of anything but tensors.
     """
-    files = [found]
-    if found.name.endswith(INDEX_SUFFIX):
-        weight_map: Any = read_json(found).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise InvalidRequestError(f"{found} has no weight_map", param=param)
-        files = [found.parent / name for name in sorted({Path(str(name)).name for name in weight_map.values()})]
+    names = (*_USUAL, *extra)
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        raise NotFoundError(f"{folder} has no weights; looked for {', '.join(names)}{hint}", param=param)
+    tensors: dict[str, StoredTensor] = {}
+    for file in _shards(found, param, hint):
+        tensors |= read_safetensors(file, param) if file.suffix == ".safetensors" else _read_pickle(file, param)
+    return tensors
+
+
+def _shards(found: Path, param: str, hint: str) -> list[Path]:
+    """The weight files, each once, that `found` stands for: itself, or those that it names if it is an index."""
+    if not found.name.endswith(_INDEX_SUFFIX):
+        return [found]
+    weight_map: Any = read_json(found).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InvalidRequestError(f"{found} has no weight_map", param=param)
+    files = [found.parent / name for name in sorted({Path(str(name)).name for name in weight_map.values()})]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise NotFoundError(f"{found.parent} lacks {', '.join(missing)}{hint}", param=param)
     return files
+
+
+def _read_pickle(file: Path, param: str) -> dict[str, StoredTensor]:
+    try:
+        # Files of torch's present format are mapped, and read where they are needed.
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        raise InvalidRequestError(
+            f"{file} holds more than tensors, or is damaged, and is not loaded", param=param
+        ) from error
+    except Exception as error:  # a damaged pickle raises whatever it runs into
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InvalidRequestError(f"{file} is not a readable file of tensors: {reason}", param=param) from error
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise InvalidRequestError(f"{file} is not a mapping of names to tensors", param=param)
+    return {str(name): StoredTensor(tuple(tensor.shape), tensor.detach) for name, tensor in state.items()}
 
 
 def read_safetensors(file: Path, param: str) -> dict[str, StoredTensor]:

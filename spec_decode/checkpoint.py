@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ..models.layers.weights import WeightSlot
-from ..models.weight_files import StoredTensor, load_into, misfits, read_safetensors, shards
-from ..platform.core.errors import InvalidRequestError, NotFoundError
+from ..models.weight_files import StoredTensor, load_into, misfits, read_weights
+from ..platform.core.errors import InvalidRequestError
 
 __all__ = ["StoredTensor", "fill", "fill_randomly", "read_tensors", "refuse"]
 
-# In the order in which they are looked for.
-SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
-PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 PARAM = "speculative_config"
 """The field that all errors are about."""
 # Tensors that are no weights: the target's token ids, as offsets.
@@ -30,7 +25,7 @@ def refuse(message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{PARAM}: {message}", param=PARAM)
 
 
-def read_tensors(path: Path, extra: Iterable[str] = ()) -> dict[str, StoredTensor]:
+def read_tensors(path: Path, extra: Sequence[str] = ()) -> dict[str, StoredTensor]:
     """All tensors of a head's directory by the names in the files.
 
     Args:
@@ -41,27 +36,7 @@ def read_tensors(path: Path, extra: Iterable[str] = ()) -> dict[str, StoredTenso
         NotFoundError: there are no weights.
         InvalidRequestError: a file is broken, or is a pickle of anything but tensors.
     """
-    names = (*SAFETENSORS, *PICKLES, *extra)
-    found = next((path / name for name in names if (path / name).is_file()), None)
-    if found is None:
-        raise NotFoundError(f"{path} has no weights; looked for {', '.join(names)}", param=PARAM)
-    tensors: dict[str, StoredTensor] = {}
-    for file in shards(found, PARAM):
-        tensors |= read_safetensors(file, PARAM) if file.suffix == ".safetensors" else _read_pickle(file)
-    return tensors
-
-
-def _read_pickle(file: Path) -> dict[str, StoredTensor]:
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise refuse(f"{file} holds more than tensors, or is damaged, and is not loaded") from error
-    except Exception as error:  # a damaged pickle raises whatever it runs into
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise refuse(f"{file} is not a readable file of tensors: {reason}") from error
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise refuse(f"{file} is not a mapping of names to tensors")
-    return {str(name): StoredTensor(tuple(tensor.shape), tensor.detach) for name, tensor in state.items()}
+    return read_weights(path, PARAM, extra=extra)
 
 
 @torch.inference_mode()

@@ -22,21 +22,24 @@ class ModelNames(NamedTuple):
 def names_of_model(model: str) -> ModelNames:
     """The names of a folder or hub id that the server was started with.
 
-    Shown is the last part of the path as it was written, so the name of a link and not that of its target; for a
-    snapshot in the hub's cache it is the hub id. Aliases are the model as it was given, with and without a slash at its
-    end, its absolute and its resolved path, the hub id and the short name.
+    Shown is the last part of the hub id, or of the path as it was written: the name of a link and not that of its
+    target. Aliases are the model as it was given, with and without a slash at its end, its absolute and its resolved
+    path, and the hub id of a snapshot in the hub's cache.
     """
     path = Path(model).expanduser()
     if not path.is_dir():
-        return _distinct(model.rstrip("/").rpartition("/")[2], [model])
+        return _distinct(_last_part(model), [model])
     absolute, resolved = os.path.abspath(path), os.path.realpath(path)
-    hub_id = _hub_id(absolute) or _hub_id(resolved)
-    short = _hub_id(absolute) or os.path.basename(absolute) or absolute
-    paths = [model, os.path.normpath(model), str(path), absolute, resolved]
-    aliases = [spelling for path in paths for spelling in (path.rstrip("/"), path.rstrip("/") + "/")]
+    hub_id = _hub_id(resolved)
+    spellings = [model, os.path.normpath(model), str(path), absolute, resolved]
+    aliases = [name for spelling in spellings for name in (spelling.rstrip("/"), spelling.rstrip("/") + "/")]
     if hub_id is not None:
-        aliases += [hub_id, hub_id.rpartition("/")[2]]
-    return _distinct(short, aliases)
+        aliases += [hub_id, _last_part(hub_id)]
+    return _distinct(_last_part(_hub_id(absolute) or absolute), aliases)
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2] or name
 
 
 def _hub_id(path: str) -> str | None:

@@ -106,7 +106,7 @@ def test_another_model_gets_no_demo_defaults():
 
 
 def test_the_model_answers_to_the_name_it_was_started_with(tmp_path, monkeypatch):
-    """A link shows its own name; a snapshot of the hub's cache shows the hub id; requests may use every spelling."""
+    """A link shows its own name, a snapshot of the hub's cache the repository's; requests may use every spelling."""
     snapshot = tmp_path / "models--acme--tiny-1b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (tmp_path / "my-model").symlink_to(snapshot)
@@ -117,8 +117,8 @@ def test_the_model_answers_to_the_name_it_was_started_with(tmp_path, monkeypatch
     wanted = {"./my-model", "./my-model/", str(tmp_path / "my-model"), resolved, "acme/tiny-1b", "tiny-1b"}
     assert wanted <= set(config.model_aliases)
     _, config = resolve(resolved)
-    assert config.served_model_names == ("acme/tiny-1b",)
-    assert {resolved, f"{resolved}/", "tiny-1b"} <= set(config.model_aliases)
+    assert config.served_model_names == ("tiny-1b",)
+    assert {resolved, f"{resolved}/", "acme/tiny-1b"} <= set(config.model_aliases)
     _, config = resolve("Qwen/Qwen3-0.6B")
     assert (config.served_model_names, config.model_aliases) == (("Qwen3-0.6B",), ("Qwen/Qwen3-0.6B",))
     _, config = resolve("my-model", "--served-model-name", "one")

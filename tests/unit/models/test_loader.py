@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.models.batch import KVLayerSpec
-from outrider.models.loader import INDEX, load_model, read_facts, resolve_model_path
+from outrider.models.loader import load_model, read_facts, resolve_model_path
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -105,10 +105,12 @@ def test_missing_and_broken_files(tiny: Path, tmp_path: Path) -> None:
     shutil.copy(tiny / "config.json", tmp_path)
     with pytest.raises(NotFoundError, match=r"model\.safetensors"):
         load_model(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}})
+    )
     with pytest.raises(NotFoundError, match="model-00001-of-00002"):
         load_model(tmp_path)
-    (tmp_path / INDEX).unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(InvalidRequestError, match="safetensors"):
         load_model(tmp_path)

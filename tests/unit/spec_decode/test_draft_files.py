@@ -1,4 +1,4 @@
-"""Heads by hub id: their files are fetched, pickles too, which a target's are not."""
+"""Models by hub id: which files are fetched. Pickles are of heads, and of targets that have nothing else."""
 
 import huggingface_hub
 import pytest
@@ -6,15 +6,25 @@ import pytest
 from outrider.models.loader import resolve_model_path
 
 
-@pytest.mark.parametrize(("draft", "pickles"), [(True, True), (False, False)])
-def test_what_is_fetched_from_the_hub(monkeypatch, tmp_path, draft, pickles):
-    asked = {}
+@pytest.mark.parametrize(
+    ("draft", "stored", "pickles"),
+    [
+        (True, None, {"*.bin", "*.pt"}),
+        (False, "model.safetensors", set()),
+        (False, "pytorch_model.bin", {"pytorch_model*.bin"}),
+    ],
+)
+def test_what_is_fetched_from_the_hub(monkeypatch, tmp_path, draft, stored, pickles):
+    asked = set()
 
     def snapshot_download(name, allow_patterns):
-        asked[name] = set(allow_patterns)
+        assert name == "someone/model"
+        asked.update(allow_patterns)
         return str(tmp_path)
 
+    if stored is not None:
+        (tmp_path / stored).touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_model_path("someone/head", draft=draft) == tmp_path
-    assert {"*.json", "*.safetensors"} <= asked["someone/head"]
-    assert ({"*.bin", "*.pt"} <= asked["someone/head"]) == pickles
+    assert resolve_model_path("someone/model", draft=draft) == tmp_path
+    assert {"*.json", "*.safetensors"} <= asked
+    assert {pattern for pattern in asked if pattern.endswith((".bin", ".pt"))} == pickles
