@@ -103,6 +103,7 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
         ("Speculation", info.speculation),
         *database,
         ("Address", f"{address(config.host, startup.port)}/v1  ({guarded})"),
+        ("Console", f"{reachable_address(config.host, startup.port)}/console"),
     ]
 
 
