@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ... import __version__
 from ..core.errors import OutriderError
@@ -21,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="outrider", description="Speculative decoding and multi-tenant LoRA serving that compose.")
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     parser.set_defaults(run=_show_help)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
     serve.add_parser(commands)
     chat.add_parser(commands)
     admin.add_parser(commands)

@@ -10,7 +10,7 @@ from outrider.models.loader import resolve_model_path
 def test_what_is_fetched_from_the_hub(monkeypatch, tmp_path, draft, pickles):
     asked = {}
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, **options):
         asked[name] = set(allow_patterns)
         return str(tmp_path)
 
