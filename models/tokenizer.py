@@ -42,7 +42,7 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def _is_plain(directory: Path) -> bool:

@@ -196,7 +196,7 @@ def _reader(options: TrainOptions) -> Reader:
 
     folder = resolve_model_path(options.model)
     try:
-        vocab_size = int(AutoConfig.from_pretrained(folder).vocab_size)
+        vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
         return Reader(load_tokenizer(folder), vocab_size)
     except Exception as error:  # broken files raise whatever the libraries run into
         message = f"--model {options.model}: its tokenizer or config cannot be read: {reason(error)}"

@@ -268,7 +268,8 @@ def test_a_long_text_is_tokenized_without_a_warning(
 
 def test_shutdown_need_not_be_awaited(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        assert (await async_helpers.collect(llm.generate([5])))[-1].finished
+        outputs = await async_helpers.collect(llm.generate([5], SamplingParams(max_tokens=1), "mine"))
+        assert (outputs[-1].request_id, outputs[-1].finished) == ("mine", True)
         llm.shutdown()
         with pytest.raises(ShuttingDownError):
             await llm.start()
