@@ -30,7 +30,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"no tokenizer could be loaded from {directory}: {reason}", param="tokenizer"
         ) from error
     # Lengths are checked against the model's: the library's warning of "indexing errors" counts as given.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import threading
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,19 @@ def test_shutdown_need_not_be_awaited(model_path: str) -> None:
         await async_helpers.until(lambda: llm.state == "stopped")
 
     async_helpers.run(async_helpers.make(model_path), scenario)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("steps", [0, 2])
+def test_shutdown_just_before_the_event_loop_ends(model_path: str, runner: Callable[[Any], Any], steps: int) -> None:
+    async def scenario() -> None:
+        llm = async_helpers.make(model_path)
+        await llm.start()
+        llm.shutdown()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+
+    runner(scenario())
 
 
 def test_shutdown_outside_of_an_event_loop(model_path: str) -> None:
