@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
 
 def plain(text: str) -> Any:
     """A value on the command line as JSON has it; a text that is none is itself, and "None" is null."""
-    if text in ("None", "none", ""):
+    if text in ("None", ""):
         return None
     try:
         return json.loads(text)

@@ -37,7 +37,7 @@ def parse_bytes(name: str, value: object) -> int:
 
 
 _COUNT_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_COUNT = re.compile(r"(?P<number>-?\d+(?:\.\d+)?)(?P<unit>[kmgKMG]?)", re.ASCII)
+_COUNT = re.compile(r"(?P<number>-?\d{1,20}(?:\.\d{1,20})?)(?P<unit>[kmgKMG]?)", re.ASCII)
 
 
 def parse_count(name: str, value: object) -> int:

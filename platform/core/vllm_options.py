@@ -34,7 +34,7 @@ ALIASES = {
 """Flags of vLLM and the flags here that mean the same."""
 
 VALUES: dict[str, dict[str, str]] = {
-    "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
 }
 """Other spellings of an option's values."""
@@ -69,6 +69,7 @@ def _off(why: str) -> Option:
 
 _ONE_PROCESS = "one process has the whole model"
 _NO_OFFLOAD = "weights and caches are not moved to host memory"
+_NO_EXPERTS = "mixtures of experts are not served"
 _NO_IMAGES = "prompts are text"
 _NO_TOOLS = "calls of tools are not there yet"
 _NO_REASONING = "reasoning is not parsed yet"
@@ -84,10 +85,14 @@ ENGINE: dict[str, Option] = {
     # Several devices
     "pipeline_parallel_size": _only(1, why="pipeline parallelism is not there yet"),
     "data_parallel_size": _only(1, why="replicas are separate servers behind a load balancer"),
+    "data_parallel_size_local": _only(1, why="replicas are separate servers behind a load balancer"),
+    "data_parallel_backend": _ignored(_ONE_PROCESS),
     "decode_context_parallel_size": _only(1, why="context parallelism is not there yet"),
     "prefill_context_parallel_size": _only(1, why="context parallelism is not there yet"),
     "nnodes": _only(1, why=_ONE_PROCESS),
-    "enable_expert_parallel": _off("mixtures of experts are not served"),
+    "enable_expert_parallel": _off(_NO_EXPERTS),
+    "enable_eplb": _off(_NO_EXPERTS),
+    "moe_backend": _ignored(_NO_EXPERTS),
     "distributed_executor_backend": _ignored(_ONE_PROCESS),
     "disable_custom_all_reduce": _ignored_flag(_ONE_PROCESS),
     "max_parallel_loading_workers": _ignored(_ONE_PROCESS),
@@ -116,6 +121,9 @@ ENGINE: dict[str, Option] = {
     "use_tqdm_on_load": _ignored_flag("a progress bar is shown on a terminal"),
     "disable_sliding_window": _off("a model's sliding window is part of it"),
     "override_generation_config": _only({}, why="give the values in each request"),
+    "pooler_config": _only({}, why="models generate text only"),
+    "override_pooler_config": _only({}, why="models generate text only"),
+    "io_processor_plugin": _only("", why="there are no plug-ins"),
     "enable_prompt_embeds": _off("prompts are text or token ids"),
     "enable_sleep_mode": _off("an engine cannot sleep yet"),
     "logprobs_mode": _only("raw_logprobs", why="log-probabilities are those of the raw logits"),
@@ -153,6 +161,7 @@ ENGINE: dict[str, Option] = {
     "disable_cascade_attn": _ignored_flag("there is no cascade attention"),
     "additional_config": _only({}, why="there are no plug-ins for other hardware"),
     # LoRA and speculation
+    "enable_lora_bias": _off("adapters with biases are not served"),
     "fully_sharded_loras": _ignored_flag(_ONE_PROCESS),
     "lora_extra_vocab_size": _ignored("tokens that an adapter adds are found in its files"),
     "lora_dtype": _only("auto", why="adapters have the model's dtype"),
@@ -163,6 +172,7 @@ ENGINE: dict[str, Option] = {
     "ngram_prompt_lookup_max": _only(why=_SPECULATIVE),
     "ngram_prompt_lookup_min": _only(why=_SPECULATIVE),
     # Images, formats, logs
+    "mm_encoder_tp_mode": _ignored(_NO_IMAGES),
     "limit_mm_per_prompt": _ignored(_NO_IMAGES),
     "mm_processor_kwargs": _ignored(_NO_IMAGES),
     "mm_processor_cache_gb": _ignored(_NO_IMAGES),
@@ -243,7 +253,7 @@ SPECULATIVE: dict[str, Option] = {
     "enable_adaptive_verification": _off('see "adaptive"'),
     "kv_cache_dtype": _only("auto", why="a drafter's cache has the engine's kv_cache_dtype"),
     "attention_backend": _ignored("kernels are chosen for the device"),
-    "moe_backend": _ignored("mixtures of experts are not served"),
+    "moe_backend": _ignored(_NO_EXPERTS),
     "speculative_token_tree": _only(why="drafts are chains: trees are not there yet"),
     "synthetic_acceptance_length": _only(why="write synthetic_acceptance_rates"),
     "draft_load_config": _only({}, why="a draft is loaded as its target is"),
@@ -270,7 +280,7 @@ SAMPLING: dict[str, Option] = {
     "skip_reading_prefix_cache": _off("give the prompt a cache_salt of its own"),
     "thinking_token_budget": _only(why=_NO_REASONING),
     "repetition_detection": _only(why="see repetition_penalty"),
-    "routed_experts_prompt_start": _only(0, why="mixtures of experts are not served"),
+    "routed_experts_prompt_start": _only(0, why=_NO_EXPERTS),
     "trace_decode_token_ids": _only(why="tokens cannot be given in advance"),
 }
 
@@ -302,10 +312,10 @@ def check_foreign(given: Mapping[str, Any], table: Mapping[str, Option], param: 
             if value is not False:
                 without_effect[name] = option.why
         elif not _harmless(value, option.harmless):
-            where = f"{param}: " if param else ""
-            raise InvalidRequestError(
-                f"{where}{name}={value!r:.100} is not supported: {option.why}", param=param or name
-            )
+            what = f"{param}: {name}" if param else name
+            if name != "hf_token":  # which is a secret
+                what = f"{what}={value!r:.100}"
+            raise InvalidRequestError(f"{what} is not supported: {option.why}", param=param or name)
     return without_effect
 
 
