@@ -36,8 +36,15 @@ _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
-def resolve_model_path(name_or_path: str | Path, *, draft: bool = False) -> Path:
-    """A local directory as it is; else a hub id, downloaded (or found in the hub's cache). `draft`: a draft head's.
+def resolve_model_path(
+    name_or_path: str | Path, *, draft: bool = False, revision: str | None = None, cache_dir: str | None = None
+) -> Path:
+    """A local directory as it is; else a hub id, downloaded (or found in the hub's cache).
+
+    Args:
+        draft: the files are a draft head's.
+        revision: branch, tag or commit of the hub id.
+        cache_dir: the hub's cache; None: where its library keeps it.
 
     Raises:
         NotFoundError: it is neither.
@@ -55,15 +62,18 @@ def resolve_model_path(name_or_path: str | Path, *, draft: bool = False) -> Path
         raise NotFoundError(f"model {name!r}: there is no such directory", param="model")
     from huggingface_hub import snapshot_download
 
+    patterns = _HUB_FILES_OF_DRAFTS if draft else _HUB_FILES
+    folder = None if cache_dir is None else Path(cache_dir).expanduser()
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES_OF_DRAFTS if draft else _HUB_FILES))
-        if not draft and not any(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=_PICKLES)
-        return folder
+        path = Path(snapshot_download(name, revision=revision, cache_dir=folder, allow_patterns=patterns))
+        if not draft and not any(path.glob("*.safetensors")):
+            snapshot_download(name, revision=revision, cache_dir=folder, allow_patterns=_PICKLES)
+        return path
     except Exception as error:  # the hub's errors have no common base, and its HTTP library's come through
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        at = "" if revision is None else f" at revision {revision[:_MAX_SHOWN]!r}"
         raise NotFoundError(
-            f"model {name!r} is neither a local directory nor a model that could be had from the hub: {reason}",
+            f"model {name!r}{at} is neither a local directory nor a model that could be had from the hub: {reason}",
             param="model",
         ) from error
 

@@ -26,19 +26,26 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise NotFoundError(f"tokenizer {str(path)!r}: there is no such directory", param="tokenizer")
     _check_packages(directory)
     try:
-        if _is_plain(directory):
-            # `AutoTokenizer` would choose the same class, but imports torch and seconds of other things first.
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = _load(directory)
     except Exception as error:  # whatever a broken or missing file makes transformers raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidRequestError(
             f"no tokenizer could be loaded from {directory}: {reason}", param="tokenizer"
         ) from error
+    # Lengths are checked against the model's: the library's warning of "indexing errors" counts as given.
+    getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _load(directory: Path) -> PreTrainedTokenizerBase:
+    if _is_plain(directory):
+        # `AutoTokenizer` would choose the same class, but imports torch and seconds of other things first.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def _check_packages(directory: Path) -> None:

@@ -52,7 +52,7 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
     """
     from ..models.loader import load_model, read_facts, resolve_model_path
 
-    path = resolve_model_path(config.model or "")
+    path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
     facts = read_facts(path, context.dtype)
     _check_vocabulary(config.model or "", path, facts.vocab_size, context)
     model = load_model(

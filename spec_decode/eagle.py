@@ -59,7 +59,7 @@ def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProp
     """
     from ..models.loader import resolve_model_path
 
-    path = resolve_model_path(config.model or "", draft=True)
+    path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
     head_config = read_eagle_config(read_json(path / "config.json"), config.method, context.target.config)
     if context.load_format == "dummy":
         head = EagleHead(_for_random_weights(head_config), context.target, context.device)

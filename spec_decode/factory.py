@@ -126,7 +126,12 @@ def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_ca
     from ..models.loader import read_facts, resolve_model_path
 
     with _naming(config.model):
-        path = resolve_model_path(config.model, draft=config.method != "draft_model")
+        path = resolve_model_path(
+            config.model,
+            draft=config.method != "draft_model",
+            revision=config.revision,
+            cache_dir=config.download_dir,
+        )
         if config.method == "draft_model":
             return read_facts(path, dtype, kv_cache_dtype).kv_bytes_per_token
         from .eagle import eagle_kv_bytes_per_token

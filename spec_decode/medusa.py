@@ -41,7 +41,7 @@ def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaPr
     """
     from ..models.loader import resolve_model_path
 
-    path = resolve_model_path(config.model or "", draft=True)
+    path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
     heads_config = read_medusa_config(read_json(path / "config.json"), context.target.config)
     stored = {}
     if context.load_format != "dummy":

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..core.config import DTYPES, KV_CACHE_DTYPES, POLICIES, EngineArgs
+from ..core.errors import InvalidRequestError
+from ..core.sizes import parse_count, parse_length
+from ..core.vllm_options import VALUES
 
 _CHOICES = {
-    "dtype": DTYPES,
+    "dtype": (*DTYPES, *VALUES["dtype"]),
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
     "device": ("auto", "cpu", "cuda"),
-    "load_format": ("auto", "dummy"),
+    "load_format": ("auto", "dummy", *VALUES["load_format"]),
 }
 _NO_FLAG = {"model", "served_model_name"}
 """`model` is the command's argument; the server may have several names and has a flag of its own."""
@@ -25,17 +28,23 @@ _NO_FLAG = {"model", "served_model_name"}
 # group -> option -> what it does. An option that is not listed here gets a flag too, without a text.
 GROUPS: dict[str, dict[str, str]] = {
     "model": {
+        "revision": "branch, tag or commit of the model's hub id",
         "tokenizer": "HF directory or hub id of the tokenizer (default: the model's)",
         "generation_config": (
             "sampling parameters of requests that leave them out: auto takes those of the model's (and an adapter's) "
             "generation_config.json, none (or vllm) takes none, a path those of that folder or file"
         ),
+        "tokenizer_revision": "branch, tag or commit of the tokenizer's hub id",
+        "download_dir": "folder of the hub's cache (default: where its library keeps it)",
         "dtype": 'type of weights and activations; "auto" takes the checkpoint\'s',
         "device": "where to run; auto takes a GPU if there is one",
         "load_format": '"dummy" fills the model with random weights, for benchmarks',
-        "max_model_len": "longest sequence, prompt and output together, in tokens (default: the model's limit)",
+        "max_model_len": (
+            "longest sequence, prompt and output together, in tokens, also as 4k (4000) or 4K (4096) "
+            "(default: auto, the model's limit)"
+        ),
         "seed": "seed of requests that bring none",
-        "max_logprobs": "most log-probabilities a token that a request may ask for",
+        "max_logprobs": "most log-probabilities a token that a request may ask for; -1: the whole vocabulary",
         "enforce_eager": "run without captured graphs",
         "batch_invariant": "compute every row so that, bit for bit, it does not depend on the rows beside it; slower",
         "tensor_parallel_size": "devices that share one model",
@@ -99,6 +108,22 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def count(text: str) -> int:
+    """An argparse type: an integer, also with a unit, such as 4k."""
+    try:
+        return parse_count("it", text)
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
+def length(text: str) -> int | None:
+    """An argparse type: as `count`, or "auto" or -1, which are None."""
+    try:
+        return parse_length("it", text)
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
     """Add the flags, in groups (returned by title). Those that are not given stay out of the namespace."""
     groups = {}
@@ -128,7 +153,9 @@ def _add_option(group: argparse._ArgumentGroup, option: str, hint: Any, text: st
     elif option in _CHOICES:
         group.add_argument(flag(option), choices=_CHOICES[option], **common)
     else:
-        parse: Callable[[str], Any] = json_object if kind is dict else kind
+        parse: Callable[[str], Any] = {int: count, dict: json_object}.get(kind, kind)
+        if option == "max_model_len":
+            parse = length
         metavar = {int: "N", float: "X", dict: "JSON"}.get(kind, option.rpartition("_")[2].upper())
         group.add_argument(flag(option), type=parse, metavar=metavar, **common)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -46,11 +47,11 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cors-origin",
-        type=_origin,
-        action="append",
+        type=_origins,
+        action="extend",
         metavar="ORIGIN",
-        help="origin of web pages that may call the API, such as https://example.com, or *; may be repeated "
-        "(default: none)",
+        help="origin of web pages that may call the API, such as https://example.com, or *; may be repeated, or be a "
+        "JSON list (default: none)",
     )
     group.add_argument(
         "--engine-hang-timeout",
@@ -74,11 +75,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _origin(text: str) -> str:
-    """As browsers send it: anything else would in silence match nothing."""
-    if not _ORIGIN.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"must be an origin such as https://example.com (no path), or *, got {text!r}")
-    return text
+def _origins(text: str) -> list[str]:
+    """As browsers send them: anything else would in silence match nothing."""
+    try:
+        origins = json.loads(text) if text.startswith("[") else [text]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    for origin in origins:
+        if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
+            raise argparse.ArgumentTypeError(
+                f"must be an origin such as https://example.com (no path), or *, got {origin!r}"
+            )
+    return list(origins)
 
 
 def seconds_above(least: float) -> Callable[[str], float]:

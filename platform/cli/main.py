@@ -7,21 +7,22 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ... import __version__
 from ..core.errors import OutriderError
 from . import chat, serve, train_draft, tune
 from .admin import command as admin
 from .bench import command as bench
+from .parser import Parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; a parsed namespace has `run`, which takes it and returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="outrider", description="Speculative decoding and multi-tenant LoRA serving that compose."
-    )
+    parser = Parser(prog="outrider", description="Speculative decoding and multi-tenant LoRA serving that compose.")
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.set_defaults(run=_show_help)
+    commands: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
     serve.add_parser(commands)
     chat.add_parser(commands)
     admin.add_parser(commands)
@@ -31,6 +32,11 @@ def build_parser() -> argparse.ArgumentParser:
     version = commands.add_parser("version", help="show the version")
     version.set_defaults(run=_show_version)
     return parser
+
+
+def _show_help(namespace: argparse.Namespace) -> int:
+    namespace.parser.print_help()
+    return 0
 
 
 def _show_version(namespace: argparse.Namespace) -> int:

@@ -35,6 +35,11 @@ def add_observability_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-prompts", action="store_true", help="also write prompts and answers into those lines (default: never)"
     )
+    group.add_argument(
+        "--uvicorn-log-level",
+        choices=("critical", "error", "warning", "info", "debug", "trace"),
+        help="of the web server alone (default: --log-level)",
+    )
     group.add_argument("--access-log", action="store_true", help="one line for each request as web servers write it")
     group.add_argument(
         "--open-metrics",
@@ -71,6 +76,7 @@ def observability(namespace: argparse.Namespace) -> dict[str, Any]:
         "log_format": namespace.log_format,
         "log_requests": requests,
         "log_prompts": namespace.log_prompts,
+        "uvicorn_log_level": namespace.uvicorn_log_level,
         "access_log": namespace.access_log,
         "open_metrics": namespace.open_metrics,
         "otlp_endpoint": namespace.otlp_endpoint,

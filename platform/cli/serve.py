@@ -17,17 +17,22 @@ from .kernel_configs import add_kernel_configs_option, use_kernel_configs
 from .limit_options import add_limit_options, limits, seconds_above
 from .model_names import ModelNames, names_of_model
 from .observability_options import add_observability_options, observability
+from .parser import CONFIG_FLAG, Parser
 from .tenancy_options import add_tenancy_options, given_database, journal_options
+from .vllm_flags import add_vllm_flags, flags_without_effect
 
 _EPILOG = """\
 examples:
   outrider serve                                       the embedded demo model, its adapters and its draft model
   outrider serve Qwen/Qwen3-0.6B --enable-lora --lora-modules sql=/adapters/sql
   outrider serve ./model --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
+  outrider serve --config options.yaml
+
+vLLM's names of options are taken too, where they mean the same, and underscores for dashes.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
         "serve",
@@ -41,6 +46,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="HF directory or hub id (default: the embedded demo model)"
     )
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as the argument")
+    parser.add_argument(
+        CONFIG_FLAG, metavar="FILE", help="YAML file of options by their names; those on the command line come first"
+    )
     _add_server_options(parser)
     add_tenancy_options(parser)
     add_limit_options(parser)
@@ -51,7 +60,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--no-speculation", action="store_true", help='the same as --speculative-config \'{"method": "off"}\''
     )
     add_kernel_configs_option(groups["model"])
-    parser.set_defaults(run=run, parser=parser)
+    add_vllm_flags(parser)
+    parser.set_defaults(run=run)
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -157,6 +167,11 @@ def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
     from ..client.demo import apply_demo_defaults, is_demo
 
     given = given_options(namespace)
+    ignored = flags_without_effect(namespace, given.get("speculative_config"))
+    if namespace.model is None:
+        namespace.model = namespace.model_flag
+    elif namespace.model_flag not in (None, namespace.model):
+        ignored["model"] = f"the argument {namespace.model} comes first"
     if namespace.no_speculation:
         if given.get("speculative_config") is not None:
             raise InvalidRequestError("not allowed together with --speculative-config", param="no_speculation")
@@ -175,7 +190,8 @@ def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
     if clash:
         raise InvalidRequestError(f"{clash[0]!r} is the model's own name", param="lora_modules")
     demo_folders = tuple({str(path.parent): None for path in demo_adapters.values()})
-    return args, _server_config(namespace, names, modules, demo_folders)
+    config = _server_config(namespace, names, modules, demo_folders)
+    return args, dataclasses.replace(config, without_effect=ignored)
 
 
 def _model_names(namespace: argparse.Namespace, args: EngineArgs, demo: bool) -> ModelNames:

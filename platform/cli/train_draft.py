@@ -188,15 +188,16 @@ def _rank_of(adapter: str) -> int:
 
 
 def _reader(options: TrainOptions) -> Reader:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from ...models.loader import resolve_model_path
+    from ...models.tokenizer import load_tokenizer
     from ...spec_decode.training.data import Reader
 
     folder = resolve_model_path(options.model)
     try:
-        vocab_size = int(AutoConfig.from_pretrained(folder).vocab_size)
-        return Reader(AutoTokenizer.from_pretrained(folder), vocab_size)
+        vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
+        return Reader(load_tokenizer(folder), vocab_size)
     except Exception as error:  # broken files raise whatever the libraries run into
         message = f"--model {options.model}: its tokenizer or config cannot be read: {reason(error)}"
         raise OutriderError(message, param="model") from error

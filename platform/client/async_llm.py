@@ -8,7 +8,7 @@ import itertools
 import logging
 import uuid
 from collections import ChainMap
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -22,6 +22,7 @@ from .adapter_client import AdapterClient
 from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
+from .event_loops import Done, in_event_loop, run_in
 from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id
 from .ipc import Abort, Add
 from .news import News
@@ -74,6 +75,7 @@ class AsyncLLM:
             Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self._adapters.load_again),
         )
         self._starting: asyncio.Task[EngineInfo] | None = None
+        self._ending: asyncio.Future[None] | Done | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
         self._draining = self._closed = False
         self._numbers = itertools.count()  # of the requests, for their ids in the engine
@@ -194,13 +196,20 @@ class AsyncLLM:
             return False
         return True
 
-    async def shutdown(self) -> None:
-        """Fail what still runs with ShuttingDownError and end the engine process. May be called twice."""
-        if self._loop is not None and self._loop.is_closed():
-            self._draining = self._closed = True
-            return  # the loop's end has ended the engine process
-        self._check_loop()
+    def shutdown(self) -> Awaitable[None]:
+        """Fail what still runs with ShuttingDownError and end the engine process. May be called twice.
+
+        In an event loop the result may be awaited, until the process has ended, but need not be. Elsewhere the process
+        has ended on return.
+        """
+        if in_event_loop() and not (self._loop is not None and self._loop.is_closed()):
+            self._check_loop()
         self._draining = self._closed = True
+        if self._ending is None or self._ending.done():
+            self._ending = run_in(self._loop, self._shutdown)
+        return self._ending
+
+    async def _shutdown(self) -> None:
         self._on_death(ShuttingDownError("the server is shutting down"))
         await self._supervisor.stop()
         if self._starting is not None:
@@ -225,8 +234,8 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         lora_request: AnyLoRA | None = None,
         delta: bool = False,
         **options: Unpack[RequestOptions],

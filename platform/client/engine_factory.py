@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +12,11 @@ from ...models.demo import demo_adapters
 from ..core.config import EngineArgs
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ..core.suggestions import did_you_mean
+from ..core.vllm_options import ENGINE, without_effect
 from .demo import apply_demo_defaults, is_demo
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = __name__.rsplit(".platform.", 1)[0]
 
@@ -81,12 +86,34 @@ def engine_args(who: str, model: str | None, options: dict[str, Any]) -> EngineA
     Raises:
         TypeError: an option that does not exist, by name; `who` is the caller's name for the message.
     """
-    for name in options:
-        if name not in EngineArgs.__dataclass_fields__:
-            known = ", ".join(sorted(EngineArgs.__dataclass_fields__))
-            raise TypeError(f"{who}() got an unexpected option {name!r}; known are {known}")
-    args, _ = apply_demo_defaults(EngineArgs(model=None if model is None else str(model), **options), options)
+    own = own_options(who, options)
+    args, _ = apply_demo_defaults(EngineArgs(model=None if model is None else str(model), **own), own)
     return args
+
+
+def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `options` that are fields of `EngineArgs` and are given; of vLLM's, those without an effect are logged.
+
+    Raises:
+        TypeError: an option that does not exist, by name.
+        InvalidRequestError: an option of vLLM that would have an effect and is not there.
+    """
+    fields = EngineArgs.__dataclass_fields__
+    foreign = {name: value for name, value in options.items() if name not in fields}
+    for name in foreign:
+        if name not in ENGINE:
+            known = ", ".join(sorted(fields))
+            raise TypeError(
+                f"{who}() got an unexpected option {name!r}{did_you_mean(name, [*fields, *ENGINE])}; known are {known}"
+            )
+    for name, why in without_effect(foreign, ENGINE, options.get("speculative_config")).items():
+        logger.warning("%s has no effect: %s", name, why)
+    # vLLM writes None for the default of every option.
+    return {
+        name: value
+        for name, value in options.items()
+        if name in fields and (value is not None or fields[name].default is None)
+    }
 
 
 def load_engine(path: str) -> Callable[..., Engine]:
@@ -110,15 +137,20 @@ def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
     from ...models.generation_config import chosen_file
     from ...models.tokenizer import eos_token_ids, load_tokenizer
 
-    where = info.model
-    if args.tokenizer is not None:
-        where = args.tokenizer
-        if not Path(where).is_dir():
-            from ...models.loader import resolve_model_path
-
-            where = str(resolve_model_path(where))
-    tokenizer = load_tokenizer(where)
+    tokenizer = load_tokenizer(_tokenizer_path(args, info))
     return tokenizer, sorted(eos_token_ids(info.model, tokenizer, chosen_file(args.generation_config)))
+
+
+def _tokenizer_path(args: EngineArgs, info: EngineInfo) -> str | Path:
+    """Its folder. The model's own is that of the model's revision unless it has one of its own."""
+    name = args.tokenizer if args.tokenizer is not None else args.model
+    if name is None or (args.tokenizer is None and args.tokenizer_revision in (None, args.revision)):
+        return info.model
+    if Path(name).is_dir():
+        return name
+    from ...models.loader import resolve_model_path
+
+    return resolve_model_path(name, revision=args.tokenizer_revision, cache_dir=args.download_dir)
 
 
 def demo_lora_requests(args: EngineArgs) -> dict[str, LoRARequest]:

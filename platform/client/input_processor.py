@@ -18,6 +18,8 @@ from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
 from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_number, check_text, shown
+from ..core.suggestions import did_you_mean
+from ..core.vllm_options import PROMPT, check_foreign
 from .chat_template import ChatOptions, render_messages
 from .shared_prefixes import SharedPrefixes
 
@@ -25,6 +27,7 @@ Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+"""`vllm_options.PROMPT` has others, which may be there at values that change nothing."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -136,11 +139,13 @@ class InputProcessor:
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, dict):
-            unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+            check_foreign(prompt, PROMPT, "prompt")
+            unknown = [key for key in prompt if key not in _PROMPT_KEYS and key not in PROMPT]
             if unknown:
-                raise InvalidRequestError(f"prompt: unsupported key {unknown[0]!r}", param="prompt")
+                hint = did_you_mean(str(unknown[0]), _PROMPT_KEYS)
+                raise InvalidRequestError(f"prompt: unsupported key {shown(unknown[0])}{hint}", param="prompt")
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            cache_salt = prompt.get("cache_salt", "")
+            cache_salt = "" if prompt.get("cache_salt") is None else prompt["cache_salt"]
         else:
             token_ids = prompt
         if text is None and token_ids is None:
@@ -247,6 +252,11 @@ class InputProcessor:
         resolved = params.clone(
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             bad_words_token_ids=self._bad_words(params),
+            **{
+                name: self._info.vocab_size
+                for name in ("logprobs", "prompt_logprobs")
+                if getattr(params, name) == -1 and self._info.max_logprobs >= self._info.vocab_size
+            },
         )
         check_params(resolved, self._info.vocab_size, self._info.max_logprobs)
         return resolved

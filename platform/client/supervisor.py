@@ -228,6 +228,16 @@ class EngineProcess:
 
     async def stop(self) -> None:
         """End the process, by force when it does not go by itself, and release everything. May be called twice."""
+        try:
+            await self._end()
+        except asyncio.CancelledError:  # an event loop that ends does not wait, but for this
+            if self._process is not None and self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+            await self._end()
+            raise
+
+    async def _end(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
             if self._ready.done():

@@ -12,8 +12,9 @@ from typing import Any
 
 from .errors import InvalidRequestError
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
-from .sizes import parse_bytes
+from .sizes import parse_bytes, parse_length
 from .speculative_config import SpeculativeConfig, parse_speculative
+from .vllm_options import plain_value
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
@@ -29,7 +30,12 @@ class EngineArgs:
 
     model: str | None = None
     """A HF directory or hub id; None is the embedded demo model."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub id; the same for the tokenizer's."""
     tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
+    """The hub's cache; None: where its library keeps it."""
     served_model_name: str | None = None
     generation_config: str = "auto"
     """Sampling parameters of requests that leave them out: of the model's generation_config.json ("auto"), of a file
@@ -40,9 +46,11 @@ class EngineArgs:
     """"auto", or "dummy" for random weights."""
     seed: int = 0
     max_model_len: int | None = None
+    """Tokens, also as "4k" (4000) or "4K" (4096); None, "auto" or -1: the model's."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_logprobs: int = 20
+    """-1: the whole vocabulary."""
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, on any device."""
@@ -77,6 +85,10 @@ class EngineArgs:
     async_scheduling: bool | None = None
     """Whether the host plans and prepares a step while the one before it runs; None: on a GPU."""
     tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.dtype, self.load_format = plain_value("dtype", self.dtype), plain_value("load_format", self.load_format)
+        self.max_model_len = parse_length("max_model_len", self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +199,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def _check_types(args: EngineArgs) -> None:
     """Refuse values that no model and no machine make right."""
-    for name in ("model", "tokenizer", "served_model_name"):
+    for name in _TEXTS:
         if getattr(args, name) is not None:
             check_text(name, getattr(args, name))
     check_text("generation_config", args.generation_config)
@@ -200,7 +212,7 @@ def _check_types(args: EngineArgs) -> None:
     for name in ("lora_memory", "max_cpu_lora_memory"):
         if getattr(args, name) is not None:
             parse_bytes(name, getattr(args, name))
-    check_integer("max_logprobs", args.max_logprobs, 0)
+    check_integer("max_logprobs", args.max_logprobs, -1)
     check_integer("seed", args.seed, -MAX_SEED - 1)
     check_number("gpu_memory_utilization", args.gpu_memory_utilization, 0.0, 1.0, low_open=True)
     for name in _FAIR_COSTS:
@@ -208,29 +220,17 @@ def _check_types(args: EngineArgs) -> None:
         check_number(name, getattr(args, name), 0.0, _MAX_COST, low_open=name == "fair_output_cost")
 
 
+_TEXTS = ("model", "revision", "tokenizer", "tokenizer_revision", "download_dir", "served_model_name")
 _BOOLEAN = (
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "prompt_pacing",
-    "enable_lora",
-    "enforce_eager",
-    "async_scheduling",
-    "batch_invariant",
+    *("enable_prefix_caching", "enable_chunked_prefill", "prompt_pacing", "enable_lora", "enforce_eager"),
+    *("async_scheduling", "batch_invariant"),
 )
 _AUTOMATIC = ("prompt_pacing", "async_scheduling")
 """Of them, those that may be None."""
 
 _POSITIVE = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "num_gpu_blocks_override",
-    "kv_cache_memory_bytes",
-    "max_num_queued_reqs",
-    "max_loras",
-    "max_cpu_loras",
-    "max_lora_rank",
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override"),
+    *("kv_cache_memory_bytes", "max_num_queued_reqs", "max_loras", "max_cpu_loras", "max_lora_rank"),
     "tensor_parallel_size",
 )
 
@@ -365,7 +365,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         device=hardware.device,
         load_format=args.load_format,
         seed=args.seed,
-        max_logprobs=args.max_logprobs,
+        max_logprobs=facts.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
         cache=CacheConfig(
             block_size=args.block_size,
             num_blocks=_num_blocks(args, facts, hardware, max_model_len, max_num_seqs),
@@ -387,7 +387,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             ),
         ),
         lora=_lora_config(args),
-        speculative=parse_speculative(args.speculative_config),
+        speculative=parse_speculative(args.speculative_config, args.download_dir),
         batch_invariant=args.batch_invariant,
         enforce_eager=args.enforce_eager,
         async_scheduling=not on_cpu if args.async_scheduling is None else args.async_scheduling,

@@ -27,8 +27,12 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
     """
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
-        if value is not None and value > max_logprobs:
-            raise InvalidRequestError(f"{name} is {value}, above the engine's max_logprobs {max_logprobs}", param=name)
+        count = vocab_size if value == -1 else value
+        if count is not None and count > max_logprobs:
+            meaning = f", all {vocab_size} tokens of the vocabulary" if value == -1 else ""
+            raise InvalidRequestError(
+                f"{name} is {value}{meaning}, above the engine's max_logprobs {max_logprobs}", param=name
+            )
     check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
     allowed = params.allowed_token_ids or ()

@@ -68,7 +68,6 @@ class CompletionOutput:
     drafted: list[bool] | None = None
     """Aligned with `token_ids`: whether the token was a draft that the model accepted; the others it sampled."""
 
-    @property
     def finished(self) -> bool:
         """Whether this sequence is complete."""
         return self.finish_reason is not None
@@ -87,3 +86,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry a prompt token; the first is None."""
     lora_request: LoRA | None = None
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens that the prefix cache had; None without metrics."""
+        return None if self.metrics is None else self.metrics.num_cached_tokens

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import numbers
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import InvalidRequestError
+from .suggestions import did_you_mean
+from .vllm_options import SAMPLING, check_foreign
+
+T = TypeVar("T")
 
 MAX_SEED = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-5
@@ -126,11 +131,31 @@ def _bias_token(key: object) -> int:
     return number
 
 
+def _take_vllm_fields(cls: type[T]) -> type[T]:
+    """Let the constructor take the fields of `vllm_options.SAMPLING`, at values that change nothing."""
+    own = cls.__init__
+
+    @functools.wraps(own)
+    def init(self: T, *args: Any, **fields: Any) -> None:
+        unknown = [name for name in fields if name not in cls.__dataclass_fields__]  # type: ignore[attr-defined]
+        for name in unknown:
+            if name not in SAMPLING:
+                hint = did_you_mean(name, cls.__dataclass_fields__)  # type: ignore[attr-defined]
+                raise TypeError(f"{cls.__name__}() got an unexpected field {name!r}{hint}")
+        check_foreign({name: fields.pop(name) for name in unknown}, SAMPLING)
+        own(self, *args, **fields)
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+@_take_vllm_fields
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters of one request; the names are vLLM's and OpenAI's.
 
-    Wrong values raise `InvalidRequestError` with the field in `param`. Limits that depend on the model
+    Wrong values raise `InvalidRequestError` with the field in `param`. vLLM's other fields may be given at values that
+    change nothing. Limits that depend on the model
     (vocabulary, context length) are checked when the request is admitted.
 
     `speculative` is ours: `None` follows the engine, `False` (or 0) switches drafting off for this request,
@@ -161,7 +186,8 @@ class SamplingParams:
     """None: up to `max_model_len`."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """Number of top log-probabilities a generated token, beside the chosen token's own; from the raw logits."""
+    """Number of top log-probabilities a generated token, beside the chosen token's own; from the raw logits. -1: the
+    whole vocabulary, where the engine's `max_logprobs` allows it."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     """At most 1,024 tokens, -100 to 100 each."""
@@ -210,7 +236,7 @@ class SamplingParams:
         self._check_lengths()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 0)
+                check_integer(name, getattr(self, name), -1)
         if self.allowed_token_ids is not None:
             _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:

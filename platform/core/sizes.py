@@ -1,8 +1,9 @@
-"""Numbers of bytes as users write them."""
+"""Numbers of bytes and of tokens as users write them."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from .errors import InvalidRequestError
 
@@ -33,6 +34,35 @@ def parse_bytes(name: str, value: object) -> int:
             f'{name} must be a number of bytes, such as 1000000, "512MiB" or "2GB"; got {value!r:.100}', param=name
         )
     return size
+
+
+_COUNT_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_COUNT = re.compile(r"(?P<number>-?\d{1,20}(?:\.\d{1,20})?)(?P<unit>[kmgKMG]?)", re.ASCII)
+
+
+def parse_count(name: str, value: object) -> int:
+    """A number that may be text with a unit, as vLLM takes it: "4k" and "4.0k" are 4000, "4K" is 4096.
+
+    Raises:
+        InvalidRequestError: it is none, or no whole one; `name` is the option.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
+    count = Fraction(match["number"]) * _COUNT_UNITS.get(match["unit"], 1) if match is not None else None
+    if count is None or count.denominator != 1:
+        raise InvalidRequestError(
+            f'{name} must be an integer, such as 4000, "4k" (4000) or "4K" (4096); got {value!r:.100}', param=name
+        )
+    return count.numerator
+
+
+def parse_length(name: str, value: object) -> int | None:
+    """A number of tokens; None for "auto", -1 and None, which leave it to the model. Errors: see `parse_count`."""
+    if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
+        return None
+    count = parse_count(name, value)
+    return None if count == -1 else count
 
 
 def shown_bytes(size: int) -> str:

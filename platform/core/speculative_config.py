@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from .errors import InvalidRequestError
+from .suggestions import did_you_mean
+from .vllm_options import SPECULATIVE, check_foreign
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa")
@@ -23,6 +25,10 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     """Drafts a step; with `adaptive`, at most."""
     model: str | None = None
+    revision: str | None = None
+    """Branch, tag or commit of the draft model's hub id."""
+    download_dir: str | None = None
+    """The hub's cache, from the engine's options; never written in a `speculative_config`."""
     adaptive: bool = False
     """Whether the number of drafts is chosen by predicted goodput, for each request and step, and may be 0. It is where
     `num_speculative_tokens` is not given; a number that is given is a fixed one, unless this is said too."""
@@ -46,13 +52,14 @@ class SpeculativeConfig:
     """Whether the user said how many, by `num_speculative_tokens` or by the number of rates. Derived, never written."""
 
 
-_FIELDS = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name != "drafts_given")
+_DERIVED = ("drafts_given", "download_dir")
+_FIELDS = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name not in _DERIVED)
 # method -> the fields of a `speculative_config` that mean nothing to it.
 _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX = tuple(name for name in _FIELDS if name.startswith("suffix_decoding_"))
 _NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
-    "ngram": ("model", *_SUFFIX),
-    "suffix": ("model", *_LOOKUP),
+    "ngram": ("model", "revision", *_SUFFIX),
+    "suffix": ("model", "revision", *_LOOKUP),
     **dict.fromkeys(MODEL_METHODS, (*_LOOKUP, *_SUFFIX)),
 }
 _INTEGERS = (
@@ -77,9 +84,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | None:
+def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None = None) -> SpeculativeConfig | None:
     """Check a `speculative_config` as users write it; None or method "off" is no speculation. A field that is None
     counts as not given.
+
+    Args:
+        download_dir: see `SpeculativeConfig`.
 
     Raises:
         InvalidRequestError: something is wrong with it; the message names the field and the limit.
@@ -88,10 +98,12 @@ def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | N
         return None
     if not isinstance(config, Mapping):
         raise _wrong(f"it must be an object with a method, got {config!r}")
-    given = {name: value for name, value in config.items() if value is not None}
+    check_foreign(config, SPECULATIVE, "speculative_config")
+    given = {name: value for name, value in config.items() if value is not None and name not in SPECULATIVE}
     unknown = [name for name in given if name not in _FIELDS]
     if unknown:
-        raise _wrong(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
+        hint = did_you_mean(str(unknown[0]), _FIELDS)
+        raise _wrong(f"unknown field {unknown[0]!r}{hint}; known are {', '.join(sorted(_FIELDS))}")
     method = given.get("method", "draft_model" if "model" in given else None)
     if method in ("off", "none"):
         return None
@@ -99,13 +111,15 @@ def parse_speculative(config: Mapping[str, Any] | None) -> SpeculativeConfig | N
         raise _wrong(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if method in MODEL_METHODS and (not isinstance(given.get("model"), str) or not given["model"]):
         raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
+    if not isinstance(given.get("revision", ""), str):
+        raise _wrong(f"revision must be a string, got {given['revision']!r}")
     _check_values(given)
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
     drafts_given = "num_speculative_tokens" in given or rates is not None
     defaults = {"num_speculative_tokens": drafts, "adaptive": not drafts_given}
     values = {**defaults, **given, "method": method, "synthetic_acceptance_rates": rates}
-    result = SpeculativeConfig(**values, drafts_given=drafts_given)
+    result = SpeculativeConfig(**values, drafts_given=drafts_given, download_dir=download_dir)
     _check_fit(result, given)
     if result.prompt_lookup_min > result.prompt_lookup_max:
         raise _wrong(

@@ -69,7 +69,7 @@ def build(
     """
     started = time.perf_counter()
     check_args(args)
-    path = resolve_model_path(args.model) if args.model is not None else demo_model_path()
+    path = _model_path(args)
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = _load(config, path, progress) if twin_of is None else twin_of.twin()
@@ -108,6 +108,12 @@ def build(
     return EngineParts(config, info, scheduler, runner, adapters)
 
 
+def _model_path(args: EngineArgs) -> Path:
+    if args.model is None:
+        return demo_model_path()
+    return resolve_model_path(args.model, revision=args.revision, cache_dir=args.download_dir)
+
+
 def _load(config: EngineConfig, path: Path, progress: bool) -> Decoder:
     return load_model(
         path,
@@ -123,7 +129,7 @@ def _load(config: EngineConfig, path: Path, progress: bool) -> Decoder:
 def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's."""
     facts = read_facts(path, None if args.dtype == "auto" else args.dtype, args.kv_cache_dtype)
-    speculative = parse_speculative(args.speculative_config)
+    speculative = parse_speculative(args.speculative_config, args.download_dir)
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
     drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype)
     facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)

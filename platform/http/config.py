@@ -58,7 +58,11 @@ class ServerConfig:
     """Refuse fields of requests that are not known, or do nothing; else they are ignored, and named in a header."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the API; "*" means all. None given: those of its own alone."""
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    """Options that were given and change nothing, with the reason: logged at the start."""
     log_level: str = "warning"
+    uvicorn_log_level: str | None = None
+    """Of the web server alone; None: `log_level`."""
     log_format: LogFormat = "text"
     log_requests: bool = False
     """One line for each request, without its text."""

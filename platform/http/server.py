@@ -54,6 +54,8 @@ def serve(args: EngineArgs, config: ServerConfig) -> int:
     """
     set_up_logging(config.log_level.upper(), config.log_format, "api", prompts=config.log_prompts)
     logging.getLogger(REQUEST_LOGGER).setLevel(logging.INFO if config.log_requests else logging.WARNING)
+    for name, why in config.without_effect.items():
+        logger.warning("%s has no effect: %s", name, why)
     with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Server(args, config, listener).run())
 
@@ -248,7 +250,7 @@ class _Server:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level=self._config.log_level,
+            log_level=config.uvicorn_log_level or config.log_level,
             access_log=self._config.access_log,
             server_header=False,
             headers=SECURITY_HEADERS,

@@ -108,6 +108,7 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
         *(sampling_row if sampling else []),
         *database,
         ("Address", f"{address(config.host, startup.port)}/v1  ({guarded})"),
+        ("Console", f"{reachable_address(config.host, startup.port)}/console"),
     ]
 
 

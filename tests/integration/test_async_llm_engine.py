@@ -1,13 +1,16 @@
 """`LLM` and `AsyncLLM` over the real engine and the embedded demo model."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider import LLM, AsyncLLM, RequestOutput, SamplingParams
-from outrider.platform.core.errors import AdapterError, EngineDeadError, PromptTooLongError
+from outrider.models.demo import demo_model_path
+from outrider.platform.core.errors import AdapterError, EngineDeadError, NotFoundError, PromptTooLongError
 from outrider.platform.core.lora_request import LoRARequest
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
@@ -17,7 +20,7 @@ SEEDED = SamplingParams(seed=5, temperature=0.9, max_tokens=16, n=2, logprobs=1)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(**OPTIONS) as made:
+    with LLM(**OPTIONS, max_logprobs=-1) as made:
         yield made
 
 
@@ -41,6 +44,35 @@ def test_both_clients_give_the_same_seeded_text(llm: LLM) -> None:
     got = asyncio.run(scenario())
     assert [texts(outputs[-1]) for outputs in got] == want
     assert all(text[0][:2] != text[1][:2] for text in want)  # the two sequences have their own seeds
+
+
+def test_log_probabilities_of_the_whole_vocabulary(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, logprobs=-1, prompt_logprobs=-1)
+    [output] = llm.generate("Hello", params, use_tqdm=False)
+    assert output.outputs[0].logprobs is not None
+    assert output.prompt_logprobs is not None
+    for position in (*output.outputs[0].logprobs, *output.prompt_logprobs[1:]):
+        assert position is not None
+        assert len(position) == llm.engine_info.vocab_size
+        assert sum(math.exp(entry.logprob) for entry in position.values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_revisions_of_a_model_and_its_draft_in_a_hub_folder_of_ones_own(tmp_path: Path) -> None:
+    repo = tmp_path / "models--someone--tiny"
+    (repo / "snapshots").mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "v2").write_text("2" * 40)
+    (repo / "snapshots" / ("2" * 40)).symlink_to(demo_model_path())
+    draft = {"method": "draft_model", "model": "someone/tiny", "num_speculative_tokens": 2}
+    options = {**OPTIONS, "load_format": "dummy", "download_dir": str(tmp_path)}
+    with LLM("someone/tiny", revision="v2", speculative_config={**draft, "revision": "v2"}, **options) as llm:
+        assert llm.engine_info.model == str(repo / "snapshots" / ("2" * 40))
+        assert llm.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+    with pytest.raises(NotFoundError, match="someone/tiny"):
+        LLM("someone/tiny", **options)
+    with pytest.raises(NotFoundError, match="'v3'") as caught:
+        LLM("someone/tiny", revision="v2", speculative_config={**draft, "revision": "v3"}, **options)
+    assert caught.value.param == "speculative_config"
 
 
 def test_deltas_abort_errors_and_restart() -> None:

@@ -31,7 +31,8 @@ def fails(capsys, *arguments: str) -> str:
 
 
 SAMPLES = {
-    "tokenizer": "/tok", "generation_config": "none",
+    "revision": "v2", "tokenizer": "/tok", "tokenizer_revision": "v3", "download_dir": "/cache",
+    "generation_config": "none",
     "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
@@ -291,8 +292,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("outrider ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"]])
-def test_unknown_commands(arguments):
+def test_unknown_commands():
     with pytest.raises(SystemExit) as exit_:
-        main(arguments)
+        main(["fly"])
     assert exit_.value.code == 2

@@ -71,7 +71,7 @@ def test_steps_overlap_on_a_gpu_unless_told_otherwise(hardware, default):
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
-        ({"max_logprobs": -1}, "max_logprobs"),
+        ({"max_logprobs": -2}, "max_logprobs"),
         ({"max_logprobs": None}, "max_logprobs"),
         ({"seed": "x"}, "seed"),
         ({"seed": 2**64}, "seed"),

@@ -52,7 +52,7 @@ from outrider.platform.core.model_limits import check_params
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("min_tokens", 17),
-        ("logprobs", -1),
+        ("logprobs", -2),
         ("prompt_logprobs", True),
         ("logit_bias", [1]),
         ("logit_bias", {"x": 1.0}),

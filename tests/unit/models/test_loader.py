@@ -218,6 +218,9 @@ def test_a_hub_id_is_found_in_the_hubs_cache(tiny: Path, driver: Callable, tmp_p
     shutil.copytree(tiny, repo / "snapshots" / commit)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
+    with pytest.raises(NotFoundError):
+        resolve_model_path("someone/tiny")
+    assert resolve_model_path("someone/tiny", cache_dir=str(tmp_path)) == repo / "snapshots" / commit
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     path = resolve_model_path("someone/tiny")
     assert path == repo / "snapshots" / commit

@@ -17,7 +17,7 @@ from outrider.models.loader import resolve_model_path
 def test_what_is_fetched_from_the_hub(monkeypatch, tmp_path, draft, stored, pickles):
     asked = set()
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, **options):
         assert name == "someone/model"
         asked.update(allow_patterns)
         return str(tmp_path)

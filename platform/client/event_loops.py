@@ -1,0 +1,45 @@
+"""Coroutines for callers in the event loop that they belong to, in another thread, or in none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+
+class Done:
+    """Awaitable of work that has been done."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+    def done(self) -> bool:
+        """See asyncio.Future."""
+        return True
+
+
+def in_event_loop() -> bool:
+    """The caller runs in an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def run_in(
+    loop: asyncio.AbstractEventLoop | None, work: Callable[[], Coroutine[Any, Any, None]]
+) -> Done | asyncio.Future[None]:
+    """Do `work`, which belongs to `loop`: beside a caller in that loop, else before the return. With the loop closed
+    there is nothing to do; None is any loop."""
+    if loop is not None and loop.is_closed():
+        return Done()
+    if in_event_loop():
+        return asyncio.ensure_future(work())
+    if loop is None:
+        asyncio.run(work())
+    elif loop.is_running():  # in another thread
+        asyncio.run_coroutine_threadsafe(work(), loop).result()
+    else:
+        loop.run_until_complete(work())
+    return Done()
