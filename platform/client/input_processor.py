@@ -16,7 +16,15 @@ from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
-from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_number, check_text, shown
+from ..core.sampling_params import (
+    MAX_SALT_CHARS,
+    MAX_SEED,
+    SamplingParams,
+    check_integer,
+    check_number,
+    check_text,
+    shown,
+)
 from .chat_template import ChatOptions, render_messages
 from .shared_prefixes import SharedPrefixes
 
@@ -83,7 +91,7 @@ class InputProcessor:
         check_integer("priority", priority, -MAX_SEED - 1)
         check_text("tenant", tenant)
         check_number("weight", weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
-        check_text("cache_salt", cache_salt)
+        check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
         if lora is not None and not isinstance(lora, LoRARequest | LoRAMix):
             raise InvalidRequestError(
                 f"lora_request must be a LoRARequest or a LoRAMix, got {shown(lora)}", param="lora_request"
@@ -133,7 +141,7 @@ class InputProcessor:
             raise InvalidRequestError("the prompt has neither text nor token ids", param="prompt")
         if not isinstance(text, str | None):
             raise InvalidRequestError("a prompt's text must be a string", param="prompt")
-        check_text("cache_salt", cache_salt)
+        check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
         ids = self._check_prompt_ids(token_ids) if token_ids is not None else self._tokenize(text or "")
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from ..core.errors import InvalidRequestError
@@ -55,6 +55,9 @@ TextFormatOnly = Annotated[Any, AfterValidator(_only({"type": "text"}))]
 TextModalityOnly = Annotated[Any, AfterValidator(_only(["text"]))]
 ServiceTier = Annotated[Any, AfterValidator(_only("auto", "default"))]
 Prompt = Annotated[Any, AfterValidator(_prompt)]
+# Validation ends at the first wrong entry: a list of a wrong type gets one error.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class RequestModel(BaseModel):
@@ -95,7 +98,7 @@ class SamplingFields(RequestModel):
 
     model: str | None = None
     """The base model, an adapter, or a weighted sum of adapters as "a:0.7+b:0.3"."""
-    adapters: list[str | AdapterPart] | None = None
+    adapters: Annotated[list[str | AdapterPart], Field(fail_fast=True)] | None = None
     """Ours: the weighted sum in full, for a `model` that is the base or not given. A bare name has weight 1."""
     n: int | None = None
     temperature: float | None = None
@@ -106,15 +109,15 @@ class SamplingFields(RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -238,7 +241,7 @@ class DetokenizeRequest(RequestModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class LoadAdapterRequest(RequestModel):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import uuid
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from ..core.errors import InvalidRequestError, PermissionDeniedError, ShuttingDownError
+from ..core.errors import EngineDeadError, InvalidRequestError, PermissionDeniedError, ShuttingDownError
 from ..tenancy.principal import Principal
 from ..tenancy.queue_bound import Bounds, QueueBound
 from .adapter_policy import AdapterPolicy
+from .bounds import MAX_VALUES
 from .config import ServerConfig
 from .errors import EngineUnavailableError
 from .hardening import BODIES_IN_MEMORY, BodyMemory
@@ -70,6 +72,13 @@ class Serving:
     def state(self) -> str:
         """ "starting", "ready", "restarting", "draining" or "stopped"."""
         return "draining" if self.draining and self.llm.state != "stopped" else str(self.llm.state)
+
+    @property
+    def max_values(self) -> int:
+        """Values that one body may hold: more than the longest prompt needs."""
+        with contextlib.suppress(EngineDeadError):  # it has not started
+            return max(MAX_VALUES, 4 * self.llm.info.max_model_len)
+        return MAX_VALUES
 
     def has_tenant(self, name: str) -> bool:
         """Whether there is a tenant of that name."""
