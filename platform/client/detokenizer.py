@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from tokenizers.decoders import DecodeStream
 
 from ..core.sampling_params import SamplingParams
+from .stop_strings import StopSearch, stop_automaton
 
 REPLACEMENT = "\ufffd"
 """What incomplete UTF-8 decodes to; text that ends with it may still become another character."""
@@ -169,7 +170,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self.text = ""
         self._decoder = make_decoder(tokenizer, params, prompt_token_ids)
-        self._stops = params.stop_strings
+        self._stops = StopSearch(stop_automaton(tuple(params.stop_strings))) if params.stop_strings else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -187,42 +188,33 @@ class IncrementalDetokenizer:
             self._num_tokens += 1
             if index == skipped:
                 break
+            new = self._decoder.step(token_id)
             before = len(self.text)
-            self.text += self._decoder.step(token_id)
-            if self._stops and self._num_tokens > self._min_tokens and len(self.text) > before:
-                stop = self._cut_at_stop(before)
-                if stop is not None:
-                    return StopMatch(index + 1, stop)
+            self._append(new)
+            if self._stops is None:
+                continue
+            found = self._stops.feed(new, stops=self._num_tokens > self._min_tokens)
+            if found is not None:
+                end, stop = before + found.end, found.stop
+                self.text = self.text[: end if self._include_stop else end - len(stop)]
+                self._stopped = True
+                return StopMatch(index + 1, stop)
         return None
 
-    def _cut_at_stop(self, checked: int) -> str | None:
-        """Find the stop string that is complete first, beyond `text[:checked]`, and cut the text there."""
-        found: list[tuple[int, int, str]] = []
-        for stop in self._stops:
-            start = self.text.find(stop, max(0, checked - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        if not found:
-            return None
-        end, start, stop = min(found)
-        self.text = self.text[: end if self._include_stop else start]
-        self._stopped = True
-        return stop
+    def _append(self, new: str) -> None:
+        # Python appends in place to a text that nobody else refers to; else it would copy all of it for each token.
+        text, self.text = self.text, ""
+        text += new
+        self.text = text
 
     def finish(self) -> None:
         """No token will follow: append what was held back as incomplete, unless a stop string has cut the text."""
         if not self._stopped:
-            self.text += self._decoder.flush()
+            self._append(self._decoder.flush())
             self._stopped = True
 
     def num_safe_chars(self) -> int:
         """Length of the prefix of `text` that no stop string can take back any more."""
-        if self._stopped or self._include_stop:
+        if self._stopped or self._include_stop or self._stops is None:
             return len(self.text)
-        held = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:length]):
-                    held = length
-                    break
-        return len(self.text) - held
+        return len(self.text) - self._stops.num_held

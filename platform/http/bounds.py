@@ -77,7 +77,7 @@ BOUNDS: Mapping[str, Bound] = {
     "bad_words": Bound(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
     "allowed_token_ids": Bound(items=MAX_ALLOWED_TOKEN_IDS),
     "logit_bias": Bound(MAX_LOGIT_BIASES, MAX_SIZE),
-    "adapters": Bound(MAX_PARTS, MAX_PARTS * MAX_TEXT),
+    "adapters": Bound(size=MAX_PARTS * MAX_TEXT),
     "cache_salt": _IDENTIFIER,
     "user": _IDENTIFIER,
     "prompt_cache_key": _IDENTIFIER,
