@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
@@ -30,6 +30,10 @@ from .shared_prefixes import SharedPrefixes
 
 Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
+
+FIRST_PIECE_CHARS = 8
+"""Characters of a long text that are tokenized at first, for each token that is allowed; then twice as many, and so
+on. Texts of people have 2 to 5 a token."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -68,6 +72,8 @@ class InputProcessor:
         self.shared_prefixes = SharedPrefixes()
         """What all tenants may share; set by those who run the server, never by a request."""
         self._info = info
+        # A request's prompts share them, and so do its checks before and after it is admitted.
+        self._tokenized_words = lru_cache(maxsize=8)(self._tokenize_words)
 
     def process(
         self,
@@ -142,7 +148,11 @@ class InputProcessor:
         if not isinstance(text, str | None):
             raise InvalidRequestError("a prompt's text must be a string", param="prompt")
         check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
-        ids = self._check_prompt_ids(token_ids) if token_ids is not None else self._tokenize(text or "")
+        ids = (
+            self._check_prompt_ids(token_ids)
+            if token_ids is not None
+            else self.encode(text or "", most=self._info.max_model_len)
+        )
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         self._check_num_tokens(len(ids))
@@ -157,24 +167,27 @@ class InputProcessor:
                 param="prompt",
             )
 
-    @cached_property
-    def _max_token_chars(self) -> int:
-        return max(map(len, self.tokenizer.get_vocab()), default=1)
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int, param: str = "prompt") -> list[int]:
+        """Token ids of a text. Where its beginning alone has more than twice `most`, the rest is not looked at: what a
+        cut in a text changes in the tokens before it is far less than that.
 
-    def _check_num_chars(self, text: str, param: str) -> None:
-        """Refuse a text that is too long whatever its tokens are, before the work of finding them."""
-        limit = self._info.max_model_len
-        if len(text) > limit and len(text) > limit * self._max_token_chars:
-            raise PromptTooLongError(
-                f"the prompt has {len(text)} characters, more than max_model_len {limit} tokens can hold", param=param
-            )
-
-    def _tokenize(self, text: str) -> list[int]:
-        self._check_num_chars(text, "prompt")
+        Raises:
+            PromptTooLongError: so many tokens; those of a shorter text are for the caller to count.
+        """
         try:
-            return list(self.tokenizer.encode(text))
+            size = most * FIRST_PIECE_CHARS
+            while len(text) > size:
+                count = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
+                if count > 2 * most:
+                    raise PromptTooLongError(
+                        f"the prompt has at least {count} tokens in its first {size} of {len(text)} characters; "
+                        f"at most {most} are taken: max_model_len is {self._info.max_model_len}",
+                        param=param,
+                    )
+                size *= 2
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:  # lone surrogates
-            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
+            raise InvalidRequestError(f"{param}: the text is not valid Unicode: {error}", param=param) from error
 
     def _check_prompt_ids(self, token_ids: object) -> list[int]:
         if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, bytearray, dict)):
@@ -215,11 +228,8 @@ class InputProcessor:
     def chat_prompt(self, messages: Sequence[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
         """A conversation as a prompt with both its text and its token ids."""
         text = render_messages(self.tokenizer, messages, options)
-        self._check_num_chars(text, "messages")
-        try:
-            return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
-        except (UnicodeError, TypeError) as error:
-            raise InvalidRequestError(f"messages are not valid Unicode text: {error}", param="messages") from error
+        token_ids = self.encode(text, add_special_tokens=False, most=self._info.max_model_len, param="messages")
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
@@ -249,11 +259,14 @@ class InputProcessor:
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of the bad words, each as it stands at the start of a text and after a space. One that has no
         tokens is refused by `check_params`."""
+        return [list(ids) for ids in self._tokenized_words(tuple(params.bad_words or ()))]
+
+    def _tokenize_words(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
         sequences: dict[tuple[int, ...], None] = {}  # in order, without repetitions
-        for word in params.bad_words or ():
+        for word in words:
             for text in (word, " " + word.lstrip()):
                 sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
-        return [list(ids) for ids in sequences]
+        return list(sequences)
 
 
 def check_request_id(request_id: object) -> None:
