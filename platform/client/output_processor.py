@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, overload
 
 from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
@@ -41,6 +41,29 @@ class TokenTexts:
             if token_id not in result:
                 result[token_id] = Logprob(logprob, rank, self[token_id] if with_text else None)
         return result
+
+
+class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """A prompt's log-probabilities, one position made when it is read: all of them may be a million entries."""
+
+    def __init__(self, positions: list[TokenLogprobs | None], texts: TokenTexts, *, with_text: bool) -> None:
+        self._positions = positions
+        self._make = lambda position: texts.logprobs(position, with_text=with_text)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = self._positions[index]
+        return None if position is None else self._make(position)
 
 
 class SequenceState:
@@ -110,12 +133,15 @@ class SequenceState:
         detokenizer = self._detokenizer
         num_chars = detokenizer.num_safe_chars() if detokenizer is not None else 0
         first_token, first_char = (self._taken_tokens, self._taken_chars) if delta else (0, 0)
+        logprobs = self.logprobs
+        if delta and logprobs is not None:
+            self.logprobs = []  # whoever takes them piece by piece has them
         output = CompletionOutput(
             index=self.index,
             text=detokenizer.text[first_char:num_chars] if detokenizer is not None else "",
             token_ids=self.token_ids[first_token:],
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[first_token:],
+            logprobs=None if logprobs is None else list(logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             drafted=self.drafted[first_token:],
@@ -136,7 +162,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time=first.arrival_time)
         self._prompt = prompt
         self._prompt_token_ids = first.prompt_token_ids
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         self._lora = first.lora
         self._with_text = first.params.detokenize
 
@@ -164,10 +190,7 @@ class RequestState:
             metrics.queue_seconds = max(metrics.queue_seconds, delta.queue_seconds)
             metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = [
-                None if position is None else texts.logprobs(position, with_text=self._with_text)
-                for position in delta.prompt_logprobs
-            ]
+            self._prompt_logprobs = PromptLogprobs(delta.prompt_logprobs, texts, with_text=self._with_text)
         stopped_here = sequence.update(delta)
         if self.finished:
             self.close()
@@ -200,6 +223,8 @@ class RequestState:
         prompt_logprobs = self._prompt_logprobs
         if delta:
             self._prompt_logprobs = None if prompt_logprobs is None else []
+        elif prompt_logprobs is not None:
+            prompt_logprobs = self._prompt_logprobs = list(prompt_logprobs)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,

@@ -46,6 +46,10 @@ MAX_DEPTH = 64
 MAX_UNKNOWN_FIELDS = 64
 """Fields that the route does not know."""
 
+MAX_LOGPROBS = 1 << 20
+"""Log-probabilities that one request may ask for: of its prompts, and of all tokens of all its sequences. One takes
+about 200 bytes in this process and 65 in the answer."""
+
 # --- fields ---
 
 MAX_TEXT = 4096
