@@ -33,8 +33,12 @@ from .supervisor import Callbacks, EngineSpec, Supervisor
 
 logger = logging.getLogger(__name__)
 
-_LONG_TEXT = 20_000
+_LONG_TEXT = 1500
 """Characters above which a prompt is tokenized in a thread, so that the event loop goes on."""
+_MANY = 20_000
+"""Token ids of a prompt above which they are checked in a thread."""
+_FEW = 20
+"""Entries of a parameter above which it is checked in a thread."""
 
 
 class AsyncLLM:
@@ -300,9 +304,8 @@ class AsyncLLM:
         lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
         lora = await self._adapters.localize(lora)
         chosen = params if params is not None else Defaults(await self.sampling_defaults.of(lora))
-        text = _text_of(prompt)
         processor = self.input_processor
-        if text is not None and len(text) > _LONG_TEXT:
+        if _is_long(prompt, params):
             return await asyncio.to_thread(processor.process, request_id, prompt, chosen, lora=lora, **options)
         return processor.process(request_id, prompt, chosen, lora=lora, **options)
 
@@ -393,6 +396,15 @@ class AsyncLLM:
         await self.start()
         stats: EngineStats = await self._adapters.call("stats")
         return stats
+
+
+def _is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
+    """Whether checking the request takes more than about a millisecond."""
+    text = _text_of(prompt)
+    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0
+    lists = () if params is None else (params.bad_words, params.allowed_token_ids, params.logit_bias)
+    return len(text or "") > _LONG_TEXT or num_ids > _MANY or any(len(value or ()) > _FEW for value in lists)
 
 
 def _text_of(prompt: Prompt) -> str | None:

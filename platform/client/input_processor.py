@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypedDict
@@ -17,7 +17,15 @@ from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
-from ..core.sampling_params import MAX_SEED, SamplingParams, check_integer, check_number, check_text, shown
+from ..core.sampling_params import (
+    MAX_SALT_CHARS,
+    MAX_SEED,
+    SamplingParams,
+    check_integer,
+    check_number,
+    check_text,
+    shown,
+)
 from ..core.suggestions import did_you_mean
 from ..core.vllm_options import PROMPT, check_foreign
 from .chat_template import ChatOptions, render_messages
@@ -25,6 +33,10 @@ from .shared_prefixes import SharedPrefixes
 
 Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
+
+FIRST_PIECE_CHARS = 8
+"""Characters of a long text that are tokenized at first, for each token that is allowed; then twice as many, and so
+on. Texts of people have 2 to 5 a token."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 """`vllm_options.PROMPT` has others, which may be there at values that change nothing."""
@@ -71,6 +83,8 @@ class InputProcessor:
         self.shared_prefixes = SharedPrefixes()
         """What all tenants may share; set by those who run the server, never by a request."""
         self._info = info
+        # A request's prompts share them, and so do its checks before and after it is admitted.
+        self._tokenized_words = lru_cache(maxsize=8)(self._tokenize_words)
 
     def process(
         self,
@@ -97,7 +111,7 @@ class InputProcessor:
         check_integer("priority", priority, -MAX_SEED - 1)
         check_text("tenant", tenant)
         check_number("weight", weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
-        check_text("cache_salt", cache_salt)
+        check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
         if lora is not None and not isinstance(lora, LoRARequest | LoRAMix):
             raise InvalidRequestError(
                 f"lora_request must be a LoRARequest or a LoRAMix, got {shown(lora)}", param="lora_request"
@@ -152,8 +166,12 @@ class InputProcessor:
             raise InvalidRequestError("the prompt has neither text nor token ids", param="prompt")
         if not isinstance(text, str | None):
             raise InvalidRequestError("a prompt's text must be a string", param="prompt")
-        check_text("cache_salt", cache_salt)
-        ids = self._check_prompt_ids(token_ids) if token_ids is not None else self._tokenize(text or "")
+        check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
+        ids = (
+            self._check_prompt_ids(token_ids)
+            if token_ids is not None
+            else self.encode(text or "", most=self._info.max_model_len)
+        )
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         self._check_num_tokens(len(ids))
@@ -164,26 +182,28 @@ class InputProcessor:
         if num_tokens > limit:
             raise PromptTooLongError.of(limit, num_tokens, param="prompt")
 
-    @cached_property
-    def _max_token_chars(self) -> int:
-        return max(map(len, self.tokenizer.get_vocab()), default=1)
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int, param: str = "prompt") -> list[int]:
+        """Token ids of a text. Where its beginning alone has more than twice `most`, the rest is not looked at: what a
+        cut in a text changes in the tokens before it is far less than that.
 
-    def _check_num_chars(self, text: str, param: str) -> None:
-        """Refuse a text that is too long whatever its tokens are, before the work of finding them."""
-        limit = self._info.max_model_len
-        if len(text) > limit and len(text) > limit * self._max_token_chars:
-            raise PromptTooLongError(
-                f"This model's maximum context length is {limit} tokens. However, the {param} resulted in {len(text)} "
-                f"characters, which are more tokens. Please reduce the length of the {param}.",
-                param=param,
-            )
-
-    def _tokenize(self, text: str) -> list[int]:
-        self._check_num_chars(text, "prompt")
+        Raises:
+            PromptTooLongError: so many tokens; those of a shorter text are for the caller to count.
+        """
         try:
-            return list(self.tokenizer.encode(text))
+            size = most * FIRST_PIECE_CHARS
+            while len(text) > size:
+                count = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
+                if count > 2 * most:
+                    raise PromptTooLongError(
+                        f"This model's maximum context length is {self._info.max_model_len} tokens. However, the first "
+                        f"{size} of {len(text)} characters of the {param} have {count} tokens; at most {most} are "
+                        f"taken. Please reduce the length of the {param}.",
+                        param=param,
+                    )
+                size *= 2
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:  # lone surrogates
-            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
+            raise InvalidRequestError(f"{param}: the text is not valid Unicode: {error}", param=param) from error
 
     def _check_prompt_ids(self, token_ids: object) -> list[int]:
         if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, bytearray, dict)):
@@ -224,11 +244,8 @@ class InputProcessor:
     def chat_prompt(self, messages: Sequence[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
         """A conversation as a prompt with both its text and its token ids."""
         text = render_messages(self.tokenizer, messages, options)
-        self._check_num_chars(text, "messages")
-        try:
-            return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
-        except (UnicodeError, TypeError) as error:
-            raise InvalidRequestError(f"messages are not valid Unicode text: {error}", param="messages") from error
+        token_ids = self.encode(text, add_special_tokens=False, most=self._info.max_model_len, param="messages")
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
@@ -264,11 +281,14 @@ class InputProcessor:
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of the bad words, each as it stands at the start of a text and after a space. One that has no
         tokens is refused by `check_params`."""
+        return [list(ids) for ids in self._tokenized_words(tuple(params.bad_words or ()))]
+
+    def _tokenize_words(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
         sequences: dict[tuple[int, ...], None] = {}  # in order, without repetitions
-        for word in params.bad_words or ():
+        for word in words:
             for text in (word, " " + word.lstrip()):
                 sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
-        return [list(ids) for ids in sequences]
+        return list(sequences)
 
 
 def check_request_id(request_id: object) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, overload
 
 from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
@@ -19,6 +20,31 @@ from .detokenizer import IncrementalDetokenizer, has_text_before
 from .vocabulary import TokenTexts, logprobs_without_text, vocabulary_of
 
 logger = logging.getLogger(__name__)
+
+
+class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """A prompt's log-probabilities, made in their order as far as they are read: all may be a million entries."""
+
+    def __init__(self, positions: list[TokenLogprobs | None], made: Iterator[dict[int, Logprob] | None]) -> None:
+        self._num_positions = len(positions)
+        self._made: list[dict[int, Logprob] | None] = []
+        self._others = made
+
+    def __len__(self) -> int:
+        return self._num_positions
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        self._made.extend(islice(self._others, max(0, index + 1 - len(self._made))))
+        return self._made[index]
 
 
 class SequenceState:
@@ -99,12 +125,15 @@ class SequenceState:
         detokenizer = self._detokenizer
         num_chars = detokenizer.num_safe_chars() if detokenizer is not None else 0
         first_token, first_char = (self._taken_tokens, self._taken_chars) if delta else (0, 0)
+        logprobs = self.logprobs
+        if delta and logprobs is not None:
+            self.logprobs = []  # whoever takes them piece by piece has them
         output = CompletionOutput(
             index=self.index,
             text=detokenizer.text[first_char:num_chars] if detokenizer is not None else "",
             token_ids=self.token_ids[first_token:],
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[first_token:],
+            logprobs=None if logprobs is None else list(logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             drafted=self.drafted[first_token:],
@@ -125,7 +154,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time=first.arrival_time)
         self._prompt = prompt
         self._prompt_token_ids = first.prompt_token_ids
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         self._lora = first.lora
         self._tokenizer = tokenizer if first.params.detokenize else None
 
@@ -153,22 +182,22 @@ class RequestState:
             metrics.queue_seconds = max(metrics.queue_seconds, delta.queue_seconds)
             metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = self._read_prompt(delta.prompt_logprobs)
+            positions = delta.prompt_logprobs
+            self._prompt_logprobs = PromptLogprobs(positions, self._read_prompt(positions))
         stopped_here = sequence.update(delta)
         if self.finished:
             self.close()
         return stopped_here
 
-    def _read_prompt(self, positions: list[TokenLogprobs | None]) -> list[dict[int, Logprob] | None]:
+    def _read_prompt(self, positions: list[TokenLogprobs | None]) -> Iterator[dict[int, Logprob] | None]:
         if self._tokenizer is None:
-            return [None if position is None else logprobs_without_text(position) for position in positions]
+            yield from (None if position is None else logprobs_without_text(position) for position in positions)
+            return
         texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
-        result: list[dict[int, Logprob] | None] = []
         for token_id, position in zip(self._prompt_token_ids, positions, strict=True):
             if position is None:
                 texts.next(token_id)
-            result.append(None if position is None else texts.logprobs(position))
-        return result
+            yield None if position is None else texts.logprobs(position)
 
     def close(self) -> None:
         """Set the metrics that are known at the end."""
@@ -197,6 +226,8 @@ class RequestState:
         prompt_logprobs = self._prompt_logprobs
         if delta:
             self._prompt_logprobs = None if prompt_logprobs is None else []
+        elif prompt_logprobs is not None:
+            prompt_logprobs = self._prompt_logprobs = list(prompt_logprobs)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,

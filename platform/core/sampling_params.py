@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import numbers
+import reprlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,8 +26,12 @@ MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 100.0
 """So that a logit divided or multiplied by it stays a float32."""
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 8192
+"""Of all stop strings together."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1000
+MAX_BAD_WORD_CHARS = 16_384
+"""Of all bad words together."""
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 """Each word as it stands at the start of a text, and after a space."""
 MAX_LOGIT_BIASES = 1024
@@ -34,6 +39,10 @@ ENTRIES_A_TOKEN = 16_384
 """Entries of lists that take as long as one token of a small model, 0.4 ms on a CPU..."""
 LOGPROBS_A_TOKEN = 32
 """...and log-probabilities, which are sent and written, too."""
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+"""The largest vocabularies have about as many tokens."""
+MAX_SALT_CHARS = 1024
+"""Of a `cache_salt`, which is kept with every block of the prefix cache."""
 
 _NUMBERS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -50,8 +59,10 @@ _SWITCHES = (
 
 def shown(value: object) -> str:
     """`value` for an error message: short, whatever it is."""
+    if isinstance(value, str | bytes):
+        value = value[:100]
     try:
-        text = repr(value)
+        text = repr(value) if isinstance(value, str | bytes) else reprlib.repr(value)
     except ValueError:  # an integer of thousands of digits
         text = f"an overlong {type(value).__name__}"
     return text if len(text) <= 100 else text[:97] + "..."
@@ -87,10 +98,13 @@ def check_integer(name: str, value: object, low: int, high: int = MAX_SEED) -> N
         raise InvalidRequestError(f"{name} must be {limit}, got {shown(value)}", param=name)
 
 
-def check_text(name: str, value: object) -> None:
-    """Refuse `value` unless it is a string that UTF-8 can hold: one without lone surrogates."""
+def check_text(name: str, value: object, most: int | None = None) -> None:
+    """Refuse `value` unless it is a string that UTF-8 can hold, one without lone surrogates, of at most `most`
+    characters."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{name} must be a string, got {shown(value)}", param=name)
+    if most is not None and len(value) > most:
+        raise InvalidRequestError(f"{name} has {len(value)} characters; at most {most} are allowed", param=name)
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -111,14 +125,18 @@ def _token_ids(name: str, value: object, most: int | None = None) -> None:
         check_integer(name, item, 0)
 
 
-def _strings(name: str, value: object, most: int) -> None:
+def _strings(name: str, value: object, most: int, most_chars: int) -> None:
     if not isinstance(value, list):
         raise InvalidRequestError(f"{name} must be a list of non-empty strings, got {shown(value)}", param=name)
     _length(name, value, most)
+    chars = 0
     for item in value:
         if item == "":
             raise InvalidRequestError(f"{name} must be a list of non-empty strings, got an empty one", param=name)
-        check_text(name, item)
+        check_text(name, item, most_chars)
+        chars += len(item)
+    if chars > most_chars:
+        raise InvalidRequestError(f"{name} has {chars} characters in all; at most {most_chars} are allowed", param=name)
 
 
 def _bias_token(key: object) -> int:
@@ -175,11 +193,11 @@ class SamplingParams:
     seed: int | None = None
     """-1 is taken as None: clients send it for "no seed"."""
     stop: str | list[str] | None = None
-    """At most 64 strings."""
+    """At most 64 strings, of 8,192 characters together."""
     stop_token_ids: list[int] | None = None
     """At most 1,024 ids."""
     bad_words: list[str] | None = None
-    """At most 1,000 words."""
+    """At most 1,000 words, of 16,384 characters together."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -192,6 +210,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     """At most 1,024 tokens, -100 to 100 each."""
     allowed_token_ids: list[int] | None = None
+    """At most 262,144 ids."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -227,9 +246,9 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         if self.seed is not None:
             check_integer("seed", self.seed, -MAX_SEED - 1)
-        _strings("stop", self.stop, MAX_STOP_STRINGS)
+        _strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
         _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", param=name)
@@ -238,7 +257,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), -1)
         if self.allowed_token_ids is not None:
-            _token_ids("allowed_token_ids", self.allowed_token_ids)
+            _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not self.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
         self._check_logit_bias()

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from ..core.errors import InvalidRequestError
+from .bounds import check_fields, check_shape
 from .errors import BodyTooLargeError, ClientDisconnectedError
 from .hardening import HeldBody
 from .lenient import adapt
@@ -53,17 +54,19 @@ async def _read_body(request: Request, model: type[ModelT], max_bytes: int, held
     Raises:
         BodyTooLargeError: longer than `max_bytes`.
         OverloadedError: too many long bodies arrive, or wait, at once.
-        InvalidRequestError: not JSON, not an object, a field that is not implemented, or a wrong type, which
-            `param` names.
+        InvalidRequestError: not JSON, not an object, out of bounds, a field that is not implemented, or a wrong type;
+            `param` names the field.
     """
     _check_content_type(request)
     raw = await _read(request, max_bytes, held)
+    await check_shape(raw, model, serving_of(request).max_values)
     try:
         content = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidRequestError("The body must be a JSON object")
+    check_fields(content, model)
     adapt(content, model, strict=serving_of(request).config.strict_fields)
     try:
         return model.model_validate(content)

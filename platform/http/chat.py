@@ -8,13 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.outputs import CompletionOutput
 from ..core.sampling_params import SamplingParams
 from .accounting import check_call, limit_headers
 from .adapters import choose_adapter, discover_adapters
+from .answers import json_answer
 from .body import documented, read_waiting_body
 from .generation import Choice, Collected, collect, draft_status, generate
 from .job import Event, Job, now
@@ -22,7 +23,7 @@ from .logprobs import chat_logprobs, prompt_logprobs
 from .messages import normalize_messages
 from .protocol import ChatCompletionRequest
 from .serving import Serving, new_request_id, principal_of, serving_of
-from .stream import ChunkWriter, dumps, stream_response, until_disconnect
+from .stream import Chunk, ChunkWriter, dumps, stream_response, until_disconnect
 
 router = APIRouter()
 
@@ -71,7 +72,7 @@ async def create_chat_completion(request: Request) -> Response:
         writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
         return await stream_response(request, events, _ChatChunks(body), writer)
     collected = await until_disconnect(request, collect(events, job))
-    return JSONResponse(fixed | _answer(body, collected), headers=limit_headers(request))
+    return await json_answer(fixed | _answer(body, collected), limit_headers(request))
 
 
 def _check_length(limit: int, num_prompt_tokens: int, max_tokens: int, max_tokens_field: str) -> None:
@@ -137,9 +138,9 @@ class _ChatChunks:
         self._started: set[int] = set()
         self._plain = not (body.logprobs or body.return_token_ids or body.return_draft_status)
 
-    def choices(self, event: Event) -> list[str]:
+    def choices(self, event: Event) -> list[Chunk]:
         """See ChunkEncoder."""
-        chunks = []
+        chunks: list[Chunk] = []
         for output in event.output.outputs:
             if output.index not in self._started:
                 self._started.add(output.index)
@@ -164,7 +165,7 @@ class _ChatChunks:
             choice["prompt_token_ids"] = event.output.prompt_token_ids
         return dumps(choice)
 
-    def _full(self, output: CompletionOutput) -> str:
+    def _full(self, output: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": output.index,
             "delta": {"content": output.text} if output.text else {},
@@ -177,4 +178,4 @@ class _ChatChunks:
             choice["token_ids"] = output.token_ids
         if self._body.return_draft_status:
             choice["draft_status"] = draft_status(output)
-        return dumps(choice)
+        return choice

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ..client.vocabulary import TokenTexts, vocabulary_of
 from ..core.outputs import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
 from .accounting import check_call, limit_headers
 from .adapters import choose_adapter, discover_adapters
+from .answers import json_answer
 from .body import documented, read_waiting_body
 from .generation import Collected, PromptFacts, collect, draft_status, generate
 from .job import Event, Job, now
-from .logprobs import CompletionLogprobs, Token, prompt_logprobs, token_text
+from .logprobs import CompletionLogprobs, CompletionLogprobsPieces, Token, prompt_logprobs, token_text
 from .protocol import CompletionRequest
 from .serving import Serving, new_request_id, principal_of, serving_of
-from .stream import ChunkWriter, dumps, stream_response, until_disconnect
+from .stream import Chunk, ChunkWriter, dumps, stream_response, until_disconnect
 
 router = APIRouter()
 
@@ -70,7 +72,9 @@ async def create_completion(request: Request) -> Response:
         writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
         return await stream_response(request, events, render, writer)
     collected = await until_disconnect(request, collect(events, job))
-    return JSONResponse(fixed | render.answer(collected), headers=limit_headers(request))
+    # An echo is tokenized once more.
+    answer = await asyncio.to_thread(render.answer, collected) if body.echo else render.answer(collected)
+    return await json_answer(fixed | answer, limit_headers(request))
 
 
 def _only_scores(body: CompletionRequest) -> bool:
@@ -134,7 +138,7 @@ class _Completions:
         if body.logprobs is not None:
             before = self._echoed(choice.prompt_index, prompt) if body.echo else []
             after = self._generated(token_ids, entries)
-            result["logprobs"] = CompletionLogprobs(body.logprobs).build(before + after)
+            result["logprobs"] = CompletionLogprobsPieces(CompletionLogprobs(body.logprobs), before + after)
         if body.prompt_logprobs is not None:
             result["prompt_logprobs"] = prompt_logprobs(prompt.logprobs or [])
         if body.return_token_ids:
@@ -177,9 +181,9 @@ class _Completions:
         prompt = self._body.prompts[prompt_index]
         return prompt if isinstance(prompt, str) else vocabulary_of(self._tokenizer).decode(token_ids)
 
-    def choices(self, event: Event) -> list[str]:
+    def choices(self, event: Event) -> list[Chunk]:
         """See ChunkEncoder."""
-        chunks = []
+        chunks: list[Chunk] = []
         for output in event.output.outputs:
             index = event.prompt_index * self._n + output.index
             text = output.text
@@ -194,7 +198,7 @@ class _Completions:
                 chunks.append(f'{{"index":{index},"text":{dumps(text)},"logprobs":null,"finish_reason":null}}')
         return chunks
 
-    def _full(self, index: int, text: str, output: CompletionOutput, prompt: list[int] | None) -> str:
+    def _full(self, index: int, text: str, output: CompletionOutput, prompt: list[int] | None) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
@@ -203,7 +207,8 @@ class _Completions:
         }
         if self._body.logprobs is not None and output.token_ids:
             logprobs = self._logprobs.setdefault(index, CompletionLogprobs(self._body.logprobs))
-            choice["logprobs"] = logprobs.build(self._generated(output.token_ids, output.logprobs or []))
+            tokens = self._generated(output.token_ids, output.logprobs or [])
+            choice["logprobs"] = CompletionLogprobsPieces(logprobs, tokens)
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason
         if self._body.return_token_ids:
@@ -212,4 +217,4 @@ class _Completions:
             choice["token_ids"] = output.token_ids
         if self._body.return_draft_status:
             choice["draft_status"] = draft_status(output)
-        return dumps(choice)
+        return choice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
         OutriderError: a prompt or parameter is refused (maybe at once, else at the first step), too many wait, or the
             engine fails.
     """
+    job.bound_logprobs(serving.llm.info.max_model_len)
     if serving.tenancy is not None:
         return accounted(serving, serving.tenancy, job, lambda: _outputs(serving, job))
     job.on_admitted()
@@ -203,7 +204,7 @@ class PromptFacts:
     """What the engine said of one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob] | None] | None = None
+    logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(slots=True)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from ..tenancy.demand import Demand
 from ..tenancy.principal import OPEN, Principal
+from .bounds import MAX_LOGPROBS
 
 
 class Arrival(NamedTuple):
@@ -70,6 +72,29 @@ class Job:
             return self.params
         room = max_model_len - len(self.prompts[index])
         return self.params.clone(max_tokens=max(1, min(self.default_max_tokens, room)))
+
+    def bound_logprobs(self, max_model_len: int) -> None:
+        """Refuse to make more log-probabilities than `MAX_LOGPROBS`. Where the client has named no `max_tokens`, it
+        becomes as large as that allows."""
+        params, num_tokens = self.params, sum(map(len, self.prompts))
+        if params.prompt_logprobs is not None and num_tokens * (params.prompt_logprobs + 1) > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"prompt_logprobs is {params.prompt_logprobs} for {num_tokens} tokens of prompts: at most "
+                f"{MAX_LOGPROBS} log-probabilities are given, each token's own among them",
+                param="prompt_logprobs",
+            )
+        if params.logprobs is None:
+            return
+        most = MAX_LOGPROBS // (params.n * len(self.prompts) * (params.logprobs + 1))
+        if params.max_tokens is None:
+            self.default_max_tokens = min(self.default_max_tokens or max_model_len, most)
+        elif params.max_tokens > most:
+            raise InvalidRequestError(
+                f"logprobs is {params.logprobs} for {params.n * len(self.prompts)} sequences of up to "
+                f"{params.max_tokens} tokens: at most {MAX_LOGPROBS} log-probabilities are given, each token's own "
+                "among them",
+                param="logprobs",
+            )
 
     def demand(self) -> Demand:
         """What it counts for limits."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..core.outputs import Logprob
+from .answers import OBJECTS, Encode, Slices
 
 FLOOR = -9999.0
 """JSON has no minus infinity."""
@@ -76,14 +77,37 @@ class CompletionLogprobs:
         return result
 
 
+class CompletionLogprobsPieces(NamedTuple):
+    """What `builder` makes of these tokens, written in pieces."""
+
+    builder: CompletionLogprobs
+    tokens: Sequence[Token]
+
+    def pieces(self, encode: Encode) -> Iterator[str]:
+        """See `answers.Pieces`. The object's lists are parallel, so all are made before the second one is written."""
+        lists: dict[str, list[str]] = {}
+        for start in range(0, max(1, len(self.tokens)), OBJECTS):
+            for name, values in self.builder.build(self.tokens[start : start + OBJECTS]).items():
+                lists.setdefault(name, []).append(encode(values)[1:-1])
+            yield ""
+        for index, (name, parts) in enumerate(lists.items()):
+            yield f"{',' if index else '{'}{encode(name)}:["
+            for number, part in enumerate(parts):
+                yield f",{part}" if number else part
+            yield "]"
+        yield "}"
+
+
 def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entries], count: int) -> dict[str, Any]:
     """`choices[].logprobs` of `/v1/chat/completions`, with the `count` most likely tokens at each position."""
-    content = []
-    for token_id, entry in zip(token_ids, entries, strict=True):
-        item = _chat_item(token_id, entry[token_id])
-        item["top_logprobs"] = [_chat_item(i, e) for i, e in _top(entry, count)]
-        content.append(item)
-    return {"content": content, "refusal": None}
+
+    def make(tokens: Sequence[tuple[int, Entries]]) -> list[dict[str, Any]]:
+        return [
+            _chat_item(token_id, entry[token_id]) | {"top_logprobs": [_chat_item(i, e) for i, e in _top(entry, count)]}
+            for token_id, entry in tokens
+        ]
+
+    return {"content": Slices(list(zip(token_ids, entries, strict=True)), make), "refusal": None}
 
 
 def _chat_item(token_id: int, entry: Logprob) -> dict[str, Any]:
@@ -92,8 +116,12 @@ def _chat_item(token_id: int, entry: Logprob) -> dict[str, Any]:
     return {"token": text, "logprob": _value(entry), "bytes": list(data)}
 
 
-def prompt_logprobs(entries: Sequence[Entries | None]) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_logprobs(entries: Sequence[Entries | None]) -> Slices:
     """vLLM's `prompt_logprobs`: for each prompt token, token id -> logprob, rank and text."""
+    return Slices(entries, _prompt_entries)
+
+
+def _prompt_entries(entries: Sequence[Entries | None]) -> list[dict[str, dict[str, Any]] | None]:
     return [
         None
         if entry is None

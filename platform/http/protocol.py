@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from ..core.errors import InvalidRequestError
@@ -45,6 +45,9 @@ def _false_is_null(value: Any) -> Any:
 Prompt = Annotated[Any, shape_of(str | list[int | str | list[int]]), AfterValidator(_prompt)]
 Messages = Annotated[list[Any], shape_of(list[ChatMessage])]
 """Checked by `platform.http.messages`."""
+# Validation ends at the first wrong entry: a list of a wrong type gets one error.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class RequestModel(BaseModel):
@@ -85,7 +88,7 @@ class SamplingFields(LenientModel):
 
     model: str | None = None
     """The base model, an adapter, or a weighted sum of adapters as "a:0.7+b:0.3"."""
-    adapters: list[str | AdapterPart] | None = None
+    adapters: Annotated[list[str | AdapterPart], Field(fail_fast=True)] | None = None
     """Ours: the weighted sum in full, for a `model` that is the base or not given. A bare name has weight 1."""
     n: int | None = None
     best_of: int | None = None
@@ -97,15 +100,15 @@ class SamplingFields(LenientModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -212,7 +215,7 @@ class DetokenizeRequest(LenientModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class LoadAdapterRequest(RequestModel):

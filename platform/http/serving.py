@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
 from ..client.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
-from ..core.errors import InvalidRequestError, PermissionDeniedError, ShuttingDownError
+from ..core.errors import EngineDeadError, InvalidRequestError, PermissionDeniedError, ShuttingDownError
 from ..core.lora_request import LoRA
 from ..tenancy.principal import Principal
 from ..tenancy.queue_bound import Bounds, QueueBound
 from .adapter_policy import AdapterPolicy
+from .bounds import MAX_VALUES
 from .config import ServerConfig
 from .errors import EngineUnavailableError
 from .hardening import BODIES_IN_MEMORY, BodyMemory
@@ -33,8 +36,14 @@ if TYPE_CHECKING:
     from .adapter_keeper import AdapterKeeper
     from .tracing import RequestTracer
 
-_LONG_TEXT = 20_000
-"""Characters above which a prompt is tokenized in a thread, so that other streams go on."""
+_LONG_TEXT = 1500
+"""Characters above which a prompt is tokenized in a thread, so that other streams go on: about 2 ms of work."""
+_PIECE_CHARS = 50
+"""Each prompt, and each message, costs as much as so many characters beside its own."""
+MAX_TOKENIZED = 1 << 16
+"""Tokens of a text that `/tokenize` takes, or four contexts where that is more."""
+
+T = TypeVar("T")
 
 PRINCIPAL = "principal"
 """In a request's state: the `Principal` behind it; None without a valid key, which only open routes see."""
@@ -74,6 +83,13 @@ class Serving:
     def state(self) -> str:
         """ "starting", "ready", "restarting", "draining" or "stopped"."""
         return "draining" if self.draining and self.llm.state != "stopped" else str(self.llm.state)
+
+    @property
+    def max_values(self) -> int:
+        """Values that one body may hold: more than the longest prompt needs."""
+        with contextlib.suppress(EngineDeadError):  # it has not started
+            return max(MAX_VALUES, 4 * self.llm.info.max_model_len)
+        return MAX_VALUES
 
     def has_tenant(self, name: str) -> bool:
         """Whether there is a tenant of that name."""
@@ -123,29 +139,33 @@ class Serving:
         Raises:
             InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
         """
+        processor, most = self.llm.input_processor, self.llm.info.max_model_len
 
         def parse() -> list[list[int]]:
-            processor = self.llm.input_processor
             parsed = [
-                {"prompt_token_ids": self._encode(prompt, False)}
+                {"prompt_token_ids": processor.encode(prompt, add_special_tokens=False, most=most)}
                 if isinstance(prompt, str) and not add_special_tokens
                 else prompt
                 for prompt in prompts
             ]
             return [processor.parse_prompt(prompt).token_ids for prompt in parsed]
 
-        if sum(map(len, prompts)) > _LONG_TEXT:
-            return await asyncio.to_thread(parse)
-        return parse()
+        return await self._beside(sum(map(len, prompts)) + len(prompts) * _PIECE_CHARS, parse)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`."""
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
+        """Token ids of `text`, which may be longer than a prompt.
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        Raises:
+            PromptTooLongError: it is far longer.
+        """
+        processor, most = self.llm.input_processor, max(MAX_TOKENIZED, 4 * self.llm.info.max_model_len)
+        return await self._beside(
+            len(text), lambda: processor.encode(text, add_special_tokens=add_special_tokens, most=most)
+        )
+
+    async def _beside(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Call `work`, in a thread when it takes more than about a millisecond: tokenizers let others run."""
+        return await asyncio.to_thread(work) if num_chars > _LONG_TEXT else work()
 
     async def chat_prompt(
         self, messages: list[dict[str, Any]], request: TemplateFields, lora: LoRA | None = None
@@ -165,9 +185,8 @@ class Serving:
         template = request.chat_template or self.config.chat_template
         if template is None and lora is not None and self._trusts_template(lora):
             template = await asyncio.to_thread(adapter_chat_template, await self.llm.sources.localize(lora))
-        if num_chars(messages) > _LONG_TEXT:
-            return await asyncio.to_thread(self._chat_prompt, messages, request, template)
-        return self._chat_prompt(messages, request, template)
+        size = num_chars(messages) + len(messages) * _PIECE_CHARS
+        return await self._beside(size, lambda: self._chat_prompt(messages, request, template))
 
     def _trusts_template(self, lora: LoRA) -> bool:
         """Whether those who run the server brought the adapter: a template is a program that can loop."""
@@ -186,7 +205,7 @@ class Serving:
             },
         )
         if request.add_special_tokens:
-            return self._encode(rendered["prompt"], True)
+            return self.llm.input_processor.encode(rendered["prompt"], most=self.llm.info.max_model_len)
         return list(rendered["prompt_token_ids"])
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeVar
+from itertools import chain
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..core.errors import OutriderError
 from .accounting import limit_headers
+from .answers import OBJECTS, ascii_json, in_blocks, paused, write
 from .errors import ClientDisconnectedError, error_event
 from .generation import Totals
 from .job import Event
@@ -60,11 +62,15 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-class ChunkEncoder(Protocol):
-    """Turns events into the JSON of an API's chunks."""
+Chunk: TypeAlias = str | dict[str, Any]
+"""The choice of a chunk: JSON, or what `answers.write` writes."""
 
-    def choices(self, event: Event) -> list[str]:
-        """The choice objects of one event, as JSON; empty when there is nothing to say."""
+
+class ChunkEncoder(Protocol):
+    """Turns events into the choices of an API's chunks."""
+
+    def choices(self, event: Event) -> list[Chunk]:
+        """The choice objects of one event; empty when there is nothing to say."""
 
 
 class ChunkWriter:
@@ -77,11 +83,14 @@ class ChunkWriter:
         self._metrics = with_metrics
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
 
-    def chunk(self, choice: str, totals: Totals) -> str:
-        """One event with one choice."""
-        if self._continuous:
-            return f'{self._head}{choice}],"usage":{dumps(totals.usage())}}}\n\n'
-        return f"{self._head}{choice}]{self._tail}"
+    def chunk(self, choice: Chunk, totals: Totals) -> Iterator[str]:
+        """One event with one choice, in pieces."""
+        yield self._head
+        if isinstance(choice, str):
+            yield choice
+        else:
+            yield from write(choice, ascii_json)
+        yield f'],"usage":{dumps(totals.usage())}}}\n\n' if self._continuous else f"]{self._tail}"
 
     def no_text(self, totals: Totals) -> str:
         """For tokens without text, such as half a character or a special one: their number alone, where that is asked
@@ -104,18 +113,23 @@ async def events_to_sse(
     """The body of a stream. An error ends it with an event that tells it; `[DONE]` always comes last."""
     totals = Totals()
 
-    def encode(event: Event) -> bytes:
+    async def encode(event: Event) -> AsyncIterator[bytes]:
         totals.add(event)
         choices = encoder.choices(event)
-        if not choices:
-            return writer.no_text(totals).encode()
-        return "".join([writer.chunk(choice, totals) for choice in choices]).encode()
+        pieces = chain.from_iterable(writer.chunk(choice, totals) for choice in choices)
+        if sum(len(output.token_ids) for output in event.output.outputs) > OBJECTS:
+            async for data in in_blocks(paused(pieces)):
+                yield data
+        else:
+            data = ("".join(pieces) or writer.no_text(totals)).encode()
+            if data:
+                yield data
 
     try:
-        yield encode(first)
+        async for data in encode(first):
+            yield data
         async for event in events:
-            data = encode(event)
-            if data:
+            async for data in encode(event):
                 yield data
         yield writer.last(totals).encode() + DONE
     except OutriderError as error:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ..client.vocabulary import vocabulary_of
 from ..core.errors import InvalidRequestError
 from .accounting import charge_call
 from .adapters import adapter_of_model
+from .answers import json_answer
 from .body import documented, read_body
 from .messages import normalize_messages
 from .protocol import DetokenizeRequest, TokenizeRequest
@@ -41,8 +43,9 @@ async def tokenize(request: Request) -> Response:
         tokens = await serving.encode(body.prompt or "", add_special_tokens=special)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": serving.llm.info.max_model_len, "tokens": tokens}
     if body.return_token_strs:
-        answer["token_strs"] = serving.llm.tokenizer.convert_ids_to_tokens(tokens)
-    return JSONResponse(answer)
+        tokenizer = serving.llm.tokenizer
+        answer["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, tokens)
+    return await json_answer(answer)
 
 
 @router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))
@@ -60,7 +63,9 @@ async def detokenize(request: Request) -> Response:
             f"tokens has {len(body.tokens)} ids; at most {limit} are taken ({DETOKENIZE_CONTEXTS} x max_model_len)",
             param="tokens",
         )
-    for i, token in enumerate(body.tokens):
-        if not 0 <= token < size:
-            raise InvalidRequestError(f"{token} is not a token id: they go from 0 to {size - 1}", param=f"tokens[{i}]")
-    return JSONResponse({"prompt": vocabulary_of(serving.llm.tokenizer).decode(body.tokens)})
+    if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < size):
+        i = next(i for i, token in enumerate(body.tokens) if not 0 <= token < size)
+        message = f"{body.tokens[i]} is not a token id: they go from 0 to {size - 1}"
+        raise InvalidRequestError(message, param=f"tokens[{i}]")
+    text = await asyncio.to_thread(vocabulary_of(serving.llm.tokenizer).decode, body.tokens)
+    return await json_answer({"prompt": text})

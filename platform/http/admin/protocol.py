@@ -49,7 +49,8 @@ class LimitFields(RequestModel):
     max_context_tokens: Count | None = Field(default=None, description="Prompt and max_tokens of one request")
     max_output_tokens: Count | None = Field(default=None, description="max_tokens of one request")
     allowed_adapters: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_ALLOWED_ADAPTERS)] | None
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_ALLOWED_ADAPTERS, fail_fast=True)]
+        | None
     ) = Field(default=None, description="Beside the base model")
     token_budget: CountOrZero | None = Field(default=None, description="Tokens a period")
     budget_period: Period | None = Field(default=None, description="In UTC; null: a month")
@@ -183,7 +184,10 @@ class PrefixCreate(RequestModel):
         description="As in /v1/chat/completions, rendered by the chat template without a generation prompt",
     )
     token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1, max_length=MAX_PREFIX_TOKENS)]
+        Annotated[
+            list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
+            Field(min_length=1, max_length=MAX_PREFIX_TOKENS, fail_fast=True),
+        ]
         | None
     ) = None
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine
 
-from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.client.input_processor import FIRST_PIECE_CHARS, InputProcessor
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError, PromptTooLongError
 from outrider.platform.core.lora_request import LoRARequest
@@ -258,20 +258,32 @@ def test_unknown_chat_option(processor: InputProcessor) -> None:
         processor.chat_prompt(HELLO, {"chat_tmplate": "x"})  # type: ignore[typeddict-unknown-key]
 
 
-def test_much_too_long_a_text_is_refused_before_it_is_tokenized(
+def test_of_much_too_long_a_text_only_the_beginning_is_tokenized(
     processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest = max(map(len, processor.tokenizer.get_vocab()))
-    fits = "a" * (longest * MAX_MODEL_LEN)
-    with pytest.raises(PromptTooLongError, match="tokens"):  # found by the tokenizer
-        processor.parse_prompt(fits)
-    monkeypatch.setattr(type(processor.tokenizer), "encode", lambda *_, **__: pytest.fail("tokenized"))
-    with pytest.raises(PromptTooLongError, match="characters") as caught:
-        processor.parse_prompt(fits + "a")
-    assert caught.value.param == "prompt"
-    with pytest.raises(PromptTooLongError, match="characters") as caught:
-        processor.render_chat([{"role": "user", "content": fits}])
-    assert caught.value.param == "messages"
+    lengths: list[int] = []
+    encode = type(processor.tokenizer).encode
+
+    def measured(self: Any, text: str, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        return list(encode(self, text, **options))
+
+    monkeypatch.setattr(type(processor.tokenizer), "encode", measured)
+    text = "a b" * 1_000_000
+    for param, call in {
+        "prompt": lambda: processor.parse_prompt(text),
+        "messages": lambda: processor.render_chat([{"role": "user", "content": text}]),
+    }.items():
+        with pytest.raises(PromptTooLongError, match=f"at most {MAX_MODEL_LEN} are taken") as caught:
+            call()
+        assert caught.value.param == param
+    assert max(lengths) < 100 * MAX_MODEL_LEN
+
+
+def test_long_tokens_may_fill_the_context(processor: InputProcessor) -> None:
+    longest = max(processor.tokenizer.get_vocab(), key=len)
+    assert len(longest) > FIRST_PIECE_CHARS
+    assert len(processor.parse_prompt(longest * (MAX_MODEL_LEN - 2)).token_ids) < MAX_MODEL_LEN
 
 
 @pytest.mark.parametrize("make", [list, tuple, iter])

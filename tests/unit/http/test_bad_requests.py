@@ -152,11 +152,11 @@ def test_too_many_bad_words_for_a_batch(http, llm):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", COMPLETION | {"model": "y" * 5000}),
+        ("/v1/completions", COMPLETION | {"model": "y" * 4000}),
         ("/v1/chat/completions", {"messages": [{"role": "y" * 5000, "content": ""}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "y" * 5000}]}]}),
         ("/v1/pin_lora_adapter", {"lora_name": "a", "y" * 5000: 1}),
-        ("/v1/unload_lora_adapter", {"lora_name": "y" * 5000}),
+        ("/v1/unload_lora_adapter", {"lora_name": "y" * 4000}),
         ("/" + "y" * 5000, {}),
     ],
 )

@@ -1,0 +1,161 @@
+"""For each field of each route, the largest and the most numerous values that a body of 8 MiB can hold, right and wrong
+in type: a typed answer soon, no other client waits meanwhile, and the memory comes back.
+
+Routes and fields are those of the OpenAPI document, so a new one is covered by itself.
+"""
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+KEY = "operator"
+SIZE = (8 << 20) - 4096
+MAX_STALL_SECONDS = 0.3
+MAX_ANSWER_SECONDS = 2.0
+MAX_GROWTH = 64 << 20
+
+
+def repeated(item: bytes) -> bytes:
+    return item + (b"," + item) * (SIZE // (len(item) + 1) - 1)
+
+
+HUGE = {
+    "text": b'"' + b"1:+a" * (SIZE // 4) + b'"',
+    "numbers": b"[" + repeated(b"1") + b"]",
+    "texts": b"[" + repeated(b'"a"') + b"]",
+    "objects": b"[" + repeated(b'{"a":[]}') + b"]",
+    "names": b"{" + b",".join(b'"%d":1' % i for i in range(SIZE // 11)) + b"}",
+}
+"""For each field."""
+WHOLE = {
+    "unknown fields": b"{" + b",".join(b'"u%d":1' % i for i in range(SIZE // 12)) + b"}",
+    "long name": b'{"' + b"n" * SIZE + b'":1}',
+    "same name": b"{" + repeated(b'"n":1') + b"}",
+    "depth": b'{"n":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}",
+    "digits": b'{"n":' + b"9" * SIZE + b"}",
+    "escapes": b'{"n":"' + b'\\"' * (SIZE // 2) + b'"}',
+    "not JSON": b"[" * SIZE,
+}
+"""For each route."""
+SMALL = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "/admin/v1/tenants": {"name": "acme"},
+    "/admin/v1/keys": {"tenant": "acme"},
+    "/admin/v1/prefixes": {"name": "a", "token_ids": [5]},
+}
+"""What a route needs beside the field that is huge."""
+
+
+class Case(NamedTuple):
+    method: str
+    path: str
+    name: str
+    body: bytes
+
+
+class Answer(NamedTuple):
+    status: int
+    content: bytes
+    seconds: float
+    stall: float
+
+
+class Victim:
+    """The server, and how it does."""
+
+    def __init__(self, server) -> None:
+        self.server = server
+        self._host = server.url.removeprefix("http://")
+        self._connection = http.client.HTTPConnection(self._host, timeout=60)
+
+    def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        self._connection.request(method, path, body, headers)
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def probe(self) -> dict[str, float]:
+        return json.loads(self.send("GET", "/probe")[1])
+
+    def answer(self, case: Case) -> Answer:
+        self.probe()
+        start = time.monotonic()
+        status, content = self.send(case.method, case.path, case.body)
+        seconds = time.monotonic() - start
+        return Answer(status, content, seconds, self.probe()["stall"])
+
+    def memory(self) -> float:
+        return self.probe()["memory"] + psutil.Process(self.server.engine().pid).memory_info().rss
+
+
+@pytest.fixture(scope="module")
+def victim(start_server, fixed_drafts, tmp_path_factory) -> Victim:
+    database = tmp_path_factory.mktemp("hostile") / "outrider.db"
+    options = ("--database", f"sqlite:///{database}", "--admin-api-key", KEY, "--log-level", "error")
+    return Victim(start_server(*options, *fixed_drafts, program="stall_server", PYTHONPATH=str(Path(__file__).parent)))
+
+
+def cases(document: dict) -> Iterator[Case]:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            content = operation.get("requestBody", {}).get("content", {})
+            if "application/json" not in content:
+                continue
+            where = path.replace("{name}", "acme").replace("{key_id}", "none")
+            fields = content["application/json"]["schema"]["properties"]
+            for field in fields:
+                rest = {name: value for name, value in SMALL.get(path, {}).items() if name != field}
+                for kind, value in HUGE.items():
+                    body = b"%s%s%s:%s}" % (
+                        json.dumps(rest).encode()[:-1],
+                        b"," if rest else b"",
+                        json.dumps(field).encode(),
+                        value,
+                    )
+                    yield Case(method.upper(), where, f"{field}: {kind}", body)
+            for kind, body in WHOLE.items():
+                yield Case(method.upper(), where, kind, body)
+
+
+def problem_of(answer: Answer) -> str:
+    if answer.status >= 500:
+        return f"status {answer.status}"
+    if answer.status >= 400:
+        error = json.loads(answer.content)["error"]
+        if len(answer.content) > 2000 or set(error) != {"message", "type", "param", "code"}:
+            return f"error {answer.content[:200]!r}"
+    if answer.stall > MAX_STALL_SECONDS:
+        return f"the event loop stood still for {answer.stall:.3f} s"
+    return f"{answer.seconds:.1f} s" if answer.seconds > MAX_ANSWER_SECONDS else ""
+
+
+@pytest.mark.slow
+def test_each_field_of_each_route(victim):
+    document = json.loads(victim.send("GET", "/openapi.json")[1])
+    victim.send("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 8}')
+    before = victim.memory()
+    problems, seen = [], []
+    for case in cases(document):
+        answer = victim.answer(case)
+        if problem_of(answer):  # another process may have had the machine
+            answer = victim.answer(case)
+        if problem_of(answer):
+            problems.append(f"{case.method} {case.path} {case.name}: {problem_of(answer)}")
+        seen.append((answer.stall, answer.seconds, case.path, case.name, answer.status, answer.content[:150]))
+    growth = victim.memory() - before
+    print(f"{len(seen)} requests; memory grew by {growth / 2**20:.0f} MiB")
+    for line in sorted(seen, key=lambda line: line[0], reverse=True)[:12]:
+        print(line)
+    assert not problems, "\n".join(problems[:20])
+    assert len({path for _, _, path, *_ in seen}) >= len(SMALL)
+    assert growth < MAX_GROWTH
