@@ -7,11 +7,13 @@ tokens give the same text and the same stop.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, NamedTuple, Protocol
 
 from tokenizers.decoders import DecodeStream
 
 from ..core.sampling_params import SamplingParams
+from .stop_strings import StopSearch, stop_automaton
 from .vocabulary import vocabulary_of
 
 REPLACEMENT = "\ufffd"
@@ -174,19 +176,21 @@ class StopMatch(NamedTuple):
 class IncrementalDetokenizer:
     """The text of one sequence so far, and the search for its stop strings.
 
-    Stop strings are looked for in `text`, and in the same text with the special tokens that it leaves out: these may be
-    a stop string, or a part of one. The second text begins to differ with the first such token.
+    Stop strings are looked for in `text`, and in the whole text, which has the special tokens that `text` leaves out:
+    these may be a stop string, or a part of one. The whole text begins to differ with the first such token.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self.text = ""
         self._decoder = make_decoder(tokenizer, params, prompt_token_ids)
-        self._stops = params.stop_strings
+        self._stops = StopSearch(stop_automaton(tuple(params.stop_strings))) if params.stop_strings else None
         self._left_out = vocabulary_of(tokenizer).specials if self._stops and params.skip_special_tokens else {}
-        self._whole = ""
-        """`text` with the special tokens; "" while that is the same."""
+        self._whole_stops: StopSearch | None = None
+        """The search in the whole text; None while that is `text`."""
+        self._num_whole = 0
+        """Characters of the whole text, once there is a search in it."""
         self._gaps: list[tuple[int, int]] = []
-        """Where the special tokens begin and end in `_whole`."""
+        """Where the special tokens begin and end in the whole text."""
         self._num_hidden = 0
         """Their characters, all together."""
         self._include_stop = params.include_stop_str_in_output
@@ -206,28 +210,50 @@ class IncrementalDetokenizer:
             self._num_tokens += 1
             if index == skipped:
                 break
-            checked = len(self.text), len(self._whole or self.text)
-            self._append(token_id)
-            if self._stops and self._num_tokens > self._min_tokens:
-                stop = self._cut_at_stop(*checked)
-                if stop is not None:
-                    return StopMatch(index + 1, stop)
+            new = self._decoder.step(token_id)
+            before = len(self.text)
+            self._append(new)
+            if self._stops is None:
+                continue
+            found = self._search(before, self._left_out.get(token_id, ""), new)
+            if found is not None:
+                end, start, stop = found
+                self.text = self.text[: end if self._include_stop else start]
+                self._stopped = True
+                return StopMatch(index + 1, stop)
         return None
 
-    def _append(self, token_id: int) -> None:
-        content = self._left_out.get(token_id)
-        if content is not None:
-            self._whole = self._whole or self.text
-            self._gaps.append((len(self._whole), len(self._whole) + len(content)))
-            self._whole += content
-            self._num_hidden += len(content)
-        text = self._decoder.step(token_id)
-        self.text += text
-        if self._gaps:
-            self._whole += text
+    def _append(self, new: str) -> None:
+        # Python appends in place to a text that nobody else refers to; else it would copy all of it for each token.
+        text, self.text = self.text, ""
+        text += new
+        self.text = text
+
+    def _search(self, before: int, left_out: str, new: str) -> tuple[int, int, str] | None:
+        """(end, start, stop) of the stop string that a token completes first, as places in `text`, which had `before`
+        characters and got `new` ones; `left_out` is what the token adds to the whole text alone."""
+        assert self._stops is not None
+        if left_out:
+            if self._whole_stops is None:
+                self._whole_stops, self._num_whole = copy(self._stops), before
+            self._gaps.append((self._num_whole, self._num_whole + len(left_out)))
+            self._num_hidden += len(left_out)
+        stops, matches = self._num_tokens > self._min_tokens, []
+        found = self._stops.feed(new, stops=stops)
+        if found is not None:
+            end = before + found.end
+            matches.append((end, end - len(found.stop), found.stop))
+        if self._whole_stops is not None:
+            added = left_out + new
+            found = self._whole_stops.feed(added, stops=stops)
+            if found is not None:
+                end = self._num_whole + found.end
+                matches.append((self._shown(end), self._shown(end - len(found.stop)), found.stop))
+            self._num_whole += len(added)
+        return min(matches, default=None)
 
     def _shown(self, position: int) -> int:
-        """The place in `text` of a place in `_whole`."""
+        """The place in `text` of a place in the whole text."""
         hidden = self._num_hidden
         for start, end in reversed(self._gaps):
             if end <= position:
@@ -235,47 +261,17 @@ class IncrementalDetokenizer:
             hidden -= end - max(start, position)
         return position - hidden
 
-    def _cut_at_stop(self, checked: int, checked_whole: int) -> str | None:
-        """Find the stop string that is complete first, beyond what was checked before, and cut the text there."""
-        found = self._find(self.text, checked)
-        if self._gaps:
-            whole = self._find(self._whole, checked_whole)
-            found += [(self._shown(end), self._shown(start), stop) for end, start, stop in whole]
-        if not found:
-            return None
-        end, start, stop = min(found)
-        self.text = self.text[: end if self._include_stop else start]
-        self._stopped = True
-        return stop
-
-    def _find(self, text: str, checked: int) -> list[tuple[int, int, str]]:
-        """(end, start, stop) of the stop strings that end beyond `text[:checked]`."""
-        if len(text) == checked:
-            return []
-        starts = [(text.find(stop, max(0, checked - len(stop) + 1)), stop) for stop in self._stops]
-        return [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-
     def finish(self) -> None:
         """No token will follow: append what was held back as incomplete, unless a stop string has cut the text."""
         if not self._stopped:
-            self.text += self._decoder.flush()
+            self._append(self._decoder.flush())
             self._stopped = True
 
     def num_safe_chars(self) -> int:
         """Length of the prefix of `text` that no stop string can take back any more."""
-        if self._stopped or self._include_stop:
+        if self._stopped or self._include_stop or self._stops is None:
             return len(self.text)
-        safe = len(self.text) - self._num_held(self.text)
-        if self._gaps:
-            safe = min(safe, self._shown(len(self._whole) - self._num_held(self._whole)))
+        safe = len(self.text) - self._stops.num_held
+        if self._whole_stops is not None:
+            safe = min(safe, self._shown(self._num_whole - self._whole_stops.num_held))
         return safe
-
-    def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
-        held = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), held, -1):
-                if text.endswith(stop[:length]):
-                    held = length
-                    break
-        return held
