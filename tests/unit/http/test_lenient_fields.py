@@ -85,7 +85,7 @@ def test_other_servers_defaults(http):
 
 
 def test_the_header_is_short_and_safe(http):
-    names = [f"näme\r\nX-Evil: {i}," + "y" * 500 for i in range(500)]
+    names = [f"näme\r\nX-Evil: {i}," + "y" * 500 for i in range(60)]
     response = chat(http, **dict.fromkeys(names, 1))
     assert ignored(response)[-1] == "..."
     value = response.headers["x-outrider-ignored"]
