@@ -75,13 +75,14 @@ def normalize_messages(messages: list[Any]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def num_chars(message: dict[str, Any]) -> int:
-    """Length of what a template may write of a checked message."""
-    content = message["content"]
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    texts.append(message.get("reasoning_content", ""))
-    texts += (call["function"]["arguments"] for call in message.get("tool_calls", ()))
-    return sum(map(len, texts))
+def num_chars(messages: list[dict[str, Any]]) -> int:
+    """Length of what a template writes of normalized messages."""
+    return sum(
+        len(message["content"])
+        + len(message.get("reasoning_content", ""))
+        + sum(len(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
+        for message in messages
+    )
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class Serving:
                 "chat_template is taken from requests only when the server runs with --trust-request-chat-template",
                 param="chat_template",
             )
-        if sum(map(num_chars, messages)) > _LONG_TEXT:
+        if num_chars(messages) > _LONG_TEXT:
             return await asyncio.to_thread(self._chat_prompt, messages, request)
         return self._chat_prompt(messages, request)
 
