@@ -44,7 +44,7 @@ async def create_chat_completion(request: Request) -> Response:
     params = _sampling_params(serving, body, defaults)
     prompt = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    _check_length(serving.llm.info.max_model_len, len(prompt), params.max_tokens or 1, max_tokens_field)
+    _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
     job = Job(
         new_request_id("chatcmpl"),
         [prompt],
@@ -75,9 +75,12 @@ async def create_chat_completion(request: Request) -> Response:
     return await json_answer(fixed | _answer(body, collected), limit_headers(request))
 
 
-def _check_length(limit: int, num_prompt_tokens: int, max_tokens: int, max_tokens_field: str) -> None:
-    """As the engine's client does, but in the words of a chat."""
-    if num_prompt_tokens + max_tokens > limit:
+def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
+    """As the engine's client does, which decides about prompts that are only scored, but in the words of a chat."""
+    max_tokens = params.max_tokens or 1
+    if num_prompt_tokens + max_tokens > limit and not (
+        num_prompt_tokens == limit and params.prompt_logprobs is not None
+    ):
         param = "messages" if num_prompt_tokens >= limit else max_tokens_field
         raise PromptTooLongError.of(limit, num_prompt_tokens, max_tokens, prompt="messages", param=param)
 

@@ -52,6 +52,7 @@ _FORMATS = {
     "regex": Unsupported(("",)),
     "ebnf": Unsupported(("",)),
     "grammar": Unsupported(("",)),
+    "format": Unsupported(("",)),
     "return_tokens_as_token_ids": Unsupported((False,)),
     "return_prompt_text": Unsupported((False,)),
     "return_prompt_token_ids": Unsupported((False,), instead="return_token_ids"),
@@ -67,6 +68,10 @@ _SOURCES = {
     "modalities": Unsupported((["text"],)),
     "web_search_options": Unsupported(),
     "prompt_embeds": Unsupported(("", [])),
+    "images": Unsupported(([],)),
+    "image_data": Unsupported(([], "")),
+    "multi_modal_data": Unsupported(({},)),
+    "data_sources": Unsupported(([],)),
     "input_ids": Unsupported(([],)),
     "inputs": Unsupported(("",), instead="prompt"),
     "system": Unsupported(("", []), advice=_SYSTEM),
@@ -130,6 +135,7 @@ CHAT_UNSUPPORTED = {**GENERATION_UNSUPPORTED, "prompt": Unsupported(("", []))}
 
 MESSAGE_UNSUPPORTED: Mapping[str, Unsupported] = {
     "audio": Unsupported(),
+    "images": Unsupported(([],)),
     "tools": Unsupported(([],)),
     "prefix": Unsupported((False,), advice=_CONTINUE),
     "partial": Unsupported((False,), advice=_CONTINUE),

@@ -103,8 +103,9 @@ def _shapes(model: type[LenientModel]) -> dict[str, Shape]:
 
 @cache
 def _spellings(model: type[LenientModel]) -> dict[str, str]:
-    """Names that a client may have meant, by their letters alone."""
-    return {_letters(name): name for name in (*model.unsupported, *model.model_fields)}
+    """Names that a client may have meant, by their letters alone: fields, and foreign names that are no plain words."""
+    foreign = [name for name in model.unsupported if "_" in name or name == "tools"]
+    return {_letters(name): name for name in (*foreign, *model.model_fields)}
 
 
 def _letters(name: str) -> str:

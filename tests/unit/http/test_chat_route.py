@@ -177,6 +177,7 @@ def test_harmless_fields_are_accepted(http, harmless):
         ([{"role": "assistant", "content": "x", "audio": {"id": "a"}}], "messages[0].audio"),
         ([{"role": "assistant", "content": "x", "prefix": True}], "messages[0].prefix"),
         ([{"role": "user", "contents": "x"}], "messages[0].contents"),
+        ([{"role": "user", "content": "x", "images": ["aGk="]}], "messages[0].images"),
         ([{"role": "user", "content": "x", "name": 3}], "messages[0].name"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],

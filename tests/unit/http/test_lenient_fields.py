@@ -85,7 +85,7 @@ def test_other_servers_defaults(http):
 
 
 def test_the_header_is_short_and_safe(http):
-    names = [f"näme\r\nX-Evil: {i}," + "y" * 500 for i in range(500)]
+    names = [f"näme\r\nX-Evil: {i}," + "y" * 500 for i in range(60)]
     response = chat(http, **dict.fromkeys(names, 1))
     assert ignored(response)[-1] == "..."
     value = response.headers["x-outrider-ignored"]
@@ -148,7 +148,9 @@ def test_a_misspelt_field_beside_the_right_one_is_ignored(http, llm):
     assert llm.calls[-1]["params"].max_tokens == 2
 
 
-@pytest.mark.parametrize("name", ["models", "user_id", "model_name", "stream_id", "prompt_id", "max_input_tokens", "x"])
+@pytest.mark.parametrize(
+    "name", ["models", "user_id", "model_name", "stream_id", "prompt_id", "max_input_tokens", "tasks"]
+)
 def test_names_that_only_look_alike_are_ignored(http, name):
     assert ignored(chat(http, **{name: "x"})) == [name]
 
