@@ -23,7 +23,7 @@ from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
 from .event_loops import Done, in_event_loop, run_in
-from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id
+from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .ipc import Abort, Add
 from .news import News
 from .output_processor import OutputProcessor, RequestState
@@ -264,7 +264,7 @@ class AsyncLLM:
             raise ShuttingDownError("the server is shutting down")
         engine = self._supervisor.ready_engine()
         assert self._output_processor is not None
-        state = self._output_processor.add(request_id, requests, _text_of(prompt))
+        state = self._output_processor.add(request_id, requests, text_of(prompt))
         news = self._news.open(request_id)
         try:
             engine.send(Add(requests))
@@ -295,7 +295,7 @@ class AsyncLLM:
         # No copy: thousands may be registered.
         lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
         lora = await self._adapters.localize(lora)
-        text = _text_of(prompt)
+        text = text_of(prompt)
         processor = self.input_processor
         if text is not None and len(text) > _LONG_TEXT:
             return await asyncio.to_thread(processor.process, request_id, prompt, params, lora=lora, **options)
@@ -388,10 +388,3 @@ class AsyncLLM:
         await self.start()
         stats: EngineStats = await self._adapters.call("stats")
         return stats
-
-
-def _text_of(prompt: Prompt) -> str | None:
-    if isinstance(prompt, str):
-        return prompt
-    text = prompt.get("prompt") if isinstance(prompt, dict) else None
-    return text if isinstance(text, str) else None

@@ -258,6 +258,12 @@ class InputProcessor:
         return [list(ids) for ids in sequences]
 
 
+def text_of(prompt: Prompt) -> str | None:
+    """The text of a prompt that has one."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return text if isinstance(text, str) else None
+
+
 def check_request_id(request_id: object) -> None:
     """InvalidRequestError unless it is a text that is not empty."""
     check_text("request_id", request_id)

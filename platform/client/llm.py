@@ -29,7 +29,7 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import InputProcessor, Prompt, RequestOptions
+from .input_processor import InputProcessor, Prompt, RequestOptions, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
@@ -167,7 +167,7 @@ class LLM:
             self._num_requests += 1
             local = self._sources.localize_now(resolve_lora(lora, lambda: known))
             requests = self._input_processor.process(request_id, prompt, one_params, lora=local, **one_options)
-            work.append((request_id, _text_of(prompt), requests))
+            work.append((request_id, text_of(prompt), requests))
         states: list[RequestState] = []
         try:
             for request_id, text, requests in work:
@@ -332,12 +332,6 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
-
-
-def _text_of(prompt: Prompt) -> str | None:
-    if isinstance(prompt, str):
-        return prompt
-    return prompt.get("prompt") if isinstance(prompt, dict) else None
 
 
 def _for_each(name: str, value: Any, count: int, default: T) -> list[T]:
