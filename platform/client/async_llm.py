@@ -23,7 +23,7 @@ from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
 from .event_loops import Done, in_event_loop, run_in
-from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id, takes_long
 from .ipc import Abort, Add
 from .news import News
 from .output_processor import OutputProcessor, RequestState
@@ -32,13 +32,6 @@ from .shared_prefixes import SharedPrefixes
 from .supervisor import Callbacks, EngineSpec, Supervisor
 
 logger = logging.getLogger(__name__)
-
-_LONG_TEXT = 1500
-"""Characters above which a prompt is tokenized in a thread, so that the event loop goes on."""
-_MANY = 20_000
-"""Token ids of a prompt above which they are checked in a thread."""
-_FEW = 20
-"""Entries of a parameter above which it is checked in a thread."""
 
 
 class AsyncLLM:
@@ -272,7 +265,7 @@ class AsyncLLM:
             raise ShuttingDownError("the server is shutting down")
         engine = self._supervisor.ready_engine()
         assert self._output_processor is not None
-        state = self._output_processor.add(request_id, requests, _text_of(prompt))
+        state = self._output_processor.add(request_id, requests, text_of(prompt))
         news = self._news.open(request_id)
         try:
             engine.send(Add(requests))
@@ -305,7 +298,7 @@ class AsyncLLM:
         lora = await self._adapters.localize(lora)
         chosen = params if params is not None else Defaults(await self.sampling_defaults.of(lora))
         processor = self.input_processor
-        if _is_long(prompt, params):
+        if takes_long(prompt, params):
             return await asyncio.to_thread(processor.process, request_id, prompt, chosen, lora=lora, **options)
         return processor.process(request_id, prompt, chosen, lora=lora, **options)
 
@@ -396,19 +389,3 @@ class AsyncLLM:
         await self.start()
         stats: EngineStats = await self._adapters.call("stats")
         return stats
-
-
-def _is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
-    """Whether checking the request takes more than about a millisecond."""
-    text = _text_of(prompt)
-    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-    num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0
-    lists = () if params is None else (params.bad_words, params.allowed_token_ids, params.logit_bias)
-    return len(text or "") > _LONG_TEXT or num_ids > _MANY or any(len(value or ()) > _FEW for value in lists)
-
-
-def _text_of(prompt: Prompt) -> str | None:
-    if isinstance(prompt, str):
-        return prompt
-    text = prompt.get("prompt") if isinstance(prompt, dict) else None
-    return text if isinstance(text, str) else None

@@ -38,6 +38,12 @@ FIRST_PIECE_CHARS = 8
 """Characters of a long text that are tokenized at first, for each token that is allowed; then twice as many, and so
 on. Texts of people have 2 to 5 a token."""
 
+_LONG_TEXT = 1500
+"""Characters of a prompt whose tokens are found in about a millisecond."""
+_MANY_IDS = 20_000
+"""Token ids of a prompt that are checked in about a millisecond."""
+_FEW_ENTRIES = 20
+"""Entries of a parameter, such as bad words, that are checked in about a millisecond."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 """`vllm_options.PROMPT` has others, which may be there at values that change nothing."""
 
@@ -289,6 +295,23 @@ class InputProcessor:
             for text in (word, " " + word.lstrip()):
                 sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         return list(sequences)
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """The text of a prompt that has one."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return text if isinstance(text, str) else None
+
+
+def takes_long(prompt: Prompt, params: SamplingParams | None) -> bool:
+    """Whether checking a request takes more than about a millisecond, so that it belongs into a thread."""
+    text = text_of(prompt)
+    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0
+    lists = () if params is None else (params.bad_words, params.allowed_token_ids, params.logit_bias)
+    return (
+        len(text or "") > _LONG_TEXT or num_ids > _MANY_IDS or any(len(value or ()) > _FEW_ENTRIES for value in lists)
+    )
 
 
 def check_request_id(request_id: object) -> None:

@@ -30,7 +30,7 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
@@ -173,7 +173,7 @@ class LLM:
             local = self._sources.localize_now(resolve_lora(lora, lambda: known))
             chosen = one_params if one_params is not None else Defaults(self._defaults.of_now(local))
             requests = self._input_processor.process(request_id, prompt, chosen, lora=local, **one_options)
-            work.append((request_id, _text_of(prompt), requests))
+            work.append((request_id, text_of(prompt), requests))
         states: list[RequestState] = []
         try:
             for request_id, text, requests in work:
@@ -349,12 +349,6 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
-
-
-def _text_of(prompt: Prompt) -> str | None:
-    if isinstance(prompt, str):
-        return prompt
-    return prompt.get("prompt") if isinstance(prompt, dict) else None
 
 
 def _for_each(name: str, value: Any, count: int, default: T) -> list[T]:
