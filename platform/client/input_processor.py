@@ -34,7 +34,7 @@ from .shared_prefixes import SharedPrefixes
 Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
 
-FIRST_PIECE_CHARS = 8
+FIRST_PIECE_CHARS = 4
 """Characters of a long text that are tokenized at first, for each token that is allowed; then twice as many, and so
 on. Texts of people have 2 to 5 a token."""
 

@@ -96,8 +96,11 @@ async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 
     with serving.queue.enter_engine(job.params.n * len(job.prompts)) as leave:
         streams = [_generate_one(serving, job, i) for i in range(len(job.prompts))]
-        tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for stream in streams:
+                tasks.append(asyncio.create_task(pump(stream)))
+                await asyncio.sleep(0)  # others go on between the checks of two prompts
             running = len(tasks)
             while running:
                 item = await queue.get()

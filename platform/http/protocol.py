@@ -20,7 +20,9 @@ MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 """Prompts times `n`: the sequences that one request may ask for."""
 MAX_PROMPTS_X_BAD_WORDS = 4096
-"""They are tokenized anew for each prompt, and nothing else is served meanwhile."""
+"""They are checked anew for each prompt, and nothing else is served meanwhile."""
+MAX_SEQUENCES_X_ENTRIES = 1 << 19
+"""Entries of one list parameter, which are checked for each prompt and sent to the engine for each sequence."""
 
 
 def _prompt(value: Any) -> Any:
@@ -131,6 +133,18 @@ class SamplingFields(LenientModel):
             raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError("best_of is supported only when it equals n", param="best_of")
+        self.check_entries(self.n or 1)
+
+    def check_entries(self, num_sequences: int) -> None:
+        """Refuse long lists for many sequences."""
+        for name in ("bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"):
+            entries = len(getattr(self, name) or ())
+            if entries * num_sequences > MAX_SEQUENCES_X_ENTRIES:
+                raise InvalidRequestError(
+                    f"{name} has {entries} entries for {num_sequences} sequences; at most {MAX_SEQUENCES_X_ENTRIES} "
+                    "are taken, counted once for each sequence",
+                    param=name,
+                )
 
     def sampling_params(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
         """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
@@ -177,6 +191,7 @@ class CompletionRequest(SamplingFields):
                 f"n is {n} for {count} prompts, together {count * n} sequences; at most {MAX_SEQUENCES} are taken",
                 param="n",
             )
+        self.check_entries(count * n)
         if self.echo and self.stream and (self.logprobs is not None or self.max_tokens == 0):
             raise InvalidRequestError("echo with logprobs or max_tokens 0 is not available with stream", param="echo")
 

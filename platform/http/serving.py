@@ -40,8 +40,8 @@ _LONG_TEXT = 1500
 """Characters above which a prompt is tokenized in a thread, so that other streams go on: about 2 ms of work."""
 _PIECE_CHARS = 50
 """Each prompt, and each message, costs as much as so many characters beside its own."""
-MAX_TOKENIZED = 1 << 16
-"""Tokens of a text that `/tokenize` takes, or four contexts where that is more."""
+MAX_TOKENIZED = 1 << 15
+"""Tokens of a text that `/tokenize` takes, or a whole context where that is more."""
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class Serving:
         Raises:
             PromptTooLongError: it is far longer.
         """
-        processor, most = self.llm.input_processor, max(MAX_TOKENIZED, 4 * self.llm.info.max_model_len)
+        processor, most = self.llm.input_processor, max(MAX_TOKENIZED, self.llm.info.max_model_len)
         return await self._beside(
             len(text), lambda: processor.encode(text, add_special_tokens=add_special_tokens, most=most)
         )

@@ -32,11 +32,13 @@ HUGE = {
     "objects": b"[" + repeated(b'{"a":[]}') + b"]",
     "names": b"{" + b",".join(b'"%d":1' % i for i in range(SIZE // 11)) + b"}",
 }
-"""For each field."""
+"""For a field."""
+OTHERS = ("texts", "objects", "names")
+"""One of them for each field, beside a text and numbers: all are counted before anybody looks at the field's name."""
 WHOLE = {
     "unknown fields": b"{" + b",".join(b'"u%d":1' % i for i in range(SIZE // 12)) + b"}",
     "long name": b'{"' + b"n" * SIZE + b'":1}',
-    "same name": b"{" + repeated(b'"n":1') + b"}",
+    "same name": b"{" + repeated(b'"u":1') + b"}",
     "depth": b'{"n":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}",
     "digits": b'{"n":' + b"9" * SIZE + b"}",
     "escapes": b'{"n":"' + b'\\"' * (SIZE // 2) + b'"}',
@@ -113,14 +115,14 @@ def cases(document: dict) -> Iterator[Case]:
                 continue
             where = path.replace("{name}", "acme").replace("{key_id}", "none")
             fields = content["application/json"]["schema"]["properties"]
-            for field in fields:
+            for index, field in enumerate(fields):
                 rest = {name: value for name, value in SMALL.get(path, {}).items() if name != field}
-                for kind, value in HUGE.items():
+                for kind in ("text", "numbers", OTHERS[index % len(OTHERS)]):
                     body = b"%s%s%s:%s}" % (
                         json.dumps(rest).encode()[:-1],
                         b"," if rest else b"",
                         json.dumps(field).encode(),
-                        value,
+                        HUGE[kind],
                     )
                     yield Case(method.upper(), where, f"{field}: {kind}", body)
             for kind, body in WHOLE.items():
