@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
-from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta, TokenLogprobs
+from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .detokenizer import IncrementalDetokenizer, has_text_before
-from .vocabulary import TokenTexts, logprobs_without_text, vocabulary_of
+from .vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +125,9 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time=first.arrival_time)
         self._prompt = prompt
         self._prompt_token_ids = first.prompt_token_ids
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         self._lora = first.lora
-        self._tokenizer = tokenizer if first.params.detokenize else None
+        self._vocabulary = vocabulary_of(tokenizer) if first.params.detokenize else None
 
     @property
     def finished(self) -> bool:
@@ -153,22 +153,11 @@ class RequestState:
             metrics.queue_seconds = max(metrics.queue_seconds, delta.queue_seconds)
             metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = self._read_prompt(delta.prompt_logprobs)
+            self._prompt_logprobs = PromptLogprobs(self._prompt_token_ids, delta.prompt_logprobs, self._vocabulary)
         stopped_here = sequence.update(delta)
         if self.finished:
             self.close()
         return stopped_here
-
-    def _read_prompt(self, positions: list[TokenLogprobs | None]) -> list[dict[int, Logprob] | None]:
-        if self._tokenizer is None:
-            return [None if position is None else logprobs_without_text(position) for position in positions]
-        texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
-        result: list[dict[int, Logprob] | None] = []
-        for token_id, position in zip(self._prompt_token_ids, positions, strict=True):
-            if position is None:
-                texts.next(token_id)
-            result.append(None if position is None else texts.logprobs(position))
-        return result
 
     def close(self) -> None:
         """Set the metrics that are known at the end."""
@@ -197,6 +186,8 @@ class RequestState:
         prompt_logprobs = self._prompt_logprobs
         if delta:
             self._prompt_logprobs = None if prompt_logprobs is None else []
+        elif prompt_logprobs is not None:
+            prompt_logprobs = self._prompt_logprobs = list(prompt_logprobs)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,

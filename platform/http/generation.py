@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,7 +203,7 @@ class PromptFacts:
     """What the engine said of one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob] | None] | None = None
+    logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(slots=True)

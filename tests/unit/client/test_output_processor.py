@@ -112,7 +112,7 @@ def test_logprobs(processor: OutputProcessor, tokenizer: Any) -> None:
     output = state.take(delta=True)
     assert output.outputs[0].logprobs == [{a: (-3.0, 7, "a", b"a"), b: (-1.0, 1, "b", b"b"), c: (-2.0, 2, "c", b"c")}]
     assert list(output.outputs[0].logprobs[0]) == [a, b, c]
-    assert output.prompt_logprobs == [None, {b: (-1.5, 1, "b", b"b")}]
+    assert list(output.prompt_logprobs) == [None, {b: (-1.5, 1, "b", b"b")}]
     processor.process([TokenDelta("r", [b], [TokenLogprobs([b, b], [-0.5, -0.5], 1)], finish_reason="length")])
     last = state.take(delta=True)
     assert last.prompt_logprobs is None
