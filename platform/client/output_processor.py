@@ -8,43 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, overload
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
-from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta, TokenLogprobs
+from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .detokenizer import IncrementalDetokenizer, has_text_before
-from .vocabulary import TokenTexts, logprobs_without_text, vocabulary_of
+from .vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
 
 logger = logging.getLogger(__name__)
-
-
-class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
-    """A prompt's log-probabilities, made in their order as far as they are read: all may be a million entries."""
-
-    def __init__(self, positions: list[TokenLogprobs | None], made: Iterator[dict[int, Logprob] | None]) -> None:
-        self._num_positions = len(positions)
-        self._made: list[dict[int, Logprob] | None] = []
-        self._others = made
-
-    def __len__(self) -> int:
-        return self._num_positions
-
-    @overload
-    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        self._made.extend(islice(self._others, max(0, index + 1 - len(self._made))))
-        return self._made[index]
 
 
 class SequenceState:
@@ -156,7 +130,7 @@ class RequestState:
         self._prompt_token_ids = first.prompt_token_ids
         self._prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         self._lora = first.lora
-        self._tokenizer = tokenizer if first.params.detokenize else None
+        self._vocabulary = vocabulary_of(tokenizer) if first.params.detokenize else None
 
     @property
     def finished(self) -> bool:
@@ -182,22 +156,11 @@ class RequestState:
             metrics.queue_seconds = max(metrics.queue_seconds, delta.queue_seconds)
             metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
-            positions = delta.prompt_logprobs
-            self._prompt_logprobs = PromptLogprobs(positions, self._read_prompt(positions))
+            self._prompt_logprobs = PromptLogprobs(self._prompt_token_ids, delta.prompt_logprobs, self._vocabulary)
         stopped_here = sequence.update(delta)
         if self.finished:
             self.close()
         return stopped_here
-
-    def _read_prompt(self, positions: list[TokenLogprobs | None]) -> Iterator[dict[int, Logprob] | None]:
-        if self._tokenizer is None:
-            yield from (None if position is None else logprobs_without_text(position) for position in positions)
-            return
-        texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
-        for token_id, position in zip(self._prompt_token_ids, positions, strict=True):
-            if position is None:
-                texts.next(token_id)
-            yield None if position is None else texts.logprobs(position)
 
     def close(self) -> None:
         """Set the metrics that are known at the end."""

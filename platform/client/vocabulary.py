@@ -9,9 +9,9 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 from weakref import WeakKeyDictionary
 
 from ..core.messages import TokenLogprobs
@@ -122,9 +122,11 @@ class TokenTexts:
 
     def next(self, token_id: int, *, is_last: bool = False) -> TextAndBytes:
         """Text and bytes of the next token; at the last one an incomplete character becomes U+FFFD."""
-        text, data = self._alone(token_id)
+        text, data = self._vocabulary.alone(token_id, self._skip)
         if self._skip and token_id in self._vocabulary.specials:
             return text, data
+        if self._strips and data.startswith(b" "):
+            data = data[1:]
         self._strips = False
         return self._utf8.decode(data, is_last), data
 
@@ -134,19 +136,20 @@ class TokenTexts:
         Args:
             is_shown: False where the token ended the sequence and is not in its text.
         """
-        chosen, *others = position.token_ids
-        value, *other_values = position.logprobs
-        alternatives = [self._alone(token_id) for token_id in others]
-        text = self.next(chosen, is_last=is_last) if is_shown else (self._alone(chosen)[0], b"")
-        result = {chosen: Logprob(value, position.rank, *text)}
-        for rank, (token_id, logprob) in enumerate(zip(others, other_values, strict=True), 1):
-            if token_id != chosen:
-                result[token_id] = Logprob(logprob, rank, *alternatives[rank - 1])
-        return result
+        token_id = position.token_ids[0]
+        if is_shown:
+            return self.entries(position, self.next(token_id, is_last=is_last))
+        return self.entries(position, (self._vocabulary.alone(token_id, self._skip)[0], b""))
 
-    def _alone(self, token_id: int) -> TextAndBytes:
-        text, data = self._vocabulary.alone(token_id, self._skip)
-        return _readable(data[1:]) if self._strips and data.startswith(b" ") else (text, data)
+    def entries(self, position: TokenLogprobs, chosen: TextAndBytes) -> dict[int, Logprob]:
+        """One position's log-probabilities, with the text and bytes that `next` gave of its token."""
+        token_ids, logprobs = position.token_ids, position.logprobs
+        result = {token_ids[0]: Logprob(logprobs[0], position.rank, *chosen)}
+        for rank in range(1, len(token_ids)):
+            token_id = token_ids[rank]
+            if token_id not in result:
+                result[token_id] = Logprob(logprobs[rank], rank, *self._vocabulary.alone(token_id, self._skip))
+        return result
 
 
 def _readable(data: bytes) -> TextAndBytes:
@@ -163,6 +166,46 @@ def logprobs_without_text(position: TokenLogprobs) -> dict[int, Logprob]:
         if token_id not in result:
             result[token_id] = Logprob(logprob, position.rank if index == 0 else index)
     return result
+
+
+class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """A prompt's log-probabilities, one position made when it is read: all of them may be a million entries."""
+
+    def __init__(
+        self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs | None], vocabulary: Vocabulary | None
+    ) -> None:
+        """
+        Args:
+            token_ids: the prompt's, of which those without a position are read.
+            vocabulary: None for log-probabilities without texts.
+        """
+        self._token_ids = token_ids
+        self._positions = positions
+        self._texts = None if vocabulary is None else TokenTexts(vocabulary, skip_special_tokens=False, at_start=True)
+        self._chosen: list[TextAndBytes] = []  # of the first tokens: each depends on those before
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position, texts = self._positions[index], self._texts
+        if position is None:
+            return None
+        if texts is None:
+            return logprobs_without_text(position)
+        last = range(len(self))[index]
+        for i in range(len(self._chosen), last + 1):
+            before = self._positions[i]
+            self._chosen.append(texts.next(self._token_ids[i] if before is None else before.token_ids[0]))
+        return texts.entries(position, self._chosen[last])
 
 
 def _special_tokens(tokenizer: Any) -> dict[int, str]:

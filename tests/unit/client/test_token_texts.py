@@ -109,3 +109,23 @@ def test_tokens_that_the_text_leaves_out_have_no_bytes(tokenizer: Any) -> None:
         assert [entry.token_bytes for entry in chosen(output)] == data
         assert b"".join(data).decode() == output.text
         assert chosen(output)[-1].decoded_token == tokenizer.decode(ids[-1:])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 0, 2], [-1, 3]])
+def test_a_prompts_positions_may_be_read_in_any_order(tokenizer: Any, order: list[int]) -> None:
+    prompt = tokenizer.encode("a😀", add_special_tokens=False)
+    positions = [None, *(TokenLogprobs([i, prompt[0]], [-1.0, -2.0], 1) for i in prompt[1:])]
+    processor = OutputProcessor(tokenizer)
+    state = processor.add("r", [EngineRequest("r", prompt, SamplingParams(prompt_logprobs=1), [])])
+    processor.process([TokenDelta("r", prompt[:1], prompt_logprobs=positions)])
+    read = state.take(delta=True).prompt_logprobs
+    assert read is not None
+    assert len(read) == 5
+    texts = ["", "", "", "", "😀"]
+    for index in order:
+        entries = read[index]
+        if index == 0:
+            assert entries is None
+        else:
+            assert entries[prompt[index]] == (-1.0, 1, texts[index], bytes(["a😀".encode()[index]]))
+            assert entries[prompt[0]] == (-2.0, 1, "a", b"a")
