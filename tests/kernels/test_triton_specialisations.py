@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 from outrider.kernels.lora.device_rows import TritonRows, apply_gains
 from outrider.kernels.lora.groups import GroupBuffer, RowGroups
 from outrider.kernels.noise.triton import gumbel_argmax
-from outrider.kernels.paged_attention.native import RowArrays, Shape
 from outrider.kernels.paged_attention.device_step import AttentionOptions, DeviceStep
+from outrider.kernels.paged_attention.native import RowArrays, Shape
 from outrider.kernels.paged_attention.schedule import Gpu, Planner
 from outrider.kernels.paged_attention.torch import LayerKV
 from outrider.kernels.penalties import Penalised
