@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     outputs: int
 
 
-BLOCKS = {16: Blocks(256, 128, 256), 64: Blocks(256, 64, 128)}
+BLOCKS = {16: Blocks(256, 128, 256), 64: Blocks(128, 64, 128)}
 """By the tokens of a tile; see `groups.tile_tokens`."""
 
 
