@@ -121,13 +121,14 @@ def _compile(case: CompileCase, arch: int) -> tuple[int, int, int]:
     if constants != set(case.constexprs):
         raise ValueError(f"constexprs must be {sorted(constants)}; got {sorted(case.constexprs)}")
     unspecialised = {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize}
+    unaligned = {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize_on_alignment}
     if wrong := {name for name in case.ones if case.signature[name][0] != "i" or name in unspecialised}:
         raise ValueError(f"ones must be integers that are specialised; got {sorted(wrong)}")
     signature = case.signature | dict.fromkeys(case.ones, "constexpr")
     attributes: dict[tuple[int, ...], Any] = {
         (index,): [ALIGNED]
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or (kind.startswith("i") and "stride" in name and name not in unspecialised)
+        if (kind.startswith("*") and name not in unaligned) or (kind.startswith("i") and "stride" in name and name not in unspecialised)
     }
     constants = case.constexprs | dict.fromkeys(case.ones, 1)
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)

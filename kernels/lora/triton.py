@@ -82,8 +82,9 @@ def _shrink_tile(
     return products
 
 
-# Arguments that change with the batch are not specialised: a GPU would compile a kernel in the step that needs it.
-@triton.jit(do_not_specialize=["h_stride", "splits", "chunk_stride"])
+# Arguments that change with the batch are not specialised, since a GPU would compile a kernel in the step that needs it;
+# nor is `live`, a few columns of a table of all sites.
+@triton.jit(do_not_specialize=["h_stride", "splits", "chunk_stride"], do_not_specialize_on_alignment=["live"])
 def shrink_kernel(
     x,  # [T, FEATURES]
     a,  # row r, slice s: a + r * row_stride + s * FEATURES
@@ -189,7 +190,7 @@ def _expand_tile(
         tl.store(target, (before.to(tl.float32) + totals).to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["h_stride", "splits", "num_blocks"])
+@triton.jit(do_not_specialize=["h_stride", "splits", "num_blocks"], do_not_specialize_on_alignment=["live"])
 def expand_kernel(
     y,  # [T, out], added to
     b,  # row r: b + r * row_stride, the slices side by side

@@ -99,10 +99,10 @@ def sampling(size: int) -> None:
 @pytest.fixture(scope="module")
 def keys() -> list[Keys]:
     """Of all kernels, for every size of a step."""
-    live = torch.ones(64, 2, dtype=torch.uint8)
+    live = torch.ones(64, 7, dtype=torch.uint8)
     sites = [
-        (sum(slices), TritonRows(*_pools(HIDDEN, slices), slices, live[:, : len(slices)].contiguous()))
-        for slices in ((128, 64), (256,), (16 * 256,), (16 * 300,))
+        (sum(slices), TritonRows(*_pools(HIDDEN, slices), slices, live[:, place : place + len(slices)]))
+        for place, slices in enumerate(((128, 64), (256,), (16 * 256,), (16 * 300,)))
     ]
     embedding = TritonRows(*_pools(VOCAB, (HIDDEN,)), (HIDDEN,), live[:, :1].contiguous())
     buffer = GroupBuffer(64, 8, CPU)
