@@ -128,7 +128,8 @@ def _compile(case: CompileCase, arch: int) -> tuple[int, int, int]:
     attributes: dict[tuple[int, ...], Any] = {
         (index,): [ALIGNED]
         for index, (name, kind) in enumerate(signature.items())
-        if (kind.startswith("*") and name not in unaligned) or (kind.startswith("i") and "stride" in name and name not in unspecialised)
+        if (kind.startswith("*") and name not in unaligned)
+        or (kind.startswith("i") and "stride" in name and name not in unspecialised)
     }
     constants = case.constexprs | dict.fromkeys(case.ones, 1)
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)

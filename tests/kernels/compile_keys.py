@@ -29,13 +29,13 @@ Keys = dict[str, set[Key]]
 
 
 @contextmanager
-def recorded_keys(*, run: bool = False) -> Iterator[Keys]:
-    """Keys of all launches from here on by the kernel's name; they happen only if `run`."""
+def recorded_keys() -> Iterator[Keys]:
+    """Keys of all launches from here on by the kernel's name; nothing is launched."""
     kernel_class = InterpretedFunction if _is_interpreted() else JITFunction
     launch, binders = kernel_class.run, {}
     keys: Keys = defaultdict(set)
 
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if kernel.fn not in binders:
             jitted = JITFunction(kernel.fn, **kernel.kwargs) if kernel_class is InterpretedFunction else kernel
             bind = create_function_from_signature(jitted.signature, jitted.params, make_backend(_HOPPER))
@@ -46,7 +46,6 @@ def recorded_keys(*, run: bool = False) -> Iterator[Keys]:
         constants = [value for parameter, (_, value) in pairs if parameter.is_constexpr]
         arguments = [(parameter.name, *kind) for parameter, kind in pairs if not parameter.is_constexpr]
         keys[kernel.fn.__name__].add(Key((*constants, *sorted(options.items())), tuple(arguments)))
-        return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs) if run else None
 
     kernel_class.run = record
     try:
