@@ -82,8 +82,8 @@ def _shrink_tile(
     return products
 
 
-# Arguments that change with the batch are not specialised, since a GPU would compile a kernel in the step that needs it;
-# nor is `live`, a few columns of a table of all sites.
+# Arguments that change with the batch are not specialised: a GPU would compile a kernel in the step that needs it. Nor
+# is `live`, a few columns of a table of all sites.
 @triton.jit(do_not_specialize=["h_stride", "splits", "chunk_stride"], do_not_specialize_on_alignment=["live"])
 def shrink_kernel(
     x,  # [T, FEATURES]
