@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format bench demo-model clean
+.PHONY: help serve test lint kernels format bench demo-model clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -47,6 +47,16 @@ lint: .venv/.dev.stamp ## Check format, rules, types, layers and sizes
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/lint-imports --no-cache
 	MYPY=$(BIN)/mypy tools/mypy.sh
+
+# Machines with a GPU have torch 2.11 and its Triton, an older one than .venv's: its compiler uses registers differently.
+# It goes before .venv's on the path; its kernels for Hopper depend neither on torch's version nor on Python's.
+GPU_TRITON := .venv/gpu-triton
+$(GPU_TRITON)/.stamp: | .venv/.dev.stamp
+	$(PIP_INSTALL) --no-deps --upgrade --target $(GPU_TRITON) 'triton==3.6.*'
+	@touch $@
+
+kernels: $(GPU_TRITON)/.stamp ## Compile every Triton kernel as a machine with a GPU does
+	PYTHONPATH=$(GPU_TRITON) $(BIN)/python tools/compile_kernels.py --arch 90 --jobs 2 $(ARGS)
 
 format: .venv/.dev.stamp ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .

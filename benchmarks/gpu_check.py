@@ -1,99 +1,170 @@
-"""Everything worth checking where there is a GPU, in one run of at most nine minutes: parity with the CPU,
-losslessness, every kernel and whole engines beside what the device can do.
+"""Everything worth checking where there is a GPU, in one run of at most nine minutes: the kernels' tests, parity with
+the CPU, losslessness, every kernel and whole engines beside what the device can do.
 
     python benchmarks/gpu_check.py OUT_DIR [--device cuda] [--quick] [--seconds 520] [--sections kernels,8b]
 
-Needs torch, triton, transformers, safetensors and, for the kernels' tests, pytest; no network. Weights of real shapes
-are random: right for speed, meaningless for text and acceptance. The demo's are trained, also where they are grown.
+Runs in a bare checkout. Needs torch, triton, transformers, safetensors and, for the kernels' tests, pytest; no network.
+Weights of real shapes are random: right for speed, meaningless for text and acceptance. The demo's are trained, also
+where they are grown.
 
-Each section has a time box, and one that fails does not stop the others: its traceback is in OUT_DIR/gpu_check.json,
-which is written after each, and the exit code is 1. A short table comes last. `--device cpu --quick` runs what a CPU
-can run. `--sections tune`, which is not part of a run unless it is named, searches kernel configs for as long as
-there is time and leaves them in OUT_DIR; the same command goes on.
+Each section has a time box. One that fails, hangs or dies does not stop the others: its rows so far and its traceback
+are in OUT_DIR/sections/NAME.json, all sections in OUT_DIR/gpu_check.json, and the exit code is 1. A short table comes
+last. `--device cpu --quick` runs what a CPU can run. `--sections tune`, which is not part of a run unless it is named,
+searches kernel configs for as long as there is time and leaves them in OUT_DIR; the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+import shutil
+import signal
+import sys
 import tempfile
-from collections.abc import Callable
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
 
-import torch
-from gpu.checks import check_demo, check_parity, run_tests
-from gpu.end_to_end import measure_adapters, measure_graphs, measure_model
-from gpu.kernels import measure_kernels
-from gpu.models import LLAMA_8B, QWEN_06B, TINY, TINY_QWEN, ModelShape
-from gpu.report import Context, Report, Section
-from gpu.speculation import measure_speculation
-from gpu.timing import measure_ceilings
-from gpu.tuning import measure_tuning
-from machine import describe_machine
+from checkout import use_checkout
+from gpu import driver
+from gpu.plan import QUICK_SHAPES, SECONDS, Entry
+from gpu.report import FOLDER, Report, Section, has_failed, read, table
 
 WEIGHTS = "random, but for the demo model's"
-OPTIONAL = {"tune"}
-"""Sections that run only where they are named."""
+MACHINE = "machine.json"
+"""The machine's description in OUT_DIR, until it is part of the results."""
 
 
-def sections(root: Path, quick: bool) -> list[Section]:
-    """In the order of what is wanted most; the boxes together are longer than the run, for not all are used up."""
+def choose(entries: Sequence[Entry], names: str | None, seconds: float) -> list[tuple[str, float]]:
+    """(section, box) of those named, or of all that are not optional. The boxes of some are stretched to fill the run.
 
-    def of(work: Callable[[Context, Path, ModelShape], None], shape: ModelShape) -> Callable[[Context], None]:
-        return partial(_with_shape, work, root, shape)
-
-    large, small = (TINY, TINY_QWEN) if quick else (LLAMA_8B, QWEN_06B)
-    return [
-        Section("ceilings", measure_ceilings, 20),
-        Section("parity", lambda context: check_parity(context, root), 40),
-        Section("kernels", measure_kernels, 90),
-        Section("8b", of(measure_model, large), 100),
-        Section("8b-lora", of(measure_adapters, large), 110),
-        Section("0.6b", of(measure_model, small), 60),
-        Section("0.6b-lora", of(measure_adapters, small), 60),
-        Section("graphs", of(measure_graphs, small), 70),
-        Section("speculate", lambda context: measure_speculation(context, root), 80),
-        Section("demo", lambda context: check_demo(context, root), 50),
-        Section("tests", lambda context: run_tests(context, root), 400),
-        Section("tune", partial(_with_shape, measure_tuning, root, large), 480),
-    ]
+    Raises:
+        ValueError: unknown names.
+    """
+    if names is None:
+        return [(entry.name, entry.seconds) for entry in entries if not entry.is_optional]
+    wanted = set(names.split(","))
+    if unknown := wanted - {entry.name for entry in entries}:
+        known = ", ".join(entry.name for entry in entries)
+        raise ValueError(f"unknown sections {', '.join(sorted(unknown))}; there are {known}")
+    chosen = [(entry.name, entry.seconds) for entry in entries if entry.name in wanted | {"ceilings"}]
+    stretch = max(1.0, seconds / sum(box for _, box in chosen))
+    return [(name, box * stretch) for name, box in chosen]
 
 
-def _with_shape(
-    work: Callable[[Context, Path, ModelShape], None], root: Path, shape: ModelShape, context: Context
-) -> None:
-    work(context, root, shape)
+def run_here(args: argparse.Namespace, plan: ModuleType) -> int:
+    """Run the sections `args.child` names in this process."""
+    use_checkout()
+    if args.device == "cuda" and not _device_works():
+        print("there is no CUDA device that works; --device cpu runs what a CPU can run", file=sys.stderr)
+        return driver.USAGE
+    write_machine(args.output_dir, getattr(plan, "describe", dict))
+    by_name = {entry.name: entry for entry in plan.SECTIONS}
+    shapes = QUICK_SHAPES if args.quick else {}
+    report = Report(args.output_dir, device=args.device, quick=args.quick)
+    with tempfile.TemporaryDirectory() as folder:
+        sections = []
+        for name, _, ends in (item.rpartition("=") for item in args.child):
+            entry = by_name[name]
+
+            def work(context: Any, entry: Entry = entry) -> None:
+                entry.work(Path(folder), shapes)(context)
+
+            sections.append(Section(name, work, float(ends)))
+        return 0 if report.run(sections, lambda: args.device == "cpu" or _device_works()) else driver.LOST_DEVICE
 
 
-def main() -> None:
-    """Check, measure, print, write."""
+def _device_works() -> bool:
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except (RuntimeError, AssertionError):  # of a build without CUDA
+        return False
+    return True
+
+
+def write_machine(folder: Path, describe: Callable[[], dict[str, Any]]) -> None:
+    """The machine's description, once."""
+    path = folder / MACHINE
+    if not path.exists():
+        path.write_text(json.dumps(describe()) + "\n", encoding="utf-8")
+
+
+class Writer:
+    """Writes gpu_check.json."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any], order: Sequence[str]) -> None:
+        self._folder, self._facts, self._order = folder, facts, order
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """The sections so far, in the run's order."""
+        found = read(self._folder)
+        return {name: found[name] for name in self._order if name in found}
+
+    def write(self) -> None:
+        """All of it."""
+        entries = self.entries()
+        machine = self._folder / MACHINE
+        facts = self._facts | ({"machine": json.loads(machine.read_text("utf-8"))} if machine.exists() else {})
+        data = facts | {"sections": entries, "failed": any(map(has_failed, entries.values()))}
+        data["ceilings"] = next((e["ceilings"] for e in reversed(entries.values()) if e.get("ceilings")), {})
+        text = json.dumps(data, indent=1) + "\n"
+        (self._folder / "gpu_check.json").write_text(text, encoding="utf-8")
+
+
+def run_all(args: argparse.Namespace, boxes: Sequence[tuple[str, float]]) -> int:
+    """Run sections in processes of their own; returns the exit code."""
+    shutil.rmtree(args.output_dir / FOLDER, ignore_errors=True)
+    (args.output_dir / MACHINE).unlink(missing_ok=True)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    facts = {"weights": WEIGHTS, "device": args.device, "quick": args.quick}
+    writer = Writer(args.output_dir, facts, [name for name, _ in boxes])
+    options = ["--device", args.device, "--plan", args.plan, *(["--quick"] if args.quick else [])]
+    command = [sys.executable, str(Path(__file__).resolve()), str(args.output_dir), *options, "--child"]
+    print(f"weights: {WEIGHTS}", flush=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    interrupted = False
+    try:
+        sections = driver.deadlines(boxes, args.seconds)
+        driver.drive(command, sections, time.monotonic() + args.seconds, args.output_dir, writer.write)
+    except driver.UsageError:
+        return driver.USAGE
+    except KeyboardInterrupt:
+        interrupted = True
+    writer.write()
+    entries = writer.entries()
+    print("\n".join(["", f"weights: {WEIGHTS}", *table(entries)]), flush=True)
+    return 1 if interrupted or any(map(has_failed, entries.values())) else 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Check, measure, write, print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path, metavar="OUT_DIR")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, without the tests of the kernels")
-    parser.add_argument("--seconds", type=float, default=520.0, help="begin nothing new after so long (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, and a test of the kernels")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="begin nothing new after so long (%(default)s)")
     parser.add_argument("--sections", help="only these, separated by commas")
+    parser.add_argument("--plan", default="gpu.plan", help=argparse.SUPPRESS)  # the module with the sections
+    parser.add_argument("--child", nargs="+", metavar="NAME=END", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --device cpu runs what a CPU can run")
-    print(f"weights: {WEIGHTS}", flush=True)
-    facts = {"weights": WEIGHTS, "machine": describe_machine()}
-    report = Report(args.output_dir, facts, device=args.device, quick=args.quick)
-    with tempfile.TemporaryDirectory() as folder:
-        every = sections(Path(folder), args.quick)
-        chosen = [section for section in every if section.name not in OPTIONAL]
-        if args.sections is not None:
-            names = args.sections.split(",")
-            unknown = set(names) - {section.name for section in every}
-            if unknown:
-                known = ", ".join(section.name for section in every)
-                parser.error(f"unknown sections {', '.join(sorted(unknown))}; there are {known}")
-            chosen = [section for section in every if section.name in names or section.name == "ceilings"]
-        report.run(chosen, args.seconds)
-    print("\n".join(["", f"weights: {WEIGHTS}", *report.table()]))
-    if report.failed:
-        raise SystemExit(1)
+    plan = importlib.import_module(args.plan)
+    if args.child is not None:
+        return run_here(args, plan)
+    try:
+        boxes = choose(plan.SECTIONS, args.sections, args.seconds)
+    except ValueError as error:
+        parser.error(str(error))
+    return run_all(args, boxes)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,3 +19,5 @@ class CompileCase(NamedTuple):
     num_stages: int = 2
     archs: tuple[int, ...] = (80, 90, 100)
     """Compute capabilities, times ten, that these constants are for."""
+    ones: tuple[str, ...] = ()
+    """Integer arguments that are 1: Triton makes them constants of the kernel, unless they are not specialised."""

@@ -4,7 +4,8 @@ All `kernels/<op>/triton.py` that have `compile_cases()` are built for Ampere, H
 bytes of the stack (spilled registers) and shared memory a block are printed as a table. A kernel that spills, that
 needs more shared memory than a block can have, or that does not compile is an error.
 
-As at run time, pointers and strides are taken to be divisible by 16: wide loads depend on it.
+As at run time, pointers and strides are taken to be divisible by 16: wide loads depend on it. Arguments that are not
+specialised are not, and integers that are 1 are constants: `CompileCase.ones`.
 
 With --candidates every config that `outrider tune` may try is compiled in place of the defaults. Of these only one that
 does not compile is an error: what spills is slow, and what needs too much shared memory is passed over.
@@ -119,12 +120,19 @@ def _compile(case: CompileCase, arch: int) -> tuple[int, int, int]:
     constants = {name for name, kind in case.signature.items() if kind == "constexpr"}
     if constants != set(case.constexprs):
         raise ValueError(f"constexprs must be {sorted(constants)}; got {sorted(case.constexprs)}")
+    unspecialised = {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize}
+    unaligned = {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize_on_alignment}
+    if wrong := {name for name in case.ones if case.signature[name][0] != "i" or name in unspecialised}:
+        raise ValueError(f"ones must be integers that are specialised; got {sorted(wrong)}")
+    signature = case.signature | dict.fromkeys(case.ones, "constexpr")
     attributes: dict[tuple[int, ...], Any] = {
         (index,): [ALIGNED]
-        for index, (name, kind) in enumerate(case.signature.items())
-        if kind.startswith("*") or (kind.startswith("i") and "stride" in name)
+        for index, (name, kind) in enumerate(signature.items())
+        if (kind.startswith("*") and name not in unaligned)
+        or (kind.startswith("i") and "stride" in name and name not in unspecialised)
     }
-    source = ASTSource(fn=case.kernel, signature=case.signature, constexprs=case.constexprs, attrs=attributes)
+    constants = case.constexprs | dict.fromkeys(case.ones, 1)
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = _resources(compiled.asm["cubin"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import time
@@ -137,24 +139,67 @@ def _note_overlaps(engine: EngineCore) -> list[bool]:
     return overlaps
 
 
-def run_tests(context: Context, root: Path) -> None:
-    """The tests of the kernels and of graphs, on the GPU where there is one; their output goes beside the results."""
-    if context.quick:
-        context.skip("tests of the kernels", "quick")
-        return
+def run_tests(context: Context) -> None:
+    """The tests of the kernels and of graphs, on the GPU where there is one: a process a file, since after an illegal
+    access all that a process does on a GPU fails, and some at once, since most of the time goes to compiling. Their
+    output goes beside the results."""
     repo = Path(__file__).resolve().parent.parent.parent
+    folder = context.report.folder / "kernel_tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = kernel_tests(repo, quick=context.quick)
+    workers = max(1, min(_TEST_WORKERS, (os.cpu_count() or 1) // 2))
+    running: dict[Path, tuple[subprocess.Popen[bytes], float]] = {}
+    while (waiting or running) and context.seconds_left > 0:
+        while waiting and len(running) < workers:
+            path = waiting.pop(0)
+            running[path] = (_start_tests(repo, path, folder / f"{path.stem}.txt"), time.monotonic())
+        for path, (process, started) in list(running.items()):
+            code = process.poll()
+            if code is not None:
+                del running[path]
+                values = {"seconds": time.monotonic() - started, **_outcome(folder / f"{path.stem}.txt")}
+                context.row(path.stem, passed=code == 0, **values)
+        time.sleep(0.05)
+    for path, (process, _) in running.items():
+        process.kill()
+        process.wait()
+        context.skip(f"the rest of {path.stem}", "no time left")
+    for path in waiting:
+        context.skip(path.stem, "no time left")
+
+
+_TEST_WORKERS = 4
+_QUICK_TEST = "test_triton_specialisations.py"
+_LAST_TESTS = ("test_graphs_engine.py", "test_triton_compile.py")
+"""The longest, and the one that needs no GPU."""
+
+
+def kernel_tests(repo: Path, *, quick: bool) -> list[Path]:
+    """The files in the order of their runs."""
     tests = repo / "tests" / "kernels"
-    files = sorted(map(str, [*tests.glob("test_triton_*.py"), *tests.glob("test_graphs_*.py")]))
-    # The project's own options want plug-ins that a bare GPU machine lacks.
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
-    log = context.report.folder / "kernel_tests.txt"
-    with log.open("w", encoding="utf-8") as output:
-        command = [sys.executable, "-m", "pytest", *options, *files]
-        try:
-            code = subprocess.run(
-                command, cwd=repo, stdout=output, stderr=subprocess.STDOUT, timeout=max(10.0, context.seconds_left)
-            ).returncode
-        except subprocess.TimeoutExpired:
-            context.skip("the rest of the kernels' tests", f"no time left; see {log.name}")
-            return
-    context.row("tests of the kernels", passed=code == 0)
+    if quick:
+        return [tests / _QUICK_TEST]
+    found = sorted([*tests.glob("test_triton_*.py"), *tests.glob("test_graphs_*.py")])
+    return sorted(found, key=lambda path: _LAST_TESTS.index(path.name) if path.name in _LAST_TESTS else -1)
+
+
+def _start_tests(repo: Path, path: Path, log: Path) -> subprocess.Popen[bytes]:
+    # The project's own options want plug-ins that a bare GPU machine lacks; those it has are not asked for.
+    options = ["-q", "-rfE", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, str(path)],
+            cwd=repo,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+
+def _outcome(log: Path) -> dict[str, str]:
+    """pytest's own summary, such as "3 failed, 20 passed", and which failed."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    counts = re.findall(r"\b\d+ (?:passed|failed|skipped|errors?)\b", text)
+    failed = re.findall(r"^(?:FAILED|ERROR) .*?::(\S+)", text, re.MULTILINE)
+    return {"tests": ", ".join(dict.fromkeys(counts)) or "none"} | ({"failed": " ".join(failed)} if failed else {})

@@ -207,8 +207,8 @@ def measure_kernels(context: Context) -> None:
             continue
         seconds = timer.seconds(case.make(context.device), graph=case.graph)
         values = {"microseconds": seconds * 1e6, "megabytes": case.num_bytes / 1e6}
-        if ceilings:
+        if case.num_bytes:
             values["percent_of_copy"] = 100 * case.num_bytes / seconds / ceilings["copy_bytes"]
-        if ceilings and case.flops:
+        if case.flops:
             values["percent_of_matmul"] = 100 * case.flops / seconds / ceilings["matmul_flops"]
         context.row(case.name, **values)

@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     outputs: int
 
 
-BLOCKS = {16: Blocks(256, 128, 256), 64: Blocks(256, 64, 128)}
+BLOCKS = {16: Blocks(256, 128, 256), 64: Blocks(128, 64, 128)}
 """By the tokens of a tile; see `groups.tile_tokens`."""
 
 
@@ -82,7 +82,9 @@ def _shrink_tile(
     return products
 
 
-@triton.jit
+# Arguments that change with the batch are not specialised: a GPU would compile a kernel in the step that needs it. Nor
+# is `live`, a few columns of a table of all sites.
+@triton.jit(do_not_specialize=["h_stride", "splits", "chunk_stride"], do_not_specialize_on_alignment=["live"])
 def shrink_kernel(
     x,  # [T, FEATURES]
     a,  # row r, slice s: a + r * row_stride + s * FEATURES
@@ -111,7 +113,7 @@ def shrink_kernel(
         item = items + unit // parts * 8
         part = unit % parts
         part_slice = part // splits
-        start = part % splits * chunk_stride
+        start = tl.multiple_of(part % splits * chunk_stride, BLOCK)
         stop = tl.minimum(start + chunk_stride, FEATURES)
         num_tokens = tl.load(item + 1)
         num_rows = tl.load(item + 3)
@@ -188,7 +190,7 @@ def _expand_tile(
         tl.store(target, (before.to(tl.float32) + totals).to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["h_stride", "splits", "num_blocks"], do_not_specialize_on_alignment=["live"])
 def expand_kernel(
     y,  # [T, out], added to
     b,  # row r: b + r * row_stride, the slices side by side
@@ -297,9 +299,18 @@ def compile_cases() -> list[CompileCase]:
             _case(f"lora expand {label} a{expand['ALIGNMENT']}", expand_kernel, tensors, common | expand, EXPAND_STAGES)
         )
         if dtype == "bf16" and features == 4096:
+            one_slice = [
+                case._replace(
+                    name=f"{case.name} one slice",
+                    constexprs={name: 1 if name == "SLICES" else of for name, of in case.constexprs.items()},
+                    ones=("live_stride",),
+                )
+                for case in cases[-2:]
+            ]
             embedding = common | expand | {"EMBEDDING": True, "SPLITS": 1}
             embedded = tensors | {"h": tensors["b"]}
-            cases.append(_case(f"lora embedding {label}", expand_kernel, embedded, embedding, EXPAND_STAGES))
+            case = _case(f"lora embedding {label}", expand_kernel, embedded, embedding, EXPAND_STAGES)
+            cases += [*one_slice, case._replace(ones=("live_stride",))]
         gains = {"OUT": features, "BLOCK": GAIN_BLOCK, "HAS_BIAS": tile == 16, "HAS_RESIDUAL": True}
         tensors = {"slots": "*i32"} | dict.fromkeys(("y", "excess", "bias", "residual"), f"*{dtype}")
         bias = " bias" if tile == 16 else ""

@@ -24,9 +24,10 @@ from .torch import COUNT_BITS
 if TYPE_CHECKING:
     from . import Penalised
 
-_PAIRS = 8192
-"""Entries times late tokens that are compared at once: what registers hold."""
-_MOST = 512
+_PAIRS = 4096
+"""Entries or late tokens, times late tokens, that are compared at once: what registers hold."""
+_MOST, _FEWEST = 256, 8
+"""Entries that are compared at once."""
 _FEWEST_LATE = 8
 """Less would be one more kernel to compile, for a request that waits for it."""
 _COUNT_BITS = tl.constexpr(COUNT_BITS)
@@ -45,7 +46,7 @@ def _penalise(row, tokens, counts, mask, repetition, presence, frequency):
 @triton.jit
 def penalty_kernel(
     logits, row_stride, places, owners, num_after, first, entries, strengths, after, after_stride,
-    BLOCK: tl.constexpr, AFTER: tl.constexpr,
+    BLOCK: tl.constexpr, PIECE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """Row `places[i]` of the logits belongs to sequence owners[i], whose entries are [first[s], first[s + 1]).
 
@@ -58,7 +59,8 @@ def penalty_kernel(
     presence = tl.load(strengths + 3 * sequence + 1).to(tl.float32)
     frequency = tl.load(strengths + 3 * sequence + 2).to(tl.float32)
     lane = tl.arange(0, AFTER)
-    late = tl.load(after + sequence * after_stride + lane, mask=lane < tl.load(num_after + index), other=-1)
+    valid = tl.load(num_after + index)
+    late = tl.load(after + sequence * after_stride + lane, mask=lane < valid, other=-1)
     found = tl.zeros([AFTER], tl.int32)
     begin, end = tl.load(first + sequence).to(tl.int32), tl.load(first + sequence + 1).to(tl.int32)
     for start in range(begin, end, BLOCK):
@@ -69,10 +71,15 @@ def penalty_kernel(
         count = (entry & 0x7FFFFFFF).to(tl.int32) + tl.sum(same, 1)
         found = tl.maximum(found, tl.max(same, 0))
         _penalise(row, token, count, place < end, repetition, presence, frequency)
-    equal = (late[:, None] == late[None, :]).to(tl.int32)
-    earlier = tl.sum(tl.where(lane[None, :] < lane[:, None], equal, 0), 1)
+    total, earlier = tl.zeros([AFTER], tl.int32), tl.zeros([AFTER], tl.int32)
+    for start in range(0, AFTER, PIECE):
+        other_lane = start + tl.arange(0, PIECE)
+        other = tl.load(after + sequence * after_stride + other_lane, mask=other_lane < valid, other=-1)
+        equal = (late[:, None] == other[None, :]).to(tl.int32)
+        total += tl.sum(equal, 1)
+        earlier += tl.sum(tl.where(other_lane[None, :] < lane[:, None], equal, 0), 1)
     is_new = (late >= 0) & (found == 0) & (earlier == 0)
-    _penalise(row, late, tl.sum(equal, 1), is_new, repetition, presence, frequency)
+    _penalise(row, late, total, is_new, repetition, presence, frequency)
 
 
 def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
@@ -104,15 +111,16 @@ def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
 
 
 def _constants(width: int) -> dict[str, int]:
-    return {"BLOCK": max(32, min(_MOST, _PAIRS // width)), "AFTER": width}
+    at_once = max(_FEWEST, min(_MOST, _PAIRS // width))
+    return {"BLOCK": at_once, "PIECE": min(at_once, width), "AFTER": width}
 
 
 def compile_cases() -> list[CompileCase]:
     """See CompileCase."""
     kinds = {"logits": "*fp32", "strengths": "*fp64", "row_stride": "i64", "after_stride": "i32"}
-    kinds |= {"BLOCK": "constexpr", "AFTER": "constexpr"}
+    kinds |= dict.fromkeys(("BLOCK", "PIECE", "AFTER"), "constexpr")
     signature = {name: kinds.get(name, "*i64") for name in penalty_kernel.arg_names}
     return [
         CompileCase(f"penalties after {after}", penalty_kernel, signature, _constants(after))
-        for after in (_FEWEST_LATE, 32, 128)
+        for after in (_FEWEST_LATE, 32, 128, 512)
     ]

@@ -16,7 +16,7 @@ _MAX_WIDTH = 65536
 """Of a row in registers: 64 a thread of the largest program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x,  # [outer, inner, WIDTH]
     residual,  # [outer * inner, WIDTH]; x is added to it first
@@ -121,7 +121,8 @@ _SIGNATURE = {
 
 
 def compile_cases() -> list[CompileCase]:
-    """Hidden sizes from a head's to a large model's, each dtype, with and without a residual."""
+    """Hidden sizes from a head's to a large model's, each dtype, with and without a residual; and several heads of a
+    token, with one weight and with their own."""
     cases = []
     shapes = [
         ("bf16", 128),
@@ -138,5 +139,9 @@ def compile_cases() -> list[CompileCase]:
             tensors = {"x": f"*{dtype}", "residual": f"*{dtype}", "scale": "*fp32", "y": f"*{dtype}"}
             constants = {"WIDTH": width, "BLOCK": bucket(width), "ROWS": config.rows, "HAS_RESIDUAL": has_residual}
             name = f"rms_norm {dtype} w{width}{' residual' if has_residual else ''}"
-            cases.append(CompileCase(name, _rms_norm_kernel, tensors | _SIGNATURE, constants, config.num_warps))
+            case = CompileCase(name, _rms_norm_kernel, tensors | _SIGNATURE, constants, config.num_warps)
+            cases.append(case._replace(ones=("inner", "repeats")))
+            if width == 128 and not has_residual:
+                cases.append(case._replace(name=f"{name} heads", ones=("repeats",)))
+                cases.append(case._replace(name=f"{name} heads' own"))
     return cases

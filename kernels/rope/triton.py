@@ -11,7 +11,7 @@ from ..compile_case import CompileCase
 from ..tuning import bucket, tuned
 from ..tuning.configs import RopeConfig
 
-DEFAULT = RopeConfig(block_heads=8, num_warps=2)
+DEFAULT = RopeConfig(block_heads=8, num_warps=4)
 
 
 @triton.jit

@@ -89,17 +89,18 @@ def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
     config = tuned(logits.device, default_stats_config(), bucket(num_tokens))
     chunk = triton.cdiv(triton.cdiv(num_tokens, config.block), config.splits) * config.block
     num_splits = triton.cdiv(num_tokens, chunk)
-    parts = torch.empty(2, num_rows, num_splits, dtype=torch.float32, device=logits.device)
-    out = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
+    # Tensors of their own: a part of a larger one would not begin at a multiple of 16 bytes in every batch.
+    tops, totals = (torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device) for _ in range(2))
+    out_tops, out_totals = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     if num_rows:
         sizes = (num_tokens, logits.stride(0), chunk)
         _stats_kernel[(num_rows, num_splits)](
-            logits, parts[0], parts[1], *sizes, BLOCK=config.block, num_warps=config.num_warps
+            logits, tops, totals, *sizes, BLOCK=config.block, num_warps=config.num_warps
         )
         _stats_reduce_kernel[(num_rows,)](
-            parts[0], parts[1], out[0], out[1], num_splits, SPLITS=config.splits, num_warps=1
+            tops, totals, out_tops, out_totals, num_splits, SPLITS=config.splits, num_warps=1
         )
-    return out[0], out[1]
+    return out_tops, out_totals
 
 
 @triton.jit
@@ -131,7 +132,7 @@ def _next_best(row, ids, fits, counts, before, BLOCK: tl.constexpr):
     return tl.max(best, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _logprobs_kernel(
     logits,
     chosen,

@@ -28,6 +28,8 @@ DEFAULT = VerificationConfig(BLOCK, num_warps=4, programs=PROGRAMS)
 _MAX_SPLITS = 32
 _ROWS = 32
 """Rows of a request that one compiled kernel has room for; more drafts than 31 get one with more."""
+_GATHERED = 1024
+"""Values of a request's chunks that registers hold at once."""
 _INVARIANT, _REJECTION = tl.constexpr(1), tl.constexpr(2)
 # Values of `noise.Stream`.
 _TARGET, _ACCEPT, _RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -83,18 +85,25 @@ def _best_residual(row, top, total, q, q_end, draft, key, start, end, BLOCK: tl.
 
 
 @triton.jit
-def _gather(values, tokens, rows, valid, num_splits, SPLITS: tl.constexpr):
-    """(value, token) of whole rows from those of their chunks; [ROWS] each."""
-    split = tl.arange(0, SPLITS)
-    mask = valid[:, None] & (split < num_splits)[None, :]
-    place = rows[:, None] * num_splits + split[None, :]
-    value = tl.load(values + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(tokens + place, mask=mask, other=0x7FFFFFFF, cache_modifier=".cg")
-    is_nan = value != value
-    top = tl.max(tl.where(is_nan, float("inf"), value), 1)
-    broken = tl.max(is_nan.to(tl.int32), 1) > 0
-    wanted = tl.where(broken[:, None], is_nan, value == top[:, None])
-    return top, tl.min(tl.where(wanted, token, _NO_TOKEN), 1)
+def _gather(values, tokens, rows, valid, num_splits, SPLITS: tl.constexpr, PIECE: tl.constexpr):
+    """(value, token) of whole rows from those of their chunks, PIECE of these at a time; [ROWS] each, and infinity for
+    NaN."""
+    best = tl.full([rows.shape[0]], float("-inf"), tl.float32)
+    chosen = tl.full([rows.shape[0]], 0x7FFFFFFF, tl.int32)
+    for first in tl.static_range(0, SPLITS, PIECE):
+        split = first + tl.arange(0, PIECE)
+        mask = valid[:, None] & (split < num_splits)[None, :]
+        place = rows[:, None] * num_splits + split[None, :]
+        value = tl.load(values + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        token = tl.load(tokens + place, mask=mask, other=0x7FFFFFFF, cache_modifier=".cg")
+        is_nan = value != value
+        top = tl.max(tl.where(is_nan, float("inf"), value), 1)
+        broken = tl.max(is_nan.to(tl.int32), 1) > 0
+        wanted = tl.where(broken[:, None], is_nan, value == top[:, None])
+        top, token = tl.where(broken, float("nan"), top), tl.min(tl.where(wanted, token, _NO_TOKEN), 1)
+        wins = better(top, token, best, chosen)
+        best, chosen = tl.where(wins, top, best), tl.where(wins, token, chosen)
+    return tl.where(best != best, float("inf"), best), chosen
 
 
 @triton.jit
@@ -129,11 +138,12 @@ def _decide(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """Write the tokens of one request whose chunks are all done; returns how many drafts are accepted."""
     j = tl.arange(0, ROWS)
     rows = first + j
-    best, chosen = _gather(values, tokens, rows, j <= k, num_splits, SPLITS)
+    best, chosen = _gather(values, tokens, rows, j <= k, num_splits, SPLITS, PIECE)
     draft = tl.load(draft_ids + rows, mask=j < k, other=-1)
     if rule == _REJECTION:
         q_row = tl.load(draft_rows + rows, mask=j < k, other=-1)
@@ -182,6 +192,7 @@ def _verify_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = tl.load(request_of_row + row)
@@ -210,7 +221,7 @@ def _verify_kernel(
             tables = (logits, draft_probs, tops, totals, draft_ids, draft_rows, values, tokens, out_tokens)
             of_request = (first, k, rule, seed, position)
             sizes = (num_tokens, row_stride, num_splits)
-            accepted = _decide(*tables, *of_request, *sizes, BLOCK=BLOCK, ROWS=ROWS, SPLITS=SPLITS)
+            accepted = _decide(*tables, *of_request, *sizes, BLOCK=BLOCK, ROWS=ROWS, SPLITS=SPLITS, PIECE=PIECE)
             tl.store(out_accepted + request, accepted.to(tl.int64))
 
 
@@ -253,11 +264,16 @@ def verify(
             chunk,
             num_splits,
             BLOCK=config.block,
-            ROWS=max(_ROWS, triton.next_power_of_2(1 + requests.max_drafts)),
-            SPLITS=_MAX_SPLITS,
+            **_constants(requests.max_drafts),
             num_warps=config.num_warps,
         )
     return out_tokens, accepted
+
+
+def _constants(max_drafts: int) -> dict[str, int]:
+    """Those of a request's rows."""
+    rows = max(_ROWS, triton.next_power_of_2(1 + max_drafts))
+    return {"ROWS": rows, "SPLITS": _MAX_SPLITS, "PIECE": max(1, min(_MAX_SPLITS, _GATHERED // rows))}
 
 
 def compile_cases() -> list[CompileCase]:
@@ -274,15 +290,15 @@ def compile_cases() -> list[CompileCase]:
         "out_tokens": "*i64",
         "out_accepted": "*i64",
         **dict.fromkeys(("num_tokens", "row_stride", "chunk", "num_splits"), "i32"),
-        **dict.fromkeys(("BLOCK", "ROWS", "SPLITS"), "constexpr"),
+        **dict.fromkeys(("BLOCK", "ROWS", "SPLITS", "PIECE"), "constexpr"),
     }
     return [
         CompileCase(
-            f"verification of {rows - 1} drafts",
+            f"verification of {drafts} drafts",
             _verify_kernel,
             signature,
-            {"BLOCK": BLOCK, "ROWS": rows, "SPLITS": _MAX_SPLITS},
+            {"BLOCK": BLOCK, **_constants(drafts)},
             num_warps=DEFAULT.num_warps,
         )
-        for rows in (_ROWS, 2 * _ROWS)
+        for drafts in (31, 63, 255)
     ]

@@ -35,6 +35,7 @@ from .hardware import find_hardware
 from .logits_edits import edit_draft_logits
 from .model_runner import ModelRunner, RunnerParts
 from .prefix_cache import PrefixCache
+from .rehearsal import rehearse_adapter, rehearse_prompts
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .warm_up import rehearse, warm_up
@@ -101,7 +102,7 @@ def build(
         )
     )
     scheduler = _make_scheduler(config, proposer, adapters)
-    _warm_up(config, scheduler, runner, drafter)
+    _warm_up(config, scheduler, runner, drafter, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
@@ -153,7 +154,14 @@ def _has_long_steps(config: EngineConfig, model: Decoder) -> bool:
     return config.device == "cpu" and _weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
 
 
-def _warm_up(config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, drafter: Proposer) -> None:
+def _warm_up(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    drafter: Proposer,
+    adapters: AdapterManager | NoAdapters,
+    model: Decoder,
+) -> None:
     """What is better done before the first request."""
     adaptive = drafter if isinstance(drafter, AdaptiveProposer) else None
     if runner.captures:
@@ -166,21 +174,19 @@ def _warm_up(config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, dr
             if adaptive is not None:
                 adaptive.release()
     if config.device != "cpu":
-        _rehearse(scheduler, runner, adaptive)
+        if adaptive is not None:  # as many drafts as a step may have
+            adaptive.hold(*max(adaptive.choices, key=lambda choice: choice[1]))
+        try:
+            rehearse(scheduler, runner)
+            rehearse_prompts(scheduler, runner)
+            if config.lora is not None and isinstance(adapters, AdapterManager):
+                method = "" if config.speculative is None else config.speculative.method
+                rehearse_adapter(scheduler, runner, adapters, model, (method, drafter.needs.linears))
+        finally:
+            if adaptive is not None:
+                adaptive.release()
     if adaptive is not None:
         warm_up(scheduler, runner, adaptive)
-
-
-def _rehearse(scheduler: Scheduler, runner: ModelRunner, adaptive: AdaptiveProposer | None) -> None:
-    """With as many drafts as a step may have."""
-    if adaptive is None:
-        rehearse(scheduler, runner)
-        return
-    adaptive.hold(*max(adaptive.choices, key=lambda choice: choice[1]))
-    try:
-        rehearse(scheduler, runner)
-    finally:
-        adaptive.release()
 
 
 def _proposer_context(

@@ -134,19 +134,36 @@ def rehearse(scheduler: Scheduler, runner: ModelRunner) -> None:
     for first in range(0, len(_REHEARSED), together):
         kinds = enumerate(_REHEARSED[first : first + together])
         params = [(index, SamplingParams(ignore_eos=True, max_tokens=None, **kind)) for index, kind in kinds]
-        dummies = [dummy(f"rehearsal {index}", index, its) for index, its in params]
-        for request in dummies:
-            scheduler.add(request)
-        try:
-            # Who fails does not come back.
-            while pending := {r for r in dummies if r.status is not Status.FINISHED and not _is_through(r)}:
-                plan = scheduler.schedule()
-                # Without the seconds, in which kernels are compiled: prompts would be paced by them.
-                scheduler.commit(plan, runner.run(plan)._replace(seconds=0.0))
-                if not any(row.request in pending for row in plan.rows):  # who is through leaves them no room
-                    scheduler.abort([request.request_id for request in dummies if _is_through(request)])
-        finally:
-            scheduler.abort([request.request_id for request in dummies])
+        run_through(scheduler, runner, [dummy(f"rehearsal {index}", index, its) for index, its in params])
+
+
+def run_through(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    dummies: Sequence[Request],
+    during: Sequence[Request] = (),
+    add: Callable[[Request], None] | None = None,
+) -> None:
+    """Run requests until each has a few tokens, and forget them; `during`: begun once the others have begun to decode,
+    so that one step computes prompts and decodes. `add`: the scheduler's, or one that calls it."""
+    add = add or scheduler.add
+    together = [*dummies, *during]
+    for request in dummies:
+        add(request)
+    try:
+        # Who fails does not come back.
+        while pending := {r for r in together if r.status is not Status.FINISHED and not _is_through(r)}:
+            plan = scheduler.schedule()
+            # Without the seconds, in which kernels are compiled: prompts would be paced by them.
+            scheduler.commit(plan, runner.run(plan)._replace(seconds=0.0))
+            if during and all(request.num_output_tokens or request.status is Status.FINISHED for request in dummies):
+                for request in during:
+                    add(request)
+                during = ()
+            elif not any(row.request in pending for row in plan.rows):  # who is through leaves them no room
+                scheduler.abort([request.request_id for request in together if _is_through(request)])
+    finally:
+        scheduler.abort([request.request_id for request in together])
 
 
 def _is_through(request: Request) -> bool:
@@ -159,12 +176,12 @@ def step(scheduler: Scheduler, runner: ModelRunner) -> None:
     scheduler.commit(plan, runner.run(plan))
 
 
-def dummy(name: str, index: int, params: SamplingParams | None = None) -> Request:
+def dummy(name: str, index: int, params: SamplingParams | None = None, length: int = PROMPT) -> Request:
     """A request whose blocks nobody shares; without `params` a greedy one that ends only when it is aborted."""
     return Request(
         request_id=name,
-        tokens=[1 + (index + at) % 5 for at in range(PROMPT)],
-        num_prompt_tokens=PROMPT,
+        tokens=[1 + (index + at) % 5 for at in range(length)],
+        num_prompt_tokens=length,
         params=params or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None),
         seed_key=0,
         text_namespace=(b"warm-up", b""),

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -28,6 +36,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
+_LENGTH = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
 MAX_NAMES = 50
@@ -64,14 +73,15 @@ class EngineCounters:
 class RequestRecorder:
     """Follows one prompt's generation."""
 
-    __slots__ = ("_labels", "_last", "_metrics", "_record", "_started")
+    __slots__ = ("_first", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_started")
 
     def __init__(self, metrics: Metrics, labels: Labels, record: PromptRecord | None) -> None:
         self._metrics = metrics
         self._record = record
         self._labels = labels
         self._started = time.monotonic()
-        self._last = 0.0  # when the previous output came; 0 before the first
+        self._first = self._last = 0.0  # when the first and the previous output came; 0 before the first
+        self._num_tokens: dict[int, int] = {}  # generated so far, by sequence
 
     def on_output(self, output: RequestOutput) -> None:
         """Count an output that holds only what is new."""
@@ -79,10 +89,14 @@ class RequestRecorder:
         metrics, labels = self._metrics, self._labels
         metrics.recent.observe(labels, output, now - (self._last or self._started), first=self._last == 0.0)
         if self._last == 0.0:
+            self._first = now
             metrics.prompt_tokens.labels(*labels).inc(len(output.prompt_token_ids))
+            metrics.prompt_length.labels(*labels).observe(len(output.prompt_token_ids))
             metrics.time_to_first_token.labels(*labels).observe(now - self._started)
             if output.metrics is not None:
-                metrics.queue_time.labels(*labels).observe(output.metrics.queue_seconds)
+                queued = output.metrics.queue_seconds
+                metrics.queue_time.labels(*labels).observe(queued)
+                metrics.prefill_time.labels(*labels).observe(max(0.0, now - self._started - queued))
         else:
             metrics.inter_token_latency.labels(*labels).observe(now - self._last)
         self._last = now
@@ -90,9 +104,15 @@ class RequestRecorder:
             self._record.on_output(output, now)
         for completion in output.outputs:
             metrics.generation_tokens.labels(*labels).inc(len(completion.token_ids))
+            count = self._num_tokens.get(completion.index, 0) + len(completion.token_ids)
+            self._num_tokens[completion.index] = count
             if completion.finish_reason is not None:
+                metrics.output_length.labels(*labels).observe(count)
+                if count > 1:
+                    metrics.time_per_output_token.labels(*labels).observe((now - self._first) / (count - 1))
                 self.on_end(completion.finish_reason)
         if output.finished:
+            metrics.decode_time.labels(*labels).observe(now - self._first)
             metrics.end_to_end.labels(*labels).observe(now - self._started)
 
     def on_end(self, reason: str) -> None:
@@ -135,6 +155,20 @@ class Metrics:
         self.end_to_end = histogram(
             "e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, _END_TO_END
         )
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", labels, _LENGTH)
+        self.output_length = histogram("request_generation_tokens", "Tokens of a finished sequence.", labels, _LENGTH)
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "From a request's first step to its first token.", labels, _END_TO_END
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From a request's first token to its last.", labels, _END_TO_END
+        )
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of a finished sequence.",
+            labels,
+            _INTER_TOKEN,
+        )
         self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
         self.recent = Recent()
         self._labels = SeriesLabels()
@@ -143,6 +177,7 @@ class Metrics:
         self.engine_restarts = 0
         """How often it has been started again."""
         registry.register(_EngineCollector(self))
+        ProcessCollector(registry=registry)  # memory, CPU time, open files and start of the process of the API
 
     def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
         """For one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for none."""

@@ -62,6 +62,7 @@ CASES = [
     (600, 90, 5, (0.8, -1.0, 0.1)),  # more entries than a block
     (1, 0, 0, (1.5, 0.0, 0.0)),
     (30, 500, 9, (1.0, 0.0, -0.3)),
+    (60, 5, 70, (1.2, 0.4, 0.2)),  # more drafts than are compared at once
 ]
 
 

@@ -74,6 +74,17 @@ def test_ragged_requests_are_verified_as_by_the_reference(device: str, num_token
     assert kernels._counters(torch.device(device), 1024).sum() == 0, "a launch leaves zeros for the next"
 
 
+def test_results_of_chunks_are_gathered_in_pieces(device: str) -> None:
+    """With room for many drafts a launch reads a few chunks of each row at a time."""
+    logits, q, requests = some_requests(4097, 0)
+    logits[0, 4096], logits[3, 700], logits[8, 4000], logits[12] = 50.0, NAN, INF, -INF
+    tokens, accepted = run(logits, q, requests, device)
+    assert tokens[0] == 4096  # in the last chunk
+    again = run(logits, q, requests._replace(max_drafts=255), device)
+    assert torch.equal(again[0], tokens)
+    assert torch.equal(again[1], accepted)
+
+
 def test_padding_rows_and_their_requests_are_left_alone(device: str) -> None:
     """As in a captured graph: more rows and requests than there are, and more drafts than any request has."""
     logits, q, requests = some_requests(33, 0)

@@ -2,8 +2,51 @@
 
 import importlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
+
+LIMIT = 600
+"""Seconds after which a machine with a GPU ends a command."""
+FAKE_PLAN = """
+import os, sys, time
+from gpu.plan import Entry
+
+class Fake(Entry):
+    def work(self, root, shapes):
+        return globals()[self.function]
+
+def good(context):
+    context.report.ceilings["copy_bytes"] = 2.0
+    context.row("answer", value=42)
+
+def reads(context):
+    context.row("bytes", value=context.report.ceilings["copy_bytes"], unknown=context.report.ceilings["flops"])
+
+def raises(context):
+    context.row("before", passed=True)
+    raise ValueError("out of luck")
+
+def wrong(context):
+    context.row("text", passed=False)
+
+def dies(context):
+    context.row("before", value=1)
+    os._exit(139)
+
+def hangs(context):
+    context.row("before", value=1)
+    time.sleep(600)
+
+SECTIONS = [Fake("hangs", 2.0, "hangs")]
+SECTIONS += [Fake(name, 30.0, name) for name in ("good", "raises", "dies", "wrong", "reads")]
+import gpu.driver
+gpu.driver.GRACE = 0.5
+"""
 
 
 @pytest.fixture
@@ -15,40 +58,77 @@ def gpu(repo_root, monkeypatch):
 
 @pytest.fixture
 def report(gpu, tmp_path):
-    return gpu("report").Report(tmp_path / "out", {"weights": "random"}, device="cpu", quick=True)
+    return gpu("report").Report(tmp_path / "out", device="cpu", quick=True)
 
 
 def written(report):
-    return json.loads((report.folder / "gpu_check.json").read_text())
+    return importlib.import_module("gpu.report").read(report.folder)
+
+
+def section(name, work, seconds=60.0):
+    return importlib.import_module("gpu.report").Section(name, work, time.monotonic() + seconds)
 
 
 # --- The frame ----------------------------------------------------------------------------------------------
 
 
-def test_a_failing_section_stops_nothing_and_is_told(gpu, report):
-    section = gpu("report").Section
+@pytest.fixture
+def check(repo_root, tmp_path):
+    """Starts the check with the sections above."""
+    (tmp_path / "fake_plan.py").write_text(FAKE_PLAN)
 
-    def breaks(context):
-        context.row("before", milliseconds=1.5)
-        raise ValueError("out of luck")
+    def start(*arguments):
+        command = [sys.executable, str(repo_root / "benchmarks" / "gpu_check.py"), str(tmp_path / "out")]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        return subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+            cwd=tmp_path,
+        )  # fmt: skip
 
-    seen = []
-    report.run([section("one", breaks, 10), section("two", lambda context: seen.append(written(report)), 10)], 10)
-    sections = written(report)["sections"]
-    assert sections["one"]["rows"] == [{"name": "before", "milliseconds": 1.5}]
-    assert "out of luck" in sections["one"]["traceback"]
-    assert list(seen[0]["sections"]) == ["one"]  # what there was before the second began
-    assert report.failed
-    assert report.table() == [
-        "one        before: milliseconds 1.5",
-        "one: FAILED: ValueError: out of luck",
+    return start
+
+
+def test_sections_that_fail_die_or_hang_cost_no_other_its_results(check, tmp_path):
+    process = check("--device", "cpu", "--plan", "fake_plan")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    data = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    entries = data["sections"]
+    assert list(entries) == ["hangs", "good", "raises", "dies", "wrong", "reads"]
+    rows = {name: [row["name"] for row in entry["rows"]] for name, entry in entries.items()}
+    assert list(rows.values()) == [["before"], ["answer"], ["before"], ["before"], ["text"], ["bytes"]]
+    ends = {
+        name: entry["traceback"].strip().splitlines()[-1] for name, entry in entries.items() if "traceback" in entry
+    }
+    assert ends.keys() == {"raises", "dies", "hangs"}
+    assert (ends["raises"], ends["dies"]) == ("ValueError: out of luck", "its process ended with 139")
+    assert ends["hangs"].startswith("killed")
+    assert entries["reads"]["rows"] == [{"name": "bytes", "value": 2.0}]  # what another process has measured
+    assert data["failed"]
+    shown = output[output.rindex("weights:") :]
+    assert [line.split()[0].rstrip(":") for line in shown.splitlines()[1:]] == [
+        *("hangs", "hangs", "good", "raises", "raises", "dies", "dies", "wrong", "reads")
     ]
+    assert all(json.loads((tmp_path / "out" / "sections" / f"{name}.json").read_text()) for name in entries)
 
 
-def test_time_boxes(gpu, tmp_path):
+def test_a_run_that_is_ended_prints_and_keeps_what_it_has(check, tmp_path):
+    process = check("--device", "cpu", "--plan", "fake_plan", "--sections", "good,hangs", "--seconds", "60")
+    path = tmp_path / "out" / "sections" / "hangs.json"
+    deadline = time.monotonic() + 30
+    while not (path.exists() and json.loads(path.read_text())["rows"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert output.rstrip().splitlines()[-1:] == ["hangs      before: value 1"]
+    assert list(json.loads((tmp_path / "out" / "gpu_check.json").read_text())["sections"]) == ["hangs"]
+
+
+def test_nothing_new_begins_after_a_sections_end(gpu, tmp_path):
     now = [0.0]
-    report = gpu("report").Report(tmp_path, {}, device="cpu", quick=False, clock=lambda: now[0])
-    section = gpu("report").Section
+    report = gpu("report").Report(tmp_path, device="cpu", quick=False, clock=lambda: now[0])
 
     def slow(context):
         for name in ("a", "b", "c"):
@@ -56,36 +136,74 @@ def test_time_boxes(gpu, tmp_path):
                 now[0] += 5.0
                 context.row(name, passed=True)
 
-    report.run([section(name, slow, 12.0) for name in ("first", "second", "third")], 20.0)
-    rows = {name: [(row["name"], "skipped" in row) for row in entry["rows"]] for name, entry in _sections(tmp_path)}
-    assert rows["first"] == [("a", False), ("b", False), ("c", True)]  # 12 s: the third would end after them
-    assert rows["second"] == [("a", False), ("b", False), ("c", True)]
-    assert rows["third"] == [("everything", True)]
-    assert not report.failed
+    report.run(
+        [gpu("report").Section(name, slow, end) for name, end in (("one", 12.0), ("two", 24.0), ("three", 20.0))]
+    )
+    rows = {name: [(row["name"], "skipped" in row) for row in entry["rows"]] for name, entry in written(report).items()}
+    assert rows["one"] == [("a", False), ("b", False), ("c", True)]  # the third would end after 12 s
+    assert rows["two"] == [("a", False), ("b", False), ("c", True)]
+    assert rows["three"] == [("everything", True)]
 
 
-def _sections(folder):
-    return json.loads((folder / "gpu_check.json").read_text())["sections"].items()
+def test_unknown_sections_are_refused(check):
+    output, _ = check("--device", "cpu", "--plan", "fake_plan", "--sections", "godo").communicate(timeout=30)
+    assert "unknown sections godo; there are hangs, good, raises" in output
 
 
-def test_what_is_not_as_it_must_be_fails_the_run(report):
-    report.add("x", {"name": "text", "passed": True})
-    assert not report.failed
-    report.add("x", {"name": "other text", "passed": False})
-    assert report.failed
-    assert report.table() == ["x          text: ok", "x          other text: FAILED"]
+def test_the_boxes_fit_into_a_run_and_the_tests_come_first(gpu):
+    plan = gpu("plan")
+    boxes = [entry.seconds for entry in plan.SECTIONS if not entry.is_optional]
+    assert plan.SECTIONS[0].name == "tests"
+    assert sum(boxes) <= plan.SECONDS <= LIMIT - 3 * gpu("driver").GRACE
+    for entry in plan.SECTIONS:
+        assert callable(entry.work(None, plan.QUICK_SHAPES)), entry
+
+
+def test_a_section_may_use_what_those_before_it_left(gpu):
+    ends = gpu("driver").deadlines([("a", 10), ("b", 20), ("c", 30)], 50)
+    began = ends[0].ends - 10
+    assert [round(end - began, 3) for _, end in ends] == [10, 30, 50]
+
+
+BARE = """
+import importlib.abc, sys
+
+class Bare(importlib.abc.MetaPathFinder):
+    REFUSED = set("fastapi pydantic uvicorn zmq msgspec starlette prometheus_client psutil rich sqlalchemy "
+                  "alembic hypothesis openai schemathesis playwright scipy pytest_timeout xdist psycopg".split())
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.REFUSED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path[:] = [Bare(), *(finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", ""))]
+"""
+
+
+def test_a_bare_checkout_is_checked(check, tmp_path):
+    """Nothing installed but torch and the like: not the project, not the web stack, no plug-ins of pytest."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    for missing in ("outrider", "fastapi"):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-c", f"import {missing}"]
+        assert subprocess.run(command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL, check=False).returncode
+    process = check("--device", "cpu", "--quick", "--sections", "tests,parity")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    sections = json.loads((tmp_path / "out" / "gpu_check.json").read_text())["sections"]
+    assert list(sections) == ["tests", "ceilings", "parity"]
+    assert "passed" in sections["tests"]["rows"][0]["tests"]
+    assert sum("passed" in row for row in sections["parity"]["rows"]) == 7
 
 
 # --- Sections -----------------------------------------------------------------------------------------------
 
 
 def test_the_kernel_table(gpu, report):
-    section, kernels = gpu("report").Section, gpu("kernels")
-    parts = [section("ceilings", gpu("timing").measure_ceilings, 60), section("kernels", kernels.measure_kernels, 60)]
-    report.run(parts, 120)
-    assert not report.failed
+    kernels = gpu("kernels")
+    report.run([section("ceilings", gpu("timing").measure_ceilings), section("kernels", kernels.measure_kernels)])
     assert report.ceilings["copy_bytes"] > 0 < report.ceilings["matmul_flops"]
-    rows = written(report)["sections"]["kernels"]["rows"]
+    rows = written(report)["kernels"]["rows"]
     assert len(rows) == len(kernels.cases(True))
     for case, row in zip(kernels.cases(True), rows, strict=True):
         assert ("skipped" in row) == case.triton_only
@@ -120,19 +238,18 @@ def test_shapes_have_the_published_sizes(gpu):
 
 @pytest.mark.parametrize("shape", ["TINY", "TINY_QWEN"])
 def test_engines_of_a_shape(gpu, report, tmp_path, shape):
-    shape, section, end_to_end = getattr(gpu("models"), shape), gpu("report").Section, gpu("end_to_end")
-    report.ceilings = {"copy_bytes": 1e9, "matmul_flops": 1e9}
+    shape, end_to_end = getattr(gpu("models"), shape), gpu("end_to_end")
+    report.ceilings |= {"copy_bytes": 1e9, "matmul_flops": 1e9}
     report.run(
         [
-            section("model", lambda context: end_to_end.measure_model(context, tmp_path, shape), 60),
-            section("lora", lambda context: end_to_end.measure_adapters(context, tmp_path, shape), 60),
-            section("graphs", lambda context: end_to_end.measure_graphs(context, tmp_path, shape), 60),
-        ],
-        180,
+            section("model", lambda context: end_to_end.measure_model(context, tmp_path, shape)),
+            section("lora", lambda context: end_to_end.measure_adapters(context, tmp_path, shape)),
+            section("graphs", lambda context: end_to_end.measure_graphs(context, tmp_path, shape)),
+        ]
     )
-    sections = written(report)["sections"]
-    assert not report.failed, sections
+    sections = written(report)
+    assert not any(map(gpu("report").has_failed, sections.values())), sections
     names = [row["name"].removeprefix(shape.name) for row in sections["model"]["rows"]]
     assert names == [" ready", " decode x 1", " decode x 2", " prompts 1 x 64"]
-    assert [len(entry["rows"]) for entry in sections.values()] == [4, 2, 1]
+    assert [len(sections[name]["rows"]) for name in ("model", "lora", "graphs")] == [4, 2, 1]
     assert "skipped" in sections["graphs"]["rows"][0]

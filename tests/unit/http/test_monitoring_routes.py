@@ -107,6 +107,36 @@ def test_request_metrics(http):
     assert found[("outrider:request_success_total", (("adapter", ""), ("finished_reason", "stop"), base[1]))] == 1
 
 
+def test_lengths_and_phases_of_requests(http):
+    http.load_adapter("sql")
+    http.post("/v1/completions", {"model": "sql", "prompt": "ab", "max_tokens": 3, "n": 2})
+    http.post("/v1/completions", {"model": "base", "prompt": "abcd", "max_tokens": 1})
+    found = samples(http)
+    base, sql = (("adapter", ""), ("tenant", "default")), (("adapter", "sql"), ("tenant", "default"))
+
+    def of(name, labels):
+        return found[f"outrider:{name}_count", labels], found[f"outrider:{name}_sum", labels]
+
+    prompt, generated = found[("outrider:prompt_tokens_total", sql)], found[("outrider:generation_tokens_total", sql)]
+    assert of("request_prompt_tokens", sql) == (1, prompt)
+    assert of("request_generation_tokens", sql) == (2, generated)  # a sequence each
+    assert of("request_generation_tokens", base) == (1, 1)
+    assert of("request_time_per_output_token_seconds", sql)[0] == 2
+    assert ("outrider:request_time_per_output_token_seconds_count", base) not in found  # one token has no pace
+    for labels in (base, sql):
+        end = of("e2e_request_latency_seconds", labels)[1]
+        parts = [of(f"request_{name}_time_seconds", labels) for name in ("queue", "prefill", "decode")]
+        assert [count for count, _ in parts] == [1, 1, 1]
+        assert sum(seconds for _, seconds in parts) == pytest.approx(end, abs=0.05)
+
+
+def test_the_process(http):
+    found = samples(http)
+    assert found["process_resident_memory_bytes", ()] > 1 << 20
+    assert found["process_start_time_seconds", ()] > 1e9
+    assert {"process_cpu_seconds_total", "process_open_fds", "process_max_fds"} <= {name for name, _ in found}
+
+
 def test_adapters_by_tier_and_what_they_take(http, llm):
     llm.snapshot = EngineStats(
         num_waiting_by_reason={"adapter_loading": 3}, num_adapters=2000,
@@ -209,7 +239,8 @@ def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):
             speculation=[SpeculationEntry(name, "t", SpeculationCounts(times, 4 * times, 2 * times, [times, times]))
                          for name in adapters],
         )  # fmt: skip
-        return {key: value for key, value in samples(http).items() if key[0] != "outrider:lora_requests_info"}  # a time
+        own = {key: value for key, value in samples(http).items() if key[0].startswith("outrider:")}
+        return {key: value for key, value in own.items() if key[0] != "outrider:lora_requests_info"}  # a time
 
     first = snapshot("1", 2, "", "sql")
     assert snapshot("1", 2, "", "sql") == first, "the same run is not counted twice"

@@ -1,0 +1,105 @@
+"""Runs sections in a process of their own, and starts another one when it dies, hangs or has lost its device.
+
+A kernel that never returns cannot be interrupted, and after an illegal access to memory all that a process does on a
+GPU fails: neither may cost the results of other sections.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from .report import is_over, read, write
+
+GRACE = 10.0
+"""Seconds after a section's end until its process is killed."""
+LOST_DEVICE = 3
+"""Exit code of a process that ended to leave the other sections to a new one."""
+USAGE = 2
+_POLL = 0.1
+
+
+class Timed(NamedTuple):
+    """A section and the time, by `time.monotonic`, after which it begins nothing new."""
+
+    name: str
+    ends: float
+
+
+class UsageError(Exception):
+    """No process can run the sections; it has said why."""
+
+
+def deadlines(boxes: Sequence[tuple[str, float]], seconds: float) -> list[Timed]:
+    """Ends of sections (name, box) that begin now: what one leaves of its box is there for the next ones."""
+    now = time.monotonic()
+    sums = accumulate(box for _, box in boxes)
+    return [Timed(name, now + min(end, seconds)) for (name, _), end in zip(boxes, sums, strict=True)]
+
+
+def drive(
+    command: Sequence[str], sections: Sequence[Timed], last: float, folder: Path, told: Callable[[], None]
+) -> None:
+    """Run all sections, each once.
+
+    Args:
+        command: of a process that runs the sections named behind it, as NAME=END.
+        last: by `time.monotonic`; no section ends later, however late those before it were.
+        told: called whenever a section is over.
+
+    Raises:
+        UsageError: the process says that nothing can run.
+    """
+    pending = list(sections)
+    while pending:
+        arguments = [f"{name}={ends}" for name, ends in pending]
+        process = subprocess.Popen([*command, *arguments], start_new_session=True)
+        try:
+            reason = _watch(process, pending, folder, told)
+        finally:
+            _kill(process)
+        if pending and process.returncode == USAGE and len(pending) == len(sections):
+            raise UsageError
+        blamed = pending[:] if process.returncode == USAGE else pending[:1] if reason else []
+        for section in blamed:
+            _break_off(folder, section.name, reason)
+            pending.remove(section)
+            told()
+        if blamed:  # its lateness is not the others'
+            late = max(0.0, time.monotonic() - blamed[0].ends)
+            pending = [Timed(name, min(ends + late, last)) for name, ends in pending]
+
+
+def _watch(process: subprocess.Popen[bytes], pending: list[Timed], folder: Path, told: Callable[[], None]) -> str:
+    """Take what is over from `pending` until the process ends or is late; returns what broke the first section off that
+    is left, if that is to be blamed."""
+    while True:
+        code = process.poll()
+        entries = read(folder)
+        while pending and is_over(entries.get(pending[0].name)):
+            pending.pop(0)
+            told()
+        if code is not None:
+            is_next = bool(pending) and pending[0].name not in entries  # it has not begun
+            return "" if code == LOST_DEVICE and is_next else f"its process ended with {code}"
+        if pending and time.monotonic() > pending[0].ends + GRACE:
+            return f"killed: it did not end in {GRACE:g} s after its time"
+        time.sleep(_POLL)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _break_off(folder: Path, name: str, reason: str) -> None:
+    entry = read(folder).get(name, {"rows": []})
+    write(folder, name, entry | {"traceback": reason, "seconds": None})

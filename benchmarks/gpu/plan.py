@@ -1,0 +1,61 @@
+"""The sections of a run, in the order of what is wanted most, and their time boxes. Imports nothing heavy itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .report import Context
+
+SECONDS = 520.0
+"""Of a run, start and table included: machines with a GPU end a command after 600."""
+
+
+class Entry(NamedTuple):
+    """One section."""
+
+    name: str
+    seconds: float
+    """Its box. A section may also use up what those before it have left of theirs."""
+    function: str
+    """In this folder: "module.function" of (context[, folder for models[, shape]])."""
+    shape: str = ""
+    """In `models`, where the function takes one."""
+    is_optional: bool = False
+    """It runs only where it is named."""
+
+    def work(self, root: Path, shapes: dict[str, str]) -> Callable[[Context], None]:
+        """The function with its arguments; `shapes`: others to take instead."""
+        module, _, name = self.function.rpartition(".")
+        function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        arguments: list[Any] = [root]
+        if self.shape:
+            models = importlib.import_module(f"{__package__}.models")
+            arguments.append(getattr(models, shapes.get(self.shape, self.shape)))
+        arguments = arguments[: len(inspect.signature(function).parameters) - 1]
+        return lambda context: function(context, *arguments)
+
+
+def describe() -> dict[str, Any]:
+    """The machine, for the head of the results."""
+    return importlib.import_module("machine").describe_machine()
+
+
+QUICK_SHAPES = {"LLAMA_8B": "TINY", "QWEN_06B": "TINY_QWEN"}
+SECTIONS = (
+    Entry("tests", 120, "checks.run_tests"),
+    Entry("ceilings", 15, "timing.measure_ceilings"),
+    Entry("parity", 35, "checks.check_parity"),
+    Entry("kernels", 60, "kernels.measure_kernels"),
+    Entry("8b", 65, "end_to_end.measure_model", "LLAMA_8B"),
+    Entry("8b-lora", 55, "end_to_end.measure_adapters", "LLAMA_8B"),
+    Entry("0.6b", 30, "end_to_end.measure_model", "QWEN_06B"),
+    Entry("0.6b-lora", 30, "end_to_end.measure_adapters", "QWEN_06B"),
+    Entry("graphs", 25, "end_to_end.measure_graphs", "QWEN_06B"),
+    Entry("speculate", 40, "speculation.measure_speculation"),
+    Entry("demo", 25, "checks.check_demo"),
+    Entry("tune", 480, "tuning.measure_tuning", "LLAMA_8B", is_optional=True),
+)
