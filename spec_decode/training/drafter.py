@@ -39,6 +39,11 @@ class Drafter(nn.Module, ABC):
     def export(self, folder: Path) -> None:
         """Write the public format into a folder that exists."""
 
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """The target's ids of the draft vocabulary [V], ascending; None when it is the target's."""
+        return None
+
     def state(self) -> dict[str, Tensor]:
         """What is trained, by name."""
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}

@@ -79,11 +79,6 @@ class EagleHead(Drafter):
         """[draft vocabulary, H]."""
         return self._shared.lm_head
 
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """The target's ids of the draft vocabulary; None when it is the target's."""
-        return None
-
     def logits(self, state: Tensor) -> Tensor:
         """[..., H] to [..., draft vocabulary]."""
         weight = self.lm_head_weight

@@ -213,7 +213,7 @@ _INTEGERS = (
 )
 _NUMBERS = (
     ("alpha", 1e-6, 1e6),
-    ("save_minutes", 0.001, 1e6),
+    ("save_minutes", 0.0, 1e6),
     ("feature_cache", 0.0, 1e6),
     ("temperature", 0.0, 100.0),
     ("lr", 1e-9, 10.0),

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ from .data import Sample, plan_batches, plan_epoch
 from .drafter import Drafter
 from .features import FeatureCache
 from .options import TrainOptions
-from .progress import EVERY, Pace, Progress
+from .progress import Pace, Progress
 from .store import write_torch
 from .target import Target
 
@@ -102,8 +102,13 @@ class Trainer:
         self._held_out = FeatureCache(target, held_out, measured_on, limit // 4, device)
         self.steps = options.steps or options.epochs * len(batches)
 
-    def run(self, report: Callable[[str], None] = lambda line: None) -> Measured:
-        """Train to the end; `report` gets a line for each measurement, and for other things one should know.
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps that pass over the samples once."""
+        return len(self._learned)
+
+    def run(self, progress: Progress) -> Measured:
+        """Train to the end; `progress` says each measurement, and how far the run is. Returns the last measurement.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the checkpoint has been written. SystemExit: SIGTERM, likewise.
@@ -111,12 +116,8 @@ class Trainer:
         options = self._options
         first = self._load() if options.resume else 0
         self._drafter.train()
-        hidden = not options.progress
-        with (
-            Interrupt() as interrupt,
-            Progress(report, EVERY if hidden else None) as progress,
-            tqdm(total=self.steps, initial=first, desc=options.method, unit="step", disable=hidden) as bar,
-        ):
+        shown = {"desc": options.method, "unit": "step", "disable": not options.progress}
+        with Interrupt() as interrupt, tqdm(total=self.steps, initial=first, **shown) as bar:
             progress.doing(lambda: f"measuring the untrained {options.method} on held-out samples")
             measured = self._measure(first, None, progress) if first == 0 else None
             pace = Pace(first, self.steps)
@@ -132,8 +133,8 @@ class Trainer:
                     progress.say(pace.describe())
                 if done % options.eval_every == 0 or done == self.steps:
                     measured = self._measure(done, sum(recent) / len(recent), progress)
-                shown = f", acceptance {measured.acceptance_length:.2f}" if measured else ""
-                bar.set_postfix_str(f"loss {sum(recent) / len(recent):.4f}{shown}", refresh=False)
+                ending = f", acceptance {measured.acceptance_length:.2f}" if measured else ""
+                bar.set_postfix_str(f"loss {sum(recent) / len(recent):.4f}{ending}", refresh=False)
                 bar.update()
                 due = time.monotonic() - saved > 60 * options.save_minutes or done == self.steps
                 if due or interrupt.wanted or (options.save_every and done % options.save_every == 0):
