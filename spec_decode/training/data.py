@@ -26,7 +26,8 @@ from .options import reason
 
 _POOL = 32  # batches' worth of samples that are sorted by length together
 _DRAFT_SIZES = (8192, 16384, 32768)
-_COVERED = 0.995  # share of the learned tokens
+_COVERED = 0.97  # share of the tokens of samples that did not count
+_CHECKED = 8  # every such sample is one of those
 _MIN_LABELS = 2  # a sample with fewer tokens to learn teaches nothing: the first is the target's own
 
 
@@ -259,18 +260,19 @@ def learned_tokens(samples: Iterable[Sample]) -> Counter[int]:
     return seen
 
 
-def choose_vocab_size(samples: Iterable[Sample], vocab_size: int) -> int:
+def choose_vocab_size(samples: Sequence[Sample], vocab_size: int) -> int:
     """Size of the draft vocabulary for a target's: the smallest of `_DRAFT_SIZES` that covers `_COVERED`, or the last.
 
-    A vocabulary of at most twice the smallest is used whole. Tokens that samples do not show are rare; the lm_head of
-    all of them would be most of a head's work.
+    It is chosen from most samples and checked on the others, as the tokens of few samples are not all that come. A
+    vocabulary of at most twice the smallest is used whole: beyond it the lm_head is most of a head's work.
     """
     if vocab_size <= 2 * _DRAFT_SIZES[0]:
         return vocab_size
-    counts = sorted(learned_tokens(samples).values(), reverse=True)
+    others = learned_tokens(samples[::_CHECKED])
     for size in _DRAFT_SIZES:
-        if sum(counts[:size]) >= _COVERED * sum(counts):
-            return min(size, vocab_size)
+        chosen = frequent_tokens((s for i, s in enumerate(samples) if i % _CHECKED), min(size, vocab_size))
+        if sum(others[token] for token in chosen) >= _COVERED * others.total():
+            return len(chosen)
     return min(_DRAFT_SIZES[-1], vocab_size)
 
 

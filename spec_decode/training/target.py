@@ -154,13 +154,19 @@ class Target:
 
     @property
     def last_layer(self) -> dict[str, Tensor]:
-        """The last decoder layer's weights by module, and the final norm's as "norm.weight"; without any adapter."""
+        """The last decoder layer's weights by module, without any adapter.
+
+        Besides "norm.weight", the final norm's, and "first_norm.weight", that which embeddings enter.
+        """
         decoder = self._causal.base_model
         weights = {
             name.replace(".base_layer", "").removeprefix("layers."): p.detach()
             for name, p in decoder.layers[-1].named_parameters()
             if "lora_" not in name
         }
+        first = getattr(decoder.layers[0], "input_layernorm", None)  # some models have none
+        if first is not None:
+            weights["first_norm.weight"] = first.weight.detach()
         return weights | {"norm.weight": decoder.norm.weight.detach()}
 
     @torch.no_grad()

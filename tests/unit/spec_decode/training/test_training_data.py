@@ -136,13 +136,14 @@ def test_hold_out_and_vocabulary():
 
 
 def test_large_vocabularies_are_reduced():
-    """The smallest of three sizes that covers what is learned; a small vocabulary stays whole."""
-    few, many = [Sample(list(range(8000)), 0)], [Sample(list(range(20000)), 0)]
+    """The smallest of three sizes that covers samples which did not count; a small vocabulary stays whole."""
+    few, many = [Sample(list(range(8000)), 0)] * 16, [Sample(list(range(20000)), 0)] * 16
+    rare = [Sample([30000 + i] * 100, 0) for i in range(16)]  # each has tokens that no other has
     assert choose_vocab_size(few, 16384) == 16384
     assert choose_vocab_size(few, 49152) == choose_vocab_size([], 49152) == 8192
     assert choose_vocab_size(many, 49152) == 32768
-    assert choose_vocab_size([*many, *few * 900], 49152) == 8192
     assert choose_vocab_size(many, 20000) == 20000
+    assert choose_vocab_size(rare, 49152) == 32768
 
 
 def test_features_are_what_enters_the_layers(samples, read_batch, folders):

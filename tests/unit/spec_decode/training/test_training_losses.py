@@ -46,7 +46,7 @@ def test_a_draft_vocabulary_changes_the_softmax_alone(options, samples, read_bat
     for states, index in head.steps(features, 2):
         kept = torch.isin(greedy[index], tokens)
         wanted = target.head.logits(features.labels.states[index[kept]])[:, tokens].softmax(-1)
-        losses.append(float(F.cross_entropy(head.logits(states[kept]), wanted)))
+        losses.append(float(F.cross_entropy(head.logits(states[kept]), wanted).detach()))
     assert abs(float(head.loss(features).detach()) - (losses[0] + 0.5 * losses[1]) / 1.5) < 1e-4
 
 
@@ -79,9 +79,15 @@ def test_what_prompts_weigh_does_not_change_guesses(options, samples, read_batch
 
 
 def test_a_head_begins_as_the_targets_last_layer(options, samples, read_batch):
-    target, _ = read_batch(samples[:1], None)
+    target, features = read_batch(samples[:1], None)
+    drafter = new_drafter(options(intermediate_size=20), target, samples)
+    assert torch.equal(drafter.start(features), features.aux[-1])
+    first, last = (target._causal.base_model.layers[layer] for layer in (0, -1))
+    with torch.no_grad():
+        first.input_layernorm.weight.mul_(2), last.input_layernorm.weight.mul_(3)
     head = dict(new_drafter(options(intermediate_size=20), target, samples).named_parameters())
-    last = target._causal.base_model.layers[-1]
+    assert torch.equal(head["layers.0.input_layernorm.weight"], first.input_layernorm.weight)
+    assert torch.equal(head["layers.0.hidden_norm.weight"], last.input_layernorm.weight)
     assert torch.equal(head["layers.0.mlp.up_proj.weight"], last.mlp.up_proj.weight[:20])
     assert torch.equal(head["layers.0.mlp.down_proj.weight"], last.mlp.down_proj.weight[:, :20])
     assert torch.equal(head["layers.0.self_attn.q_proj.weight"][:, 32:], last.self_attn.q_proj.weight)
