@@ -7,21 +7,25 @@ import dataclasses
 import gc
 import json
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ...models.demo import DEMO_MODEL_NAME, demo_model_path
 from ...spec_decode.training.options import METHODS, TrainOptions, reason
+from ...spec_decode.training.progress import EVERY, Progress, duration
 from ...spec_decode.training.run_folder import GENERATED, GENERATED_EVAL, check_output, kept_files, prepare_output
 from ..core.errors import InvalidRequestError, OutriderError
 
 if TYPE_CHECKING:
     from ...spec_decode.training.data import Reader, Sample
+    from ..client.input_processor import Prompt
     from ..client.llm import LLM
     from ..core.lora_request import LoRARequest
+    from ..core.outputs import RequestOutput
 
 _DESCRIPTION = """\
 Train a drafter by distillation from a target model, or from the target with an adapter.
@@ -34,7 +38,6 @@ Data are lines of JSON: {"prompt": ...}, {"messages": [...]}, {"prompt": ..., "c
 {"token_ids": [...]}. With --generate the target writes the completions itself, so that the drafter learns what the
 target says; they are kept in the output folder, and a later run may take them as --data.
 """
-_CHUNK = 256  # prompts that are generated between two writes
 
 
 def add_parser(commands: Any) -> None:
@@ -140,30 +143,57 @@ def _check_lengths(prompts: Sequence[list[int]], room: int, option: str) -> None
         )
 
 
+class _Completions:
+    """Writes completions in the order of the prompts as they come, and says how far it is."""
+
+    def __init__(self, prompts: Sequence[list[int]], file: TextIO) -> None:
+        self._prompts, self._file = prompts, file
+        self._waiting: dict[int, list[int]] = {}
+        self._written = self._count = self._tokens = 0
+        self._began = time.monotonic()
+
+    def add(self, number: int, output: RequestOutput) -> None:
+        self._waiting[number] = list(output.outputs[0].token_ids)
+        self._count, self._tokens = self._count + 1, self._tokens + len(self._waiting[number])
+        while self._written in self._waiting:
+            prompt, completion = self._prompts[self._written], self._waiting.pop(self._written)
+            line = {"prompt_token_ids": prompt, "completion_token_ids": completion}
+            self._file.write(json.dumps(line) + "\n")
+            self._written += 1
+        self._file.flush()
+
+    def describe(self) -> str:
+        line, seconds = f"generated {self._count} of {len(self._prompts)} answers", time.monotonic() - self._began
+        if not self._count:
+            return f"{line}, {duration(seconds)} so far"
+        left = seconds * (len(self._prompts) / self._count - 1)
+        return f"{line}, {self._tokens / seconds:,.0f} tokens/s, about {duration(left)} left"
+
+
 def _complete(
     options: TrainOptions, llm: LLM, lora: LoRARequest | None, prompts: Sequence[list[int]], file: Path
 ) -> None:
+    """Complete what is not in the file yet; all prompts are queued at once, so that the engine's batch stays full."""
     from ..core.sampling_params import SamplingParams
 
     room, done = llm.engine_info.max_model_len, _whole_lines(file, cut=True)
-    with file.open("a", encoding="utf-8") as out:
-        for start in range(done, len(prompts), _CHUNK):
-            chunk = prompts[start : start + _CHUNK]
-            params = [
-                SamplingParams(
-                    temperature=options.temperature,
-                    max_tokens=min(options.max_tokens, room - len(prompt)),
-                    seed=None if options.temperature == 0 else options.seed + start + number,
-                )
-                for number, prompt in enumerate(chunk)
-            ]
-            outputs = llm.generate(
-                [{"prompt_token_ids": prompt} for prompt in chunk], params, lora, use_tqdm=options.progress
-            )
-            for prompt, output in zip(chunk, outputs, strict=True):
-                line = {"prompt_token_ids": prompt, "completion_token_ids": list(output.outputs[0].token_ids)}
-                out.write(json.dumps(line) + "\n")
-            out.flush()
+    params = [
+        SamplingParams(
+            temperature=options.temperature,
+            max_tokens=min(options.max_tokens, room - len(prompt)),
+            seed=None if options.temperature == 0 else options.seed + number,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    if done >= len(prompts):
+        return
+    every = None if options.progress else EVERY
+    with file.open("a", encoding="utf-8") as out, Progress(_report, every) as progress:
+        completions = _Completions(prompts[done:], out)
+        progress.say(f"generating {len(prompts) - done} answers of at most {options.max_tokens} tokens")
+        progress.doing(completions.describe)
+        given: list[Prompt] = [{"prompt_token_ids": prompt} for prompt in prompts[done:]]
+        llm.generate(given, params[done:], lora, use_tqdm=options.progress, on_output=completions.add)
 
 
 def _whole_lines(file: Path, *, cut: bool = False) -> int:
@@ -250,7 +280,7 @@ def run(namespace: argparse.Namespace) -> int:
     print(f"{options.method}: {len(samples)} samples to learn from, {len(held_out)} to measure on", flush=True)
     try:
         measured = train_draft(options, samples, held_out, _report, begin)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         print(
             f"interrupted; the same command with --resume goes on from the checkpoint in {options.output}", flush=True
         )

@@ -129,6 +129,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] | None = None,
         weight: float | Sequence[float] | None = None,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or for many; the outputs come in the order of the prompts.
 
@@ -146,6 +147,7 @@ class LLM:
             tenant: whose a prompt is, for the fair policy; a list has one for each, as for `priority` and `weight`.
                 Nothing is shared among tenants, no cached prefix either.
             weight: of the tenant under the fair policy.
+            on_output: called with the number of a prompt and its output as soon as that is complete.
 
         Raises:
             OutriderError: the typed error of the first request that is wrong; nothing has been started then, or the
@@ -181,7 +183,7 @@ class LLM:
                 for request in requests:
                     self._engine.add_request(request)
             with GenerationProgress(len(states), use_tqdm) as progress:
-                return self._run(states, progress)
+                return self._run(states, progress, on_output)
         except BaseException:  # KeyboardInterrupt too: the next call must find the engine idle
             self._abort_all(states)
             raise
@@ -190,8 +192,14 @@ class LLM:
         if self._closed:
             raise ShuttingDownError("this LLM has been shut down; make a new one")
 
-    def _run(self, states: list[RequestState], progress: GenerationProgress) -> list[RequestOutput]:
+    def _run(
+        self,
+        states: list[RequestState],
+        progress: GenerationProgress,
+        on_output: Callable[[int, RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
+        numbers = {state.request_id: number for number, state in enumerate(states)}
         while len(outputs) < len(states):
             if not self._engine.has_work():
                 raise OutriderError("the engine lost a request: it is idle, and not all requests are finished")
@@ -202,6 +210,8 @@ class LLM:
                 if state.finished:
                     output = outputs[state.request_id] = state.take()
                     progress.update(state.num_prompt_tokens, sum(len(o.token_ids) for o in output.outputs))
+                    if on_output is not None:
+                        on_output(numbers[state.request_id], output)
         return [outputs[state.request_id] for state in states]
 
     def _abort_all(self, states: list[RequestState]) -> None:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from .data import Batch
 from .drafter import Drafter
-from .target import Labels, Target
+from .target import Features, Labels
 
 
 class Measured(NamedTuple):
@@ -43,7 +42,7 @@ def rounds_of(hits: Sequence[Sequence[bool]], k: int) -> list[int]:
 
 def batch_rounds(labels: Labels, guesses: torch.Tensor) -> list[int]:
     """`rounds_of` over every row of a batch; a guess [N, k] is right when it is the target's most likely token."""
-    right = (guesses == labels.logits.argmax(-1)[:, None]).tolist()
+    right = (guesses == labels.greedy[:, None]).tolist()
     by_row: dict[int, list[list[bool]]] = {}
     for row, hits in zip(labels.rows.tolist(), right, strict=True):
         by_row.setdefault(row, []).append(hits)
@@ -58,14 +57,13 @@ def summarize(loss: float, rounds: Sequence[int], k: int) -> Measured:
 
 
 @torch.no_grad()
-def measure(drafter: Drafter, target: Target, batches: Iterable[Batch], k: int) -> Measured:
+def measure(drafter: Drafter, batches: Iterable[Features], k: int) -> Measured:
     """Measure a drafter; it comes back in the mode it was in."""
     training = drafter.training
     drafter.eval()
     losses: list[float] = []
     rounds: list[int] = []
-    for batch in batches:
-        features = target.features(batch)
+    for features in batches:
         losses.append(float(drafter.loss(features)))
         rounds += batch_rounds(features.labels, drafter.guesses(features, k))
     drafter.train(training)

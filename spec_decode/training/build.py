@@ -15,7 +15,7 @@ from torch import Tensor
 from ...models.config import DecoderConfig, FamilyTraits, decoder_config
 from ...models.loader import resolve_model_path
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError
-from .data import Sample, frequent_tokens
+from .data import Sample, choose_vocab_size, frequent_tokens
 from .draft_lora import DraftModelLora, HeadLora
 from .drafter import Drafter
 from .eagle_head import Eagle1Head, Eagle3Head, EagleHead, Shared
@@ -35,8 +35,8 @@ def rope_theta_of(config: Any) -> float:
     return float(parameters.get("rope_theta", getattr(config, "rope_theta", None) or 10000.0))
 
 
-def head_shape(target: Target, options: TrainOptions) -> HeadShape:
-    """Sizes of a new head: the target's unless told otherwise.
+def head_shape(target: Target, options: TrainOptions, samples: Sequence[Sample]) -> HeadShape:
+    """Sizes of a new head: the target's unless told otherwise; EAGLE-3's vocabulary is what `samples` need.
 
     Raises:
         InvalidRequestError: sizes that do not go together; names the option.
@@ -53,6 +53,8 @@ def head_shape(target: Target, options: TrainOptions) -> HeadShape:
     if head_dim % 2:
         raise wrong("head_dim", f"must be even, got {head_dim}")
     draft_vocab = options.draft_vocab_size or target.vocab_size
+    if options.method == "eagle3" and options.draft_vocab_size is None:
+        draft_vocab = choose_vocab_size(samples, target.vocab_size)
     if draft_vocab > target.vocab_size:
         raise wrong("draft_vocab_size", f"{draft_vocab} exceeds the target's vocabulary of {target.vocab_size} tokens")
     return HeadShape(
@@ -83,7 +85,7 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         return MedusaHeads(target.lm_head, options.medusa_heads, options.medusa_layers, options.step_decay, base_name)
     if options.method == "draft-lora":
         return _draft_lora(options, target, shared)
-    shape = head_shape(target, options)
+    shape = head_shape(target, options, samples)
     if options.method == "eagle":
         return Eagle1Head(
             shape,
@@ -100,8 +102,8 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         target.aux_layers,
         unroll=options.unroll or _EAGLE3_UNROLL,
         step_decay=options.step_decay,
-        draft_tokens=None if all_tokens else frequent_tokens(samples, shape.draft_vocab_size),
-        own=(options.own_embeddings or not fits, options.own_lm_head or not (fits and all_tokens)),
+        draft_tokens=None if all_tokens else frequent_tokens(samples, shape.draft_vocab_size, target.eos_tokens),
+        own=(options.own_embeddings or not fits, options.own_lm_head or not fits),
     )
     head.begin_as_last_layer()  # EAGLE's layer, which has no input norm, trains better from random weights
     return head

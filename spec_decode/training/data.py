@@ -25,6 +25,9 @@ from ...platform.core.errors import InvalidRequestError, NotFoundError
 from .options import reason
 
 _POOL = 32  # batches' worth of samples that are sorted by length together
+_DRAFT_SIZES = (8192, 16384, 32768)
+_COVERED = 0.97  # share of the tokens of samples that did not count
+_CHECKED = 8  # every such sample is one of those
 _MIN_LABELS = 2  # a sample with fewer tokens to learn teaches nothing: the first is the target's own
 
 
@@ -203,12 +206,12 @@ def hold_out(samples: Sequence[Sample], count: int, seed: int) -> tuple[list[Sam
     return [s for i, s in enumerate(samples) if i not in chosen], [samples[i] for i in sorted(chosen)]
 
 
-def plan_epoch(samples: Sequence[Sample], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Batches of sample indices in random order; those of a batch have similar lengths.
+def plan_batches(samples: Sequence[Sample], batch_tokens: int, seed: int) -> list[list[int]]:
+    """Batches of sample indices, the same in every epoch; those of a batch have similar lengths.
 
     A batch holds at most `batch_tokens` tokens with its padding, or one sample that is longer.
     """
-    rng = Random(f"order {seed} {epoch}")
+    rng = Random(f"order {seed}")
     order = list(range(len(samples)))
     rng.shuffle(order)
     mean = sum(len(sample.token_ids) for sample in samples) / len(samples)
@@ -223,8 +226,14 @@ def plan_epoch(samples: Sequence[Sample], batch_tokens: int, seed: int, epoch: i
                 batch = []
             batch.append(index)
         batches.append(batch)
-    rng.shuffle(batches)
     return batches
+
+
+def plan_epoch(num_batches: int, seed: int, epoch: int) -> list[int]:
+    """The order of the batches in an epoch."""
+    order = list(range(num_batches))
+    Random(f"order {seed} {epoch}").shuffle(order)
+    return order
 
 
 def collate(samples: Sequence[Sample], device: torch.device, prompt_weight: float = 0.0) -> Batch:
@@ -243,12 +252,38 @@ def collate(samples: Sequence[Sample], device: torch.device, prompt_weight: floa
     return Batch(ids.to(device), weights.to(device))
 
 
-def frequent_tokens(samples: Iterable[Sample], count: int) -> list[int]:
-    """The `count` most frequent learned tokens, ascending; unseen ones fill up from the lowest id."""
+def learned_tokens(samples: Iterable[Sample]) -> Counter[int]:
+    """How often each token is learned."""
     seen: Counter[int] = Counter()
     for sample in samples:
         seen.update(sample.token_ids[sample.num_prompt_tokens :])
-    chosen = [token for token, _ in sorted(seen.items(), key=lambda item: (-item[1], item[0]))[:count]]
+    return seen
+
+
+def choose_vocab_size(samples: Sequence[Sample], vocab_size: int) -> int:
+    """Size of the draft vocabulary for a target's: the smallest of `_DRAFT_SIZES` that covers `_COVERED`, or the last.
+
+    It is chosen from most samples and checked on the others, as the tokens of few samples are not all that come. A
+    vocabulary of at most twice the smallest is used whole: beyond it the lm_head is most of a head's work.
+    """
+    if vocab_size <= 2 * _DRAFT_SIZES[0]:
+        return vocab_size
+    others = learned_tokens(samples[::_CHECKED])
+    for size in _DRAFT_SIZES:
+        chosen = frequent_tokens((s for i, s in enumerate(samples) if i % _CHECKED), min(size, vocab_size))
+        if sum(others[token] for token in chosen) >= _COVERED * others.total():
+            return len(chosen)
+    return min(_DRAFT_SIZES[-1], vocab_size)
+
+
+def frequent_tokens(samples: Iterable[Sample], count: int, always: Iterable[int] = ()) -> list[int]:
+    """The `count` most frequent learned tokens, ascending, `always` among them; unseen ones fill up by id.
+
+    Tokenizers number what they merged early, and so what is frequent, first.
+    """
+    seen = learned_tokens(samples)
+    ranked = [*always, *sorted(seen, key=lambda token: (-seen[token], token))]
+    chosen = list(dict.fromkeys(ranked))[:count]
     known, filler = set(chosen), 0
     while len(chosen) < count:
         if filler not in known:

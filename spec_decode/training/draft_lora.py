@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .drafter import Drafter, greedy_tokens, soft_cross_entropy
+from .drafter import Drafter, Step, greedy_tokens, soft_cross_entropy, wanted_of
 from .eagle_head import EagleHead
 from .store import write_adapter
 from .target import Features, import_peft
@@ -105,18 +105,20 @@ class DraftModelLora(Drafter):
 
     def loss(self, features: Features) -> Tensor:
         """Cross entropy against the target's distribution."""
-        labels = features.labels
-        return soft_cross_entropy(self._logits, self._hidden(features), labels.logits, labels.weights)
+        weights = features.labels.weights
+        step = Step(self._hidden(features), torch.arange(len(weights), device=weights.device))
+        return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features), weights)
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """The same guess at every place of a round: right drafts before it are what it reads anyway."""
-        tokens = greedy_tokens(self._logits, self._hidden(features), features.labels.logits.shape[-1])
+        tokens = greedy_tokens(self._lm_head, self._hidden(features), len(self._lm_head.weight))
         roots = features.labels.positions[:, None] - 1 - torch.arange(k, device=tokens.device)
         return torch.where(roots >= 0, tokens[:, None], -1)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.get_base_model().get_output_embeddings()(hidden)
-        return logits
+    @property
+    def _lm_head(self) -> nn.Linear:
+        head: nn.Linear = self.model.get_base_model().get_output_embeddings()
+        return head
 
     def export(self, folder: Path) -> None:
         """As PEFT names things, in bfloat16."""

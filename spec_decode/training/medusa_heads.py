@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafter import Drafter, at_roots, greedy_tokens, soft_cross_entropy, weighted_mean
+from .drafter import Drafter, Step, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
 from .store import write_json, write_torch
 from .target import Features
 
@@ -47,13 +46,14 @@ class MedusaHeads(Drafter):
     def loss(self, features: Features) -> Tensor:
         """Cross entropy of every head against the target's distribution, each further head weighted less."""
 
-        def losses() -> Iterator[Tensor]:
-            for head, lm_head in enumerate(self.lm_heads):
-                hidden, index = self._states(features, head)
-                labels = features.labels
-                yield soft_cross_entropy(lm_head, hidden, labels.logits[index], labels.weights[index])
-
-        return weighted_mean(losses(), self._decay)
+        wanted, weights = wanted_of(features), features.labels.weights
+        loss, factors = torch.zeros((), device=weights.device), 0.0
+        for head, lm_head in enumerate(self.lm_heads):
+            step = Step(*self._states(features, head))
+            factor = self._decay**head
+            loss = loss + factor * soft_cross_entropy([step], lm_head.get_parameter("weight"), wanted, weights)
+            factors += factor
+        return loss / factors
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """As in `Drafter`; heads beyond those that exist guess nothing."""
@@ -61,7 +61,7 @@ class MedusaHeads(Drafter):
         found = labels.positions.new_full((len(labels.positions), k), -1)
         for head, lm_head in enumerate(list(self.lm_heads)[:k]):
             hidden, index = self._states(features, head)
-            found[index, head] = greedy_tokens(lm_head, hidden, labels.logits.shape[-1])
+            found[index, head] = greedy_tokens(lm_head, hidden, len(lm_head.get_parameter("weight")))
         return found
 
     def export(self, folder: Path) -> None:

@@ -13,7 +13,9 @@ from ...platform.core.errors import InvalidRequestError
 METHODS = ("eagle3", "eagle", "medusa", "draft-lora")
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
-NO_EFFECT_ON_RESULT = frozenset({"output", "resume", "overwrite", "save_every", "progress", "device"})
+NO_EFFECT_ON_RESULT = frozenset(
+    {"output", "resume", "overwrite", "save_every", "save_minutes", "feature_cache", "progress", "device"}
+)
 """Options that may differ when a run is resumed."""
 _PATHS = ("model", "data", "output", "adapter", "draft", "eval_data", "base_name")
 _EAGLE = ("eagle3", "eagle")
@@ -66,7 +68,11 @@ class TrainOptions:
         "bfloat16", "of the target, and of products; trained weights are kept in float32", "training", choices=DTYPES
     )
     eval_every: int = _option(200, "steps between measurements", "training")
-    save_every: int = _option(200, "steps between checkpoints", "training")
+    save_minutes: float = _option(3.0, "minutes between checkpoints; Ctrl-C and SIGTERM write one too", "training")
+    save_every: int | None = _option(None, "steps between checkpoints (default: by time alone)", "training")
+    feature_cache: float = _option(
+        2.0, "GiB of memory in which the target's states are kept for the next epoch", "training"
+    )
     k: int = _option(4, "drafts a round when acceptance is measured", "training")
     resume: bool = _option(False, "go on from the checkpoint in the output folder", "output")
     overwrite: bool = _option(
@@ -96,7 +102,10 @@ class TrainOptions:
         None, "eagle3: three target layers whose inputs are read, as 2,16,29", "heads", methods=("eagle3",)
     )
     draft_vocab_size: int | None = _option(
-        None, "eagle3: the head knows only the most frequent tokens (default: all)", "heads", methods=("eagle3",)
+        None,
+        "eagle3: the head knows only the most frequent tokens (default: 8192 to 32768 of a large vocabulary)",
+        "heads",
+        methods=("eagle3",),
     )
     own_embeddings: bool = _option(False, "eagle3: the head trains embeddings of its own", "heads", methods=("eagle3",))
     own_lm_head: bool = _option(False, "eagle3: the head trains an lm_head of its own", "heads", methods=("eagle3",))
@@ -204,6 +213,8 @@ _INTEGERS = (
 )
 _NUMBERS = (
     ("alpha", 1e-6, 1e6),
+    ("save_minutes", 0.0, 1e6),
+    ("feature_cache", 0.0, 1e6),
     ("temperature", 0.0, 100.0),
     ("lr", 1e-9, 10.0),
     ("matrix_lr", 1e-9, 10.0),

@@ -13,6 +13,8 @@ from .build import draft_folder, is_eagle3, is_head, new_drafter, read_head_conf
 from .data import Sample
 from .drafter import Drafter
 from .options import TrainOptions, wrong
+from .outlook import outlook
+from .progress import EVERY, Progress
 from .target import Target, load_target
 from .trainer import Trainer
 
@@ -67,13 +69,17 @@ def train_draft(
 
     Raises:
         OutriderError: the typed error for what does not fit.
-        KeyboardInterrupt: Ctrl-C; `options.resume` goes on from the checkpoint.
+        KeyboardInterrupt: Ctrl-C; `options.resume` goes on from the checkpoint. SystemExit: SIGTERM, likewise.
     """
-    target, drafter, device = load(options, samples)
-    trainer = Trainer(drafter, target, samples, held_out, options, device)
-    begin()
-    measured = trainer.run(report)
-    drafter.export(Path(options.output))
+    with Progress(report, None if options.progress else EVERY) as progress:
+        progress.doing(lambda: f"loading {options.model}")
+        target, drafter, device = load(options, samples)
+        trainer = Trainer(drafter, target, samples, held_out, options, device)
+        begin()
+        for line in outlook(drafter, samples, held_out, trainer.steps, trainer.batches_per_epoch):
+            progress.say(line)
+        measured = trainer.run(progress)
+        drafter.export(Path(options.output))
     return measured
 
 

@@ -17,6 +17,7 @@ from .data import Batch
 from .options import reason, wrong
 
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_CHUNK = 256  # states whose logits are held at a time
 MISSING_EXTRA = "training with adapters needs peft: pip install 'outrider[train]'"
 
 
@@ -29,8 +30,33 @@ class Labels(NamedTuple):
     """[N] position p; token p + 1 is to be guessed."""
     weights: Tensor
     """[N] how much that guess counts, above 0."""
-    logits: Tensor
-    """[N, V] float32, the target's after position p."""
+    states: Tensor
+    """[N, H] the target's state at position p, as its head reads it."""
+    greedy: Tensor
+    """[N] the token that the target thinks most likely there."""
+
+
+class TargetHead:
+    """The target's lm_head, with its adapter if it has one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    def logits(self, states: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """[..., H] to float32 logits [..., V] of all tokens, or of `tokens` [V]."""
+        if tokens is None:
+            return self._module(states).float()
+        if type(self._module) is not nn.Linear:
+            return self._module(states)[..., tokens].float()
+        if self._rows is None or self._rows[0] is not tokens:
+            self._rows = tokens, self._module.weight[tokens]
+        bias = None if self._module.bias is None else self._module.bias[tokens]
+        return nn.functional.linear(states, self._rows[1], bias).float()
+
+    def greedy(self, states: Tensor) -> Tensor:
+        """[N, H] to the most likely tokens [N], a chunk at a time."""
+        return torch.cat([self.logits(rows).argmax(-1) for rows in states.split(_CHUNK)])
 
 
 class Features(NamedTuple):
@@ -43,6 +69,7 @@ class Features(NamedTuple):
     aux: tuple[Tensor, ...]
     """[B, T, H] each: what enters the chosen layers."""
     labels: Labels
+    head: TargetHead
 
 
 def import_peft() -> Any:
@@ -85,6 +112,7 @@ class Target:
         self._causal = causal
         self.config: Any = causal.config
         self.aux_layers = tuple(aux_layers)
+        self.head = TargetHead(causal.get_output_embeddings())
         self._before_norm: Tensor | None = None
         if self.num_layers in self.aux_layers:  # transformers gives the last one only after the final norm
             causal.base_model.norm.register_forward_pre_hook(self._keep)
@@ -108,6 +136,13 @@ class Target:
         return int(self.lm_head.shape[0])
 
     @property
+    def eos_tokens(self) -> list[int]:
+        """Tokens that end a text."""
+        given = getattr(self._causal.generation_config, "eos_token_id", None)
+        ids = [given] if isinstance(given, int) else list(given or ())
+        return [token for token in ids if 0 <= token < self.vocab_size]
+
+    @property
     def embeddings(self) -> Tensor:
         """[V, H], without any adapter."""
         return _plain_weight(self._causal.get_input_embeddings())
@@ -119,13 +154,19 @@ class Target:
 
     @property
     def last_layer(self) -> dict[str, Tensor]:
-        """The last decoder layer's weights by module, and the final norm's as "norm.weight"; without any adapter."""
+        """The last decoder layer's weights by module, without any adapter.
+
+        Besides "norm.weight", the final norm's, and "first_norm.weight", that which embeddings enter.
+        """
         decoder = self._causal.base_model
         weights = {
             name.replace(".base_layer", "").removeprefix("layers."): p.detach()
             for name, p in decoder.layers[-1].named_parameters()
             if "lora_" not in name
         }
+        first = getattr(decoder.layers[0], "input_layernorm", None)  # some models have none
+        if first is not None:
+            weights["first_norm.weight"] = first.weight.detach()
         return weights | {"norm.weight": decoder.norm.weight.detach()}
 
     @torch.no_grad()
@@ -141,8 +182,9 @@ class Target:
         aux = tuple(entering[layer] for layer in self.aux_layers)
         rows, positions = batch.weights[:, 1:].nonzero(as_tuple=True)
         weights = batch.weights[rows, positions + 1]
-        logits = self._causal.get_output_embeddings()(hidden[rows, positions]).float()
-        return Features(batch.ids, hidden, aux, Labels(rows, positions, weights, logits))
+        states = hidden[rows, positions]
+        labels = Labels(rows, positions, weights, states, self.head.greedy(states))
+        return Features(batch.ids, hidden, aux, labels, self.head)
 
 
 def _plain_weight(module: nn.Module) -> Tensor:

@@ -7,7 +7,8 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -19,36 +20,44 @@ from tqdm import tqdm
 
 from ...platform.core.errors import InvalidRequestError
 from .acceptance import Measured, measure
-from .data import Batch, Sample, collate, plan_epoch
+from .data import Sample, plan_batches, plan_epoch
 from .drafter import Drafter
+from .features import FeatureCache
 from .options import TrainOptions
+from .progress import Pace, Progress
 from .store import write_torch
 from .target import Target
 
 CHECKPOINT = Path("checkpoint") / "state.pt"
 LOG = "training_log.jsonl"
+_FIRST_STEPS = 4  # after which it is said how long the run will take
 
 
 class Interrupt:
-    """While open, the first Ctrl-C only sets `wanted`, so that a step is finished; a second one interrupts at once."""
+    """While open, the first Ctrl-C or SIGTERM only sets `wanted`, so that a step ends; a second interrupts at once."""
 
     def __init__(self) -> None:
-        self.wanted = False
-        self._before: Any = None
+        self.wanted: int | None = None
+        """The signal."""
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted:
+        if self.wanted is not None:
             raise KeyboardInterrupt
-        self.wanted = True
+        self.wanted = number
+
+    def error(self) -> BaseException:
+        """The exception that ends the process as the signal would have."""
+        return KeyboardInterrupt() if self.wanted == signal.SIGINT else SystemExit(128 + (self.wanted or 0))
 
 
 def rate_factor(step: int, steps: int, warmup: int) -> float:
@@ -82,64 +91,72 @@ class Trainer:
         options: TrainOptions,
         device: torch.device,
     ) -> None:
-        self._drafter, self._target, self._options, self._device = drafter, target, options, device
-        self._samples, self._held_out = samples, held_out
+        self._drafter, self._options, self._device = drafter, options, device
         self._folder = Path(options.output)
         self._optimizers = make_optimizers(drafter, options)
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
-        self.steps = options.steps or sum(
-            len(plan_epoch(samples, options.batch_tokens, options.seed, epoch)) for epoch in range(options.epochs)
-        )
+        limit = int(options.feature_cache * 2**30)
+        batches = plan_batches(samples, options.batch_tokens, options.seed)
+        self._learned = FeatureCache(target, samples, batches, limit, device, options.prompt_weight)
+        measured_on = plan_batches(held_out, options.batch_tokens, 0)
+        self._held_out = FeatureCache(target, held_out, measured_on, limit // 4, device)
+        self.steps = options.steps or options.epochs * len(batches)
 
-    def run(self, report: Callable[[str], None] = lambda line: None) -> Measured:
-        """Train to the end; `report` gets a line for each measurement. Returns the last one.
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps that pass over the samples once."""
+        return len(self._learned)
+
+    def run(self, progress: Progress) -> Measured:
+        """Train to the end; `progress` says each measurement, and how far the run is. Returns the last measurement.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; the checkpoint has been written.
+            KeyboardInterrupt: Ctrl-C; the checkpoint has been written. SystemExit: SIGTERM, likewise.
         """
         options = self._options
         first = self._load() if options.resume else 0
         self._drafter.train()
-        with (
-            Interrupt() as interrupt,
-            tqdm(
-                total=self.steps, initial=first, desc=options.method, unit="step", disable=not options.progress
-            ) as bar,
-        ):
-            measured = self._measure(first, None, report) if first == 0 else None
-            batches = self._batches(first)
+        shown = {"desc": options.method, "unit": "step", "disable": not options.progress}
+        with Interrupt() as interrupt, tqdm(total=self.steps, initial=first, **shown) as bar:
+            progress.doing(lambda: f"measuring the untrained {options.method} on held-out samples")
+            measured = self._measure(first, None, progress) if first == 0 else None
+            pace = Pace(first, self.steps)
+            progress.doing(pace.describe)
             recent: list[float] = []
-            for step in range(first, self.steps):
-                recent = [*recent[-49:], self._step(step, next(batches))]
+            saved = time.monotonic()
+            for step, number in zip(range(first, self.steps), self._order(first), strict=False):
+                began = time.monotonic()
+                recent = [*recent[-49:], self._step(step, number)]
                 done = step + 1
+                pace.note(done, recent, self._learned.tokens(number), time.monotonic() - began)
+                if done == first + _FIRST_STEPS:
+                    progress.say(pace.describe())
                 if done % options.eval_every == 0 or done == self.steps:
-                    measured = self._measure(done, sum(recent) / len(recent), report)
-                shown = f", acceptance {measured.acceptance_length:.2f}" if measured else ""
-                bar.set_postfix_str(f"loss {sum(recent) / len(recent):.4f}{shown}", refresh=False)
+                    measured = self._measure(done, sum(recent) / len(recent), progress)
+                ending = f", acceptance {measured.acceptance_length:.2f}" if measured else ""
+                bar.set_postfix_str(f"loss {sum(recent) / len(recent):.4f}{ending}", refresh=False)
                 bar.update()
-                if interrupt.wanted or done % options.save_every == 0 or done == self.steps:
+                due = time.monotonic() - saved > 60 * options.save_minutes or done == self.steps
+                if due or interrupt.wanted or (options.save_every and done % options.save_every == 0):
                     self._save(done)
+                    saved = time.monotonic()
                 if interrupt.wanted and done < self.steps:
-                    raise KeyboardInterrupt
-        # A run that had ended before: there is nothing left to train, and the log is complete.
-        return measured if measured is not None else self._measure(self.steps, None, report, log=False)
+                    raise interrupt.error()
+            # A run that had ended before: there is nothing left to train, and the log is complete.
+            return measured if measured is not None else self._measure(self.steps, None, progress, log=False)
 
-    def _batches(self, first: int) -> Iterator[Batch]:
-        """Batches from step `first` on."""
-        skipped = 0
-        for epoch in count():
-            plan = plan_epoch(self._samples, self._options.batch_tokens, self._options.seed, epoch)
-            for indices in plan:
-                skipped += 1
-                if skipped > first:
-                    yield collate([self._samples[i] for i in indices], self._device, self._options.prompt_weight)
+    def _order(self, first: int) -> Iterator[int]:
+        """Numbers of the batches from step `first` on."""
+        size = len(self._learned)
+        for epoch in count(first // size):
+            yield from plan_epoch(size, self._options.seed, epoch)[first % size if epoch == first // size else 0 :]
 
-    def _step(self, step: int, batch: Batch) -> float:
+    def _step(self, step: int, number: int) -> float:
         factor = rate_factor(step, self.steps, self._options.warmup)
         for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * factor
         with self._precision():
-            loss = self._drafter.loss(self._target.features(batch))
+            loss = self._drafter.loss(self._learned[number])
         if not bool(torch.isfinite(loss)):
             raise InvalidRequestError(f"the loss is not finite at step {step + 1}; a lower --lr may help", param="lr")
         loss.backward()
@@ -153,17 +170,14 @@ class Trainer:
         """Products in bfloat16 where that is asked for."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")
 
-    def _measure(self, step: int, loss: float | None, report: Callable[[str], None], *, log: bool = True) -> Measured:
-        options = self._options
-        plan = plan_epoch(self._held_out, options.batch_tokens, 0, 0)
-        batches = (collate([self._held_out[i] for i in indices], self._device) for indices in plan)
-        rng = torch.get_rng_state()
+    def _measure(self, step: int, loss: float | None, progress: Progress, *, log: bool = True) -> Measured:
+        options, rng = self._options, torch.get_rng_state()
         with self._precision():
-            measured = measure(self._drafter, self._target, batches, options.k)
+            measured = measure(self._drafter, (self._held_out[n] for n in range(len(self._held_out))), options.k)
         torch.set_rng_state(rng)
         if log:
             self._log(step, loss, measured)
-        report(
+        progress.say(
             f"step {step}/{self.steps}: held-out loss {measured.loss:.4f}, acceptance length "
             f"{measured.acceptance_length:.3f} of {options.k + 1}, per position "
             + " ".join(f"{share:.2f}" for share in measured.per_position)

@@ -112,30 +112,36 @@ def test_training_writes_a_head_a_log_and_a_checkpoint(command, tmp_path, capsys
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_generated_completions_are_the_engines_and_are_kept(command, target, tmp_path, monkeypatch):
+def test_generated_completions_are_the_engines_and_are_kept(command, target, tmp_path, monkeypatch, capsys):
     from outrider import LLM, SamplingParams
 
-    monkeypatch.setattr(train_draft, "_CHUNK", 6)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Tell {n} of {n}"}) + "\n" for n in range(14)))
     arguments = command("--generate", "--max-tokens", 9, data=prompts)
-    chunks = []
+    queued = []
     real = LLM.generate
 
-    def generate(self, given, *rest, **more):
-        chunks.append(len(given))
-        if len(chunks) == 2:
-            raise KeyboardInterrupt
-        return real(self, given, *rest, **more)
+    def generate(self, given, *rest, on_output, **more):
+        queued.append(len(given))
+        done = []
+
+        def stop(number, output):
+            on_output(number, output)
+            done.append(number)
+            if len(queued) == 1 and len(done) == 6:
+                raise KeyboardInterrupt
+
+        return real(self, given, *rest, on_output=stop, **more)
 
     monkeypatch.setattr(LLM, "generate", generate)
     assert main(arguments) == 130
     file = tmp_path / "out" / "generated.jsonl"
     kept = file.read_text()
-    assert kept.count("\n") == 6
+    assert 0 < kept.count("\n") <= 6
+    assert "generating 14 answers of at most 9 tokens" in capsys.readouterr().out
     file.write_text(kept + '{"prompt_token_ids": [1, 2')  # as if it had been stopped while it wrote
     assert main([*arguments, "--resume"]) == 0
-    assert chunks == [6, 6, 6, 2]
+    assert queued == [14, 14 - kept.count("\n")]  # all at once: the engine's batch stays full
     monkeypatch.setattr(LLM, "generate", real)
     assert file.read_text().startswith(kept)
     lines = [json.loads(line) for line in file.read_text().splitlines()]

@@ -9,7 +9,16 @@ from transformers import AutoTokenizer
 
 from outrider.models.demo import demo_model_path
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
-from outrider.spec_decode.training.data import Reader, Sample, collate, frequent_tokens, hold_out, plan_epoch
+from outrider.spec_decode.training.data import (
+    Reader,
+    Sample,
+    choose_vocab_size,
+    collate,
+    frequent_tokens,
+    hold_out,
+    plan_batches,
+    plan_epoch,
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +106,15 @@ def test_files_that_give_nothing(reader, tmp_path):
 def test_batches_hold_every_sample_once_and_fit():
     rng = Random(3)
     samples = [Sample([1] * rng.choice((3, 9, 40, 200)), 1) for _ in range(300)]
-    plans = [plan_epoch(samples, 128, seed=1, epoch=epoch) for epoch in (0, 0, 1)]
+    batches = plan_batches(samples, 128, seed=1)
+    assert batches == plan_batches(samples, 128, seed=1) != plan_batches(samples, 128, seed=2)
+    plans = [plan_epoch(len(batches), seed=1, epoch=epoch) for epoch in (0, 0, 1)]
     assert plans[0] == plans[1] != plans[2]
-    for batch in plans[2]:
+    assert sorted(plans[2]) == list(range(len(batches)))
+    for batch in batches:
         lengths = [len(samples[i].token_ids) for i in batch]
         assert max(lengths) * len(lengths) <= 128 or len(batch) == 1
-    assert sorted(i for batch in plans[2] for i in batch) == list(range(300))
+    assert sorted(i for batch in batches for i in batch) == list(range(300))
 
 
 def test_weights_of_tokens():
@@ -120,6 +132,18 @@ def test_hold_out_and_vocabulary():
         hold_out(samples, 10, seed=0)
     assert frequent_tokens([Sample([1, 9, 9, 4, 9, 4, 3], 1)], 2) == [4, 9]
     assert frequent_tokens([Sample([1, 9], 1)], 4) == [0, 1, 2, 9]
+    assert frequent_tokens([Sample([1, 9], 1)], 2, always=[5]) == [5, 9]
+
+
+def test_large_vocabularies_are_reduced():
+    """The smallest of three sizes that covers samples which did not count; a small vocabulary stays whole."""
+    few, many = [Sample(list(range(8000)), 0)] * 16, [Sample(list(range(20000)), 0)] * 16
+    rare = [Sample([30000 + i] * 100, 0) for i in range(16)]  # each has tokens that no other has
+    assert choose_vocab_size(few, 16384) == 16384
+    assert choose_vocab_size(few, 49152) == choose_vocab_size([], 49152) == 8192
+    assert choose_vocab_size(many, 49152) == 32768
+    assert choose_vocab_size(many, 20000) == 20000
+    assert choose_vocab_size(rare, 49152) == 32768
 
 
 def test_features_are_what_enters_the_layers(samples, read_batch, folders):
@@ -134,13 +158,13 @@ def test_features_are_what_enters_the_layers(samples, read_batch, folders):
     for layer, tensor in zip((0, 3, 4), features.aux, strict=True):
         assert torch.equal(tensor, entering[layer])
     labels = features.labels
-    assert torch.allclose(labels.logits, wanted.logits[labels.rows, labels.positions], atol=1e-5)
+    assert torch.allclose(features.head.logits(labels.states), wanted.logits[labels.rows, labels.positions], atol=1e-5)
     learned = [
         (row, p - 1) for row, s in enumerate(samples[:3]) for p in range(max(1, s.num_prompt_tokens), len(s.token_ids))
     ]
     assert list(zip(labels.rows.tolist(), labels.positions.tolist(), strict=True)) == learned
     # the samples are the target's own greedy texts
-    assert (labels.logits.argmax(-1) == features.ids[labels.rows, labels.positions + 1]).all()
+    assert (labels.greedy == features.ids[labels.rows, labels.positions + 1]).all()
 
 
 def test_the_adapter_changes_features_and_not_the_shared_weights(samples, read_batch, folders):

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from outrider.platform.core.errors import InvalidRequestError, OutriderError
+from outrider.spec_decode.training import run as run_module
 from outrider.spec_decode.training import target as target_module
 from outrider.spec_decode.training.acceptance import rounds_of, summarize
+from outrider.spec_decode.training.data import plan_batches
 from outrider.spec_decode.training.run import train_draft
-from outrider.spec_decode.training.target import choose_aux_layers, import_peft
+from outrider.spec_decode.training.target import Target, choose_aux_layers, import_peft
 from outrider.spec_decode.training.trainer import rate_factor
 
 from .counting import counting_samples, save_counting_target
@@ -51,8 +53,16 @@ def log_of(options):
         return [json.loads(line) for line in file]
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa", "draft-lora"])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(method, options, samples, folders, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        ("eagle3", signal.SIGTERM),
+        ("eagle", signal.SIGINT),
+        ("medusa", signal.SIGINT),
+        ("draft-lora", signal.SIGTERM),
+    ],
+)
+def test_a_resumed_run_ends_like_an_uninterrupted_one(method, number, options, samples, folders, tmp_path):
     more = {"draft": folders.draft, "adapter": folders.adapter} if method == "draft-lora" else {}
     unroll = 2 if method in ("eagle3", "eagle") else None
     whole = options(method, output=str(tmp_path / "whole"), unroll=unroll, **more)
@@ -62,12 +72,13 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(method, options, samples, 
 
     def stop(line):
         if line.startswith("step 3/"):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    before = signal.getsignal(number)
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
         train_draft(parts, samples[8:], samples[:8], report=stop)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert isinstance(ended.value, KeyboardInterrupt) or ended.value.code == 128 + number
+    assert signal.getsignal(number) is before
     assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["checkpoint", "training_log.jsonl"]
     with open(tmp_path / "parts" / "training_log.jsonl", "a") as file:  # a measurement after the checkpoint
         file.write('{"step": 4}\n{"step": 1, "lo')
@@ -83,6 +94,55 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(method, options, samples, 
     a, b = (read(tmp_path / name / file) for name in ("whole", "parts"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_checkpoints_come_by_time(options, samples, tmp_path):
+    """A run that is killed goes on from the last one; without a number of steps between them."""
+
+    def kill(line):
+        if line.startswith("step 3/"):
+            raise RuntimeError("killed")
+
+    chosen = options(save_every=None, save_minutes=0.0)
+    with pytest.raises(RuntimeError, match="killed"):
+        train_draft(chosen, samples[8:], samples[:8], report=kill)
+    assert torch.load(tmp_path / "checkpoint" / "state.pt", weights_only=True)["step"] == 2
+    train_draft(dataclasses.replace(chosen, resume=True), samples[8:], samples[:8])
+    assert [line["step"] for line in log_of(chosen)] == [0, 3, 6]
+
+
+def test_kept_features_change_nothing(options, samples, tmp_path, monkeypatch):
+    """In a second epoch the target is not run again, and the head is the same bit for bit."""
+    runs, real = [], Target.features
+    monkeypatch.setattr(Target, "features", lambda *args: (runs.append(1), real(*args))[1])
+    for gib in (0.0, 1.0, 2e-4):
+        out = tmp_path / str(gib)
+        train_draft(options(output=str(out), feature_cache=gib, steps=10), samples[8:], samples[:8])
+    heads = [(tmp_path / str(gib) / "model.safetensors").read_bytes() for gib in (0.0, 1.0, 2e-4)]
+    assert heads[0] == heads[1] == heads[2]
+    batches = len(plan_batches(samples[8:], 256, 0)), len(plan_batches(samples[:8], 256, 0))
+    counts = [10 + 5 * batches[1], sum(batches)]  # step 0, 3, 6, 9 and 10 measure
+    some = sum(runs) - sum(counts)
+    assert counts[1] < some < counts[0]
+
+
+def test_a_run_says_how_far_it_is(options, samples, monkeypatch):
+    """The size of it and what is too little at the start, how long it takes after a few steps, and signs of life."""
+    lines = []
+    monkeypatch.setattr(run_module, "EVERY", 0.0)
+    train_draft(options(steps=30, eval_every=30), samples[8:], samples[:8], report=lines.append)
+    text = "\n".join(lines)
+    learned = sum(len(s.token_ids) - s.num_prompt_tokens for s in samples[8:])
+    assert f"in 30 steps, 7.5 times over {learned:,} tokens of 32 samples" in text
+    assert f"warning: {learned:,} tokens to learn from are few" in text
+    assert "warning: 30 steps over" in text
+    assert re.search(
+        r"^step 4 of 30: loss \d+\.\d+, .* s a step, [\d,]+ tokens/s, about \d+ s left$", text, re.MULTILINE
+    )
+    assert any(line.startswith("loading") for line in lines)
+    lines.clear()
+    train_draft(options(steps=1, progress=True), samples[8:], samples[:8], report=lines.append)
+    assert not any(line.startswith("loading") for line in lines)  # there is a bar
 
 
 def test_a_run_that_is_over_stays_as_it_is(options, samples, tmp_path):

@@ -1,33 +1,53 @@
 """The losses by their definitions, chunks and windows that change nothing, and where heads begin."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 from outrider.spec_decode.training import drafter as drafter_module
 from outrider.spec_decode.training.build import new_drafter
 from outrider.spec_decode.training.data import collate
-from outrider.spec_decode.training.drafter import greedy_tokens, soft_cross_entropy, weighted_mean
+from outrider.spec_decode.training.drafter import Step, Wanted, greedy_tokens, soft_cross_entropy
 
 
-def test_soft_cross_entropy_in_chunks(monkeypatch):
-    hidden, head = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
-    target, weights = torch.randn(7, 11), torch.tensor([1.0, 1, 0.5, 1, 0.25, 1, 1])
-    each = F.cross_entropy(hidden @ head.T, target.softmax(-1), reduction="none")
-    wanted = (each * weights).sum() / weights.sum()
-    wanted_gradients = torch.autograd.grad(wanted, (hidden, head))
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_soft_cross_entropy_in_chunks(monkeypatch, decay):
+    """Loss and gradients against the plain definition, for steps that guess at different labels, one at none."""
+    weight, weights = torch.randn(11, 5, requires_grad=True), torch.tensor([1.0, 1, 0.5, 1, 0.25, 1, 1])
+    target = torch.randn(7, 11)
+    indices = [torch.arange(7), torch.tensor([1, 2, 5, 6]), torch.tensor([], dtype=torch.long)]
+    hidden = [torch.randn(len(index), 5, requires_grad=True) for index in indices]
+    means = []
+    for states, index in zip(hidden, indices, strict=True):
+        each = F.cross_entropy(states @ weight.T, target[index].softmax(-1), reduction="none")
+        means.append((each * weights[index]).sum() / weights[index].sum() if len(index) else states.sum())
+    plain = sum(decay**n * mean for n, mean in enumerate(means)) / sum(decay**n for n in range(3))
+    gradients = torch.autograd.grad(3 * plain, (*hidden, weight))
     for elements in (1 << 20, 22, 1):
         monkeypatch.setattr(drafter_module, "_CHUNK_ELEMENTS", elements)
-        loss = soft_cross_entropy(lambda rows: rows @ head.T, hidden, target, weights)
-        assert torch.allclose(loss, wanted)
-        for got, expected in zip(torch.autograd.grad(loss, (hidden, head)), wanted_gradients, strict=True):
+        wanted = Wanted(7, lambda first, last: target[first:last].softmax(-1))
+        steps = [Step(states, index) for states, index in zip(hidden, indices, strict=True)]
+        loss = soft_cross_entropy(steps, weight, wanted, weights, decay)
+        assert torch.allclose(loss, plain)
+        for got, expected in zip(torch.autograd.grad(3 * loss, (*hidden, weight)), gradients, strict=True):
             assert torch.allclose(got, expected, atol=1e-6)
-        tokens = greedy_tokens(lambda rows: rows @ head.T, hidden, 11)
-        assert torch.equal(tokens, (hidden @ head.T).argmax(-1))
+        tokens = greedy_tokens(lambda rows: rows @ weight.T, hidden[0], 11)
+        assert torch.equal(tokens, (hidden[0] @ weight.T).argmax(-1))
 
 
-def test_weighted_mean():
-    losses = iter([torch.tensor(1.0), torch.tensor(3.0), torch.tensor(5.0)])
-    assert abs(float(weighted_mean(losses, 0.5)) - (1 + 1.5 + 1.25) / 1.75) < 1e-6
+def test_a_draft_vocabulary_changes_the_softmax_alone(options, samples, read_batch):
+    """The loss over fewer tokens is the plain one of the labels whose greedy token is among them."""
+    target, features = read_batch(samples[:5], None)
+    head = new_drafter(options(unroll=2, step_decay=0.5, draft_vocab_size=8), target, samples)
+    tokens, greedy = head.vocabulary, features.labels.greedy
+    assert 0 < torch.isin(greedy, tokens).sum() < len(greedy)
+    assert torch.equal(head.lm_head_weight, target.lm_head[tokens])
+    losses = []
+    for states, index in head.steps(features, 2):
+        kept = torch.isin(greedy[index], tokens)
+        wanted = target.head.logits(features.labels.states[index[kept]])[:, tokens].softmax(-1)
+        losses.append(float(F.cross_entropy(head.logits(states[kept]), wanted).detach()))
+    assert abs(float(head.loss(features).detach()) - (losses[0] + 0.5 * losses[1]) / 1.5) < 1e-4
 
 
 def test_loss_is_the_mean_over_steps_and_labels(options, samples, read_batch):
@@ -37,7 +57,7 @@ def test_loss_is_the_mean_over_steps_and_labels(options, samples, read_batch):
     losses = []
     for states, index in head.steps(features, 3):
         logits = head.logits(states)
-        wanted = features.labels.logits[index].softmax(-1)
+        wanted = target.head.logits(features.labels.states[index]).softmax(-1)
         losses.append(
             float(torch.stack([-(q * x.log_softmax(-1)).sum() for q, x in zip(wanted, logits, strict=True)]).mean())
         )
@@ -59,9 +79,15 @@ def test_what_prompts_weigh_does_not_change_guesses(options, samples, read_batch
 
 
 def test_a_head_begins_as_the_targets_last_layer(options, samples, read_batch):
-    target, _ = read_batch(samples[:1], None)
+    target, features = read_batch(samples[:1], None)
+    drafter = new_drafter(options(intermediate_size=20), target, samples)
+    assert torch.equal(drafter.start(features), features.aux[-1])
+    first, last = (target._causal.base_model.layers[layer] for layer in (0, -1))
+    with torch.no_grad():
+        first.input_layernorm.weight.mul_(2), last.input_layernorm.weight.mul_(3)
     head = dict(new_drafter(options(intermediate_size=20), target, samples).named_parameters())
-    last = target._causal.base_model.layers[-1]
+    assert torch.equal(head["layers.0.input_layernorm.weight"], first.input_layernorm.weight)
+    assert torch.equal(head["layers.0.hidden_norm.weight"], last.input_layernorm.weight)
     assert torch.equal(head["layers.0.mlp.up_proj.weight"], last.mlp.up_proj.weight[:20])
     assert torch.equal(head["layers.0.mlp.down_proj.weight"], last.mlp.down_proj.weight[:, :20])
     assert torch.equal(head["layers.0.self_attn.q_proj.weight"][:, 32:], last.self_attn.q_proj.weight)
@@ -78,6 +104,6 @@ def test_eagle_learns_states_and_tokens(options, samples, read_batch):
     labels = features.labels
     wanted = features.hidden[labels.rows[index], labels.positions[index]]
     regression = float(F.smooth_l1_loss(states, wanted))
-    tokens = float(F.cross_entropy(states @ target.lm_head.T, labels.logits[index].softmax(-1)))
+    tokens = float(F.cross_entropy(states @ target.lm_head.T, target.head.logits(labels.states[index]).softmax(-1)))
     assert abs(float(states_only.loss(features)) - regression) < 1e-4
     assert abs(float(both.loss(features)) - regression - 0.1 * tokens) < 1e-4
