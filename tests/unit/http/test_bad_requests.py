@@ -94,7 +94,7 @@ def test_stream_refuses_prompt_logprobs(http):
     ("content", "extra", "param", "figures"),
     [
         ("x" * 59, {}, "messages", "65 tokens (64 in the messages, 1 in the completion)"),
-        ("x" * 99, {}, "messages", "104 characters"),
+        ("x" * 99, {}, "messages", "105 tokens (104 in the messages"),
         ("x" * 40, {"max_completion_tokens": 30}, "max_completion_tokens", "75 tokens (45 in the messages, 30 in"),
     ],
 )
