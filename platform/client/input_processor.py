@@ -189,8 +189,8 @@ class InputProcessor:
             raise PromptTooLongError.of(limit, num_tokens, param="prompt")
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int, param: str = "prompt") -> list[int]:
-        """Token ids of a text. Where its beginning alone has more than twice `most`, the rest is not looked at: what a
-        cut in a text changes in the tokens before it is far less than that.
+        """Token ids of a text. Where its beginning alone has a quarter more than `most`, the rest is not looked at: a
+        cut changes the few tokens before it.
 
         Raises:
             PromptTooLongError: so many tokens; those of a shorter text are for the caller to count.
@@ -199,7 +199,7 @@ class InputProcessor:
             size = most * FIRST_PIECE_CHARS
             while len(text) > size:
                 count = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
-                if count > 2 * most:
+                if count > most + max(64, most // 4):
                     raise PromptTooLongError(
                         f"This model's maximum context length is {self._info.max_model_len} tokens. However, the first "
                         f"{size} of {len(text)} characters of the {param} have {count} tokens; at most {most} are "

@@ -43,13 +43,13 @@ def _find_text(text: str, rendered: str, start: int) -> int | None:
 
     Templates trim and escape texts, and take out switches ("/no_think"), tags and reasoning: none of these is missed.
     """
-    text = text.strip().casefold()
-    place = rendered.find(text, start)
+    whole = text.strip().casefold()
+    place = rendered.find(whole, start)
     if place >= 0:
-        return place + len(text)
+        return place + len(whole)
     text = text.rpartition("</think>")[2]
     for escape in (str, _as_json, _as_ascii_json, html.escape):
-        end = _find_words(escape(text).split(), rendered, start)
+        end = _find_words(escape(text).casefold().split(), rendered, start)
         if end is not None:
             return end
     return None

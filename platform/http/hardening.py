@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import sys
 from collections.abc import Sequence
 
 from starlette.middleware.cors import CORSMiddleware
@@ -63,6 +65,13 @@ class HeldBody:
         """Give all of it back; a second call does nothing."""
         self._memory.free += self._taken
         self._taken = 0
+
+
+def give_back_memory() -> None:
+    """Give what has been freed back to the system; glibc keeps it else in the pieces that it was taken in."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

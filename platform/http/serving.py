@@ -21,7 +21,7 @@ from .adapter_policy import AdapterPolicy
 from .bounds import MAX_VALUES
 from .config import ServerConfig
 from .errors import EngineUnavailableError
-from .hardening import BODIES_IN_MEMORY, BodyMemory
+from .hardening import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .messages import num_chars
 from .metrics import Metrics
 from .observation import current_note
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _LONG_TEXT = 1500
 """Characters above which a prompt is tokenized in a thread, so that other streams go on: about 2 ms of work."""
+_HUGE_TEXT = 50_000
+"""Characters whose tokenizing takes tens of megabytes, which are given back to the system at once."""
 _PIECE_CHARS = 50
 """Each prompt, and each message, costs as much as so many characters beside its own."""
 MAX_TOKENIZED = 1 << 15
@@ -165,7 +167,13 @@ class Serving:
 
     async def _beside(self, num_chars: int, work: Callable[[], T]) -> T:
         """Call `work`, in a thread when it takes more than about a millisecond: tokenizers let others run."""
-        return await asyncio.to_thread(work) if num_chars > _LONG_TEXT else work()
+        if num_chars <= _LONG_TEXT:
+            return work()
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            if num_chars > _HUGE_TEXT:
+                await asyncio.to_thread(give_back_memory)
 
     async def chat_prompt(
         self, messages: list[dict[str, Any]], request: TemplateFields, lora: LoRA | None = None

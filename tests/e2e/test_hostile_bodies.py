@@ -33,8 +33,8 @@ HUGE = {
     "names": b"{" + b",".join(b'"%d":1' % i for i in range(SIZE // 11)) + b"}",
 }
 """For a field."""
-OTHERS = ("texts", "objects", "names")
-"""One of them for each field, beside a text and numbers: all are counted before anybody looks at the field's name."""
+LISTS = ("numbers", "texts", "objects", "names")
+"""One of them for each field, beside a text: they are counted before anybody looks at the field's name."""
 WHOLE = {
     "unknown fields": b"{" + b",".join(b'"u%d":1' % i for i in range(SIZE // 12)) + b"}",
     "long name": b'{"' + b"n" * SIZE + b'":1}',
@@ -44,7 +44,7 @@ WHOLE = {
     "escapes": b'{"n":"' + b'\\"' * (SIZE // 2) + b'"}',
     "not JSON": b"[" * SIZE,
 }
-"""For each route."""
+"""Half of them for each route."""
 SMALL = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
@@ -117,7 +117,7 @@ def cases(document: dict) -> Iterator[Case]:
             fields = content["application/json"]["schema"]["properties"]
             for index, field in enumerate(fields):
                 rest = {name: value for name, value in SMALL.get(path, {}).items() if name != field}
-                for kind in ("text", "numbers", OTHERS[index % len(OTHERS)]):
+                for kind in ("text", LISTS[index % len(LISTS)]):
                     body = b"%s%s%s:%s}" % (
                         json.dumps(rest).encode()[:-1],
                         b"," if rest else b"",
@@ -125,7 +125,7 @@ def cases(document: dict) -> Iterator[Case]:
                         HUGE[kind],
                     )
                     yield Case(method.upper(), where, f"{field}: {kind}", body)
-            for kind, body in WHOLE.items():
+            for kind, body in list(WHOLE.items())[len(path) % 2 :: 2]:
                 yield Case(method.upper(), where, kind, body)
 
 
