@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..platform.core.adapter_files import CONFIG_FILE, WEIGHT_FILES
 from ..platform.core.errors import AdapterError
 from ..platform.core.speculative_config import MODEL_METHODS
-from .peft_config import CONFIG_FILE, adapter_error, shown
+from .peft_config import adapter_error, shown
 from .plans import ReadPlans
-from .weights import DRAFTER, WEIGHT_FILES, FolderWeights, LoraWeights, ModuleShape, read_weights
+from .weights import DRAFTER, FolderWeights, LoraWeights, ModuleShape, read_weights
 
 __all__ = ["Adapter", "AdapterSource", "DraftTarget", "LoraWeights", "ModuleShape", "parse"]
 

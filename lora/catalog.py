@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..platform.core.errors import InvalidRequestError, InvalidUserInputError
+from ..platform.core.errors import AdapterError, InvalidRequestError, InvalidUserInputError, OutriderError
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
@@ -125,6 +125,21 @@ class Catalog:
             self._files.check(self._files.source(request))
         for request in requests:
             self._registry.register(request.name, self._files.source(request))
+
+    def error_of(
+        self, version: AdapterVersion, entry: HostEntry | None, error: OutriderError | None
+    ) -> OutriderError | None:
+        """Why what was read, or the reason that nothing was, cannot be the version's content; None: it can."""
+        if entry is not None:
+            if version.expected not in (None, entry.adapter.digest):
+                return changed_error(version.name)
+            try:
+                self._residency.check_fits(version.name, entry)
+            except AdapterError as caught:
+                return caught
+        elif isinstance(error, AdapterError) and version.expected is not None and not version.parts:
+            return changed_error(version.name, error.message)
+        return error
 
     def take_content(self, version: AdapterVersion, entry: HostEntry, seconds: float) -> None:
         """What was read, in so many seconds, is the version's content."""

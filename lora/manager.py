@@ -22,7 +22,6 @@ from ..platform.core.errors import AdapterError, OutriderError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .adapter import changed_error
 from .aging import LOOK_SECONDS, Aging
 from .capacity import count_rows
 from .catalog import Catalog, ReadAdapter
@@ -363,16 +362,8 @@ class AdapterManager:
 
     def _take(self, read: Read, num_reads: int) -> OutriderError | None:
         """What was read is the version's content, kept where there is room beside `num_reads` to come; or why not."""
-        version, entry, error = read.version, read.entry, read.error
-        try:
-            if entry is not None:
-                self._residency.check_fits(version.name, entry)
-        except AdapterError as caught:
-            error = caught
-        if entry is not None and version.expected not in (None, entry.adapter.digest):
-            error = changed_error(version.name)
-        elif isinstance(error, AdapterError) and version.expected is not None and not version.parts:
-            error = changed_error(version.name, error.message)
+        version, entry = read.version, read.entry
+        error = self._catalog.error_of(version, entry, read.error)
         if error is not None or entry is None:
             assert error is not None
             self._fail(version, error)

@@ -14,13 +14,12 @@ import torch
 from .peft_config import PeftConfig, adapter_error, read_config, shown
 from .plans import ReadPlans
 from .served import LoraWeights, StoredModule, StoredWeights, serve
-from .tensor_file import WEIGHT_FILES, TensorFile, open_tensors
+from .tensor_file import TensorFile, open_tensors
 from .tensor_keys import BASE, DRAFTER, MAGNITUDE, A, B, FileModule, ModuleShape, Owner, file_limits, group_keys
 
 __all__ = [
     "BASE",
     "DRAFTER",
-    "WEIGHT_FILES",
     "FolderWeights",
     "LoraWeights",
     "ModuleShape",

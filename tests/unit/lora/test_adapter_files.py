@@ -12,8 +12,8 @@ from outrider.lora.adapter import parse
 from outrider.lora.dora import BaseWeight
 from outrider.lora.served import StoredModule, StoredWeights, serve
 from outrider.lora.sites import AdapterSites
-from outrider.lora.tensor_file import WEIGHT_FILES
 from outrider.lora.tensor_header import InvalidFileError, read_header
+from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
 from .conftest import SIZES, make_linears, module, tensors, write_adapter

@@ -10,7 +10,7 @@ import torch
 
 from outrider.lora.adapter import DraftTarget, ModuleShape, parse
 from outrider.lora.sites import AdapterSites
-from outrider.lora.tensor_file import WEIGHT_FILES
+from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
 from .conftest import SIZES, make_linears, module, tensors, write_adapter

@@ -8,7 +8,7 @@ import torch
 from outrider.kernels.native import library
 from outrider.lora import plans, tensor_file, weights
 from outrider.lora.adapter import AdapterSource
-from outrider.lora.weights import WEIGHT_FILES
+from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
 from .conftest import tensors, write_adapter

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.lora.tensor_keys import EMBEDDING, LM_HEAD
-from outrider.lora.weights import WEIGHT_FILES
+from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
 from .conftest import HIDDEN, SIZES, module, tensors, write_adapter
