@@ -83,10 +83,7 @@ def _sampling_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Sa
         changes["prompt_logprobs"] = body.logprobs
     if _only_echo(body):
         changes["max_tokens"] = 1  # the engine always generates; the token is thrown away
-    params = body.sampling_params(defaults, **changes)
-    if body.max_tokens is None:
-        params.max_tokens = None  # the job decides, prompt by prompt
-    return params
+    return body.sampling_params(defaults, **changes)
 
 
 class _Completions:
