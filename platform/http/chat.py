@@ -93,10 +93,7 @@ def _sampling_params(serving: Serving, body: ChatCompletionRequest, defaults: Ma
         )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(defaults, logprobs=logprobs, max_tokens=max_tokens)
-    if max_tokens is None:
-        params.max_tokens = None  # up to the context's end, not the 16 of a completion
-    return params
+    return body.sampling_params(defaults, logprobs=logprobs, max_tokens=max_tokens)
 
 
 def _answer(body: ChatCompletionRequest, collected: Collected) -> dict[str, Any]:

@@ -89,10 +89,7 @@ def _sampling_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Sa
     if _only_scores(body):
         changes["max_tokens"] = 1  # the engine always generates; the token is thrown away
         changes.setdefault("prompt_logprobs", body.prompt_logprobs or 0)  # then the prompt may fill the context
-    params = body.sampling_params(defaults, **changes)
-    if body.max_tokens is None:
-        params.max_tokens = None  # the job decides, prompt by prompt
-    return params
+    return body.sampling_params(defaults, **changes)
 
 
 class _Completions:

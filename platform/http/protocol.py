@@ -148,10 +148,11 @@ class SamplingFields(LenientModel):
 
     def sampling_params(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
         """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
-        wrong one."""
+        wrong one. Without `max_tokens` in the request it is None, and the job decides, prompt by prompt."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
         given.update(changes)
-        return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+        known = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**defaults, "max_tokens": None, **known})
 
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)

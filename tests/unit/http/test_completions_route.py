@@ -305,6 +305,15 @@ def test_an_adapters_sampling_defaults_come_before_the_models(http, llm, tmp_pat
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
 
 
+def test_min_tokens_are_compared_with_the_max_tokens_that_hold(http, llm):
+    """Without max_tokens a chat answer may take the rest of the context, a completion 16 tokens."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "min_tokens": 20}
+    assert http.post("/v1/chat/completions", chat).status_code == 200
+    for stream in (False, True):
+        answer = http.post("/v1/completions", {"prompt": "x", "min_tokens": 20, "stream": stream})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "min_tokens")
+
+
 def test_null_means_not_given(http, llm):
     complete(http, temperature=None, max_tokens=None, stop=None, stream=None, logprobs=None, suffix=None)
     assert llm.calls[0]["params"].temperature == 1.0
