@@ -182,7 +182,9 @@ def test_the_dashboard_asks_for_what_there_is(watched, repo_root):
         if any(labels[name] for name in names):
             assert wanted <= have, expression
     unseen = {name.removesuffix("_total").removesuffix("_bucket") for name in asked}
-    left = {name for name in kinds if name.startswith("outrider:") and name not in unseen} - {"outrider:lora_requests_info"}
+    left = {name for name in kinds if name.startswith("outrider:") and name not in unseen} - {
+        "outrider:lora_requests_info"
+    }
     assert left == set(), "no metric is forgotten"
 
 

@@ -34,6 +34,13 @@ def test_only_admins_see_them(make_http):
     assert stats(http, **bearer("admin"))["server"]["state"] == "ready"
 
 
+def test_the_uptime_is_the_servers(http, monkeypatch):
+    """Not the time since the console was first looked at."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 5000)
+    assert 4990 < stats(http)["server"]["uptime"] < 5100
+
+
 def test_what_the_engine_says(http, llm):
     llm.num_restarts = 2
     llm.snapshot = EngineStats(
