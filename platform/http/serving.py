@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,6 +61,7 @@ class Serving:
     """One object a server, in `app.state.serving`; lives as long as the app."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, tenancy: Tenancy | None = None) -> None:
+        self.started = time.monotonic()
         self.llm = llm
         self.config = config
         self.tenancy = tenancy

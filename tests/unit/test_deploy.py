@@ -37,6 +37,21 @@ def parse(arguments: list[str]):
 # --- what is run ------------------------------------------------------------------------------------------------------
 
 
+def test_nothing_installs_the_package_by_its_name(deploy):
+    """No index has it: whoever registered the name there would be run. A checkout or a wheel is a path."""
+    installs = [
+        line
+        for file in sorted(deploy.rglob("*"))
+        if file.is_file()
+        for line in file.read_text().splitlines()
+        if re.search(r"pip3? install", line)
+    ]
+    assert len(installs) >= 4
+    by_name = re.compile(r"""install\b[^`]*[\s'"]outrider(?=[\s'"\[=<>~]|$)""")
+    assert by_name.search("/opt/outrider/bin/pip install 'outrider[serve]'")
+    assert [line for line in installs if by_name.search(line)] == []
+
+
 def unit_lines(deploy: Path) -> list[tuple[str, str]]:
     text = (deploy / "systemd/outrider.service").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith(("#", "["))]

@@ -1,4 +1,4 @@
-"""`/console`, which is open and holds no data, and `/admin/v1/stats`, which admins alone may read."""
+"""`/` and `/console`, which are open and hold no data, and `/admin/v1/stats`, which admins alone may read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from .... import __version__
 from ..serving import require_admin, serving_of
 from .assets import Assets
 from .protocol import Stats
 from .statistics import MAX_HISTORY, Statistics
 
 router = APIRouter()
+_ROUTES = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"),
+    *("/health", "/version", "/metrics", "/openapi.json", "/console"),
+)
+"""Named to a program that asks for `/`; `/openapi.json` has all."""
+
+
+@router.get("/", include_in_schema=False, response_model=None)
+async def root(request: Request) -> Response:
+    """A browser goes to the console; a program is told the routes."""
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("console", 307, {"Vary": "Accept"})  # relative: wherever a proxy has put it
+    return JSONResponse({"name": "Outrider", "version": __version__, "routes": _ROUTES}, headers={"Vary": "Accept"})
 
 
 @router.get("/console", include_in_schema=False, response_model=None)

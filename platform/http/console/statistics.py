@@ -58,7 +58,6 @@ class Statistics:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._started = time.monotonic()
         self._acceptance = AcceptanceTotals()
         self._gauges: dict[int, Gauges] = {}  # by second of the monotonic clock
         self._snapshot_at: float | None = None
@@ -160,7 +159,7 @@ class Statistics:
         return ServerFacts(
             state=self._serving.state,
             version=__version__,
-            uptime=now - self._started,
+            uptime=now - self._serving.started,
             engine_restarts=llm.num_restarts,
             snapshot_age=None if self._snapshot_at is None else now - self._snapshot_at,
             model=self._serving.models.base_name,

@@ -62,7 +62,7 @@ class Console:
     def tokens(self, turn: Locator) -> list[tuple[str, str]]:
         """(text, "drafted" or "sampled") of an answer's tokens."""
         spans = turn.locator(".token").evaluate_all("spans => spans.map(s => [s.textContent, s.className])")
-        return [(text, names.removeprefix("token ")) for text, names in spans]
+        return [(text, names.split()[1]) for text, names in spans]
 
     def adapter(self, name: str) -> Locator:
         """The row of an adapter."""

@@ -139,6 +139,41 @@ def test_a_conversation_goes_on_until_it_is_new(signed_in):
     ]  # fmt: skip
 
 
+def test_the_requests_settings_are_sent(signed_in):
+    bodies = []
+    page = signed_in.page
+    page.on("request", lambda r: bodies.append(r.post_data_json) if "chat" in r.url else None)
+    page.get_by_label("Max tokens").fill("4")
+    for index, (system, top_p, seed) in enumerate((("", "1", ""), ("Be brief.", "0.5", "7"))):
+        page.get_by_label("System prompt").fill(system)
+        page.get_by_label("Top-p").fill(top_p)
+        page.get_by_label("Seed").fill(seed)
+        signed_in.ask("Hello")
+        signed_in.answer(index)
+    plain, chosen = bodies
+    assert (plain["top_p"], "seed" in plain, plain["messages"][0]["role"]) == (1, False, "user")
+    assert (chosen["top_p"], chosen["seed"]) == (0.5, 7)
+    assert chosen["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_rounds_and_rejected_drafts(signed_in, api):
+    """A line stands before every token that comes behind one of the model's own, and nowhere else."""
+    signed_in.ask(QUESTION, "support")
+    turn = signed_in.answer()
+    names = turn.locator(".token").evaluate_all("spans => spans.map(s => s.className)")
+    begins = ["round" in name for name in names]
+    assert begins == [False, *("sampled" in name for name in names[:-1])]
+    widths = turn.locator(".token.round").evaluate_all("s => s.map(e => getComputedStyle(e).borderLeftWidth)")
+    assert set(widths) == {"1px"}
+    rejected = int(signed_in.figure("Drafts rejected").inner_text())
+    assert rejected > 0
+    expect(turn.locator(".turn-foot")).to_contain_text(f"{rejected} draft")
+    signed_in.page.get_by_label("Speculative decoding").uncheck()
+    signed_in.ask("Hello")
+    alone = signed_in.answer(1).locator(".token.round")
+    assert set(alone.evaluate_all("s => s.map(e => getComputedStyle(e).borderLeftWidth)")) <= {"0px"}
+
+
 def test_stop(signed_in, tenants):
     page = signed_in.page
     # An answer of this model is short: the page gets only its first event.
@@ -327,6 +362,11 @@ def test_a_phone_shows_everything_without_scrolling_sideways(open_tab, tenants, 
         ".filter(e => e.checkVisibility()).map(e => e.getBoundingClientRect().right))"
     )
     assert right <= 360
+    tab.ask(QUESTION, "support")
+    foot = tab.answer().locator(".turn-foot")
+    expect(foot).to_be_in_viewport()  # the page follows the answer to its last line
+    page.evaluate("window.scrollTo(0, document.documentElement.scrollHeight)")
+    expect(page.locator("#answer-stats dd").last).to_be_in_viewport(ratio=1)
 
 
 def test_nothing_is_asked_from_elsewhere_and_nothing_foreign_runs(signed_in, admin_key):

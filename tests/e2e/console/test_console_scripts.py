@@ -74,6 +74,7 @@ def test_an_open_server_asks_for_no_key(page):
     page.goto(f"{ADDRESS}/console")
     expect(page.get_by_role("heading", name="Overview")).to_be_visible()
     expect(page.get_by_label("Admin key")).to_be_hidden()
+    expect(page.get_by_role("button", name="Sign out")).to_be_hidden()
     expect(page.get_by_role("heading", name="Tenants")).to_be_hidden()
     expect(page.get_by_role("button", name="Load adapter")).to_be_disabled()
     expect(page.get_by_text(f"2 for one of the adapter places · 1 {XSS}")).to_be_visible()

@@ -1,6 +1,7 @@
 """`/admin/v1/stats`, in front of an engine that says what the test wants."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -32,6 +33,13 @@ def test_only_admins_see_them(make_http):
     assert http.get("/admin/v1/stats").status_code == 401
     assert http.get("/admin/v1/stats", **bearer("user")).status_code == 403
     assert stats(http, **bearer("admin"))["server"]["state"] == "ready"
+
+
+def test_the_uptime_is_the_servers(http, monkeypatch):
+    """Not the time since the console was first looked at."""
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 5000)
+    assert 4990 < stats(http)["server"]["uptime"] < 5100
 
 
 def test_what_the_engine_says(http, llm):

@@ -45,6 +45,18 @@ def test_version(http):
     assert http.get("/version").json() == {"version": outrider.__version__}
 
 
+def test_the_root_leads_a_browser_to_the_console_and_tells_programs_the_routes(http):
+    browser = http.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert (browser.status_code, browser.headers["location"]) == (307, "console")
+    assert http.get("/" + browser.headers["location"]).status_code == 200
+    told = http.get("/").json()
+    assert told["version"] == outrider.__version__
+    assert {"/v1/chat/completions", "/console"} <= set(told["routes"])
+    documented = http.get("/openapi.json").json()["paths"]
+    for path in told["routes"]:
+        assert path in documented or http.get(path).status_code == 200, path
+
+
 def test_request_ids_come_back(http):
     assert http.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
     assert http.get("/nowhere", headers={"X-Request-Id": "abc-2"}).headers["x-request-id"] == "abc-2"

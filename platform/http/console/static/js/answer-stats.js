@@ -3,7 +3,7 @@
 import { element, setText } from "./dom.js";
 import * as format from "./format.js";
 
-const NAMES = ["Acceptance length", "Tokens/s", "Time to first token", "Tokens", "Drafted", "Acceptance rate", "Prompt tokens"];
+const NAMES = ["Acceptance length", "Tokens/s", "Time to first token", "Tokens", "Drafted", "Drafts rejected", "Acceptance rate", "Prompt tokens"];
 const MAIN = 2; // of them are the most important
 
 export class AnswerStats {
@@ -16,6 +16,7 @@ export class AnswerStats {
   #drafted = 0;
   #length = null;
   #rate = null;
+  #rejected = null;
   #promptTokens = null;
 
   constructor(list) {
@@ -30,7 +31,7 @@ export class AnswerStats {
 
   begin() {
     this.#started = performance.now();
-    this.#first = this.#length = this.#rate = this.#promptTokens = null;
+    this.#first = this.#length = this.#rate = this.#rejected = this.#promptTokens = null;
     this.#latest = this.#tokens = this.#afterFirst = this.#drafted = 0;
     this.clear();
   }
@@ -52,6 +53,7 @@ export class AnswerStats {
   end(speculation, usage) {
     this.#length = speculation.acceptance_length;
     this.#rate = speculation.acceptance_rate;
+    this.#rejected = speculation.num_draft_tokens - speculation.num_accepted_tokens;
     this.#promptTokens = usage?.prompt_tokens ?? null;
     this.#show();
   }
@@ -66,6 +68,7 @@ export class AnswerStats {
     const first = this.#first === null ? null : (this.#first - this.#started) / 1000;
     [
       format.decimal(this.#length), format.rate(this.#speed), format.seconds(first), format.count(this.#tokens), drafted,
+      format.count(this.#rejected),
       format.percent(this.#rate), format.count(this.#promptTokens),
     ].forEach((text, i) => setText(this.#values[i], text));
   }
@@ -74,6 +77,7 @@ export class AnswerStats {
   summary() {
     const parts = [format.plural(this.#tokens, "token")];
     if (this.#speed) parts.push(`${format.rate(this.#speed)} tokens/s`);
+    if (this.#rejected) parts.push(`${format.plural(this.#rejected, "draft")} rejected`);
     if (this.#length) parts.push(`acceptance length ${format.decimal(this.#length)}`);
     return parts;
   }

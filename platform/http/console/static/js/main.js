@@ -26,7 +26,8 @@ async function signIn(key) {
   setKey(key);
   await live.start({ key });
   show(byId("login"), false);
-  for (const id of ["console", "sections", "state", "sign-out"]) show(byId(id), true);
+  for (const id of ["console", "sections", "state"]) show(byId(id), true);
+  show(byId("sign-out"), Boolean(key)); // an open server has nobody to sign out
   await models.start();
 }
 

@@ -63,7 +63,7 @@ class Playground {
     const turn = new Turn(model);
     const log = byId("turns");
     log.append(element("div", { className: "turn user", textContent: text }), turn.root);
-    log.scrollTop = log.scrollHeight;
+    turn.showEnd();
     prompt.value = "";
     this.#setBusy(true);
     try {
@@ -84,22 +84,23 @@ class Playground {
 
   async #stream(body, turn) {
     const aborter = (this.#aborter = new AbortController());
-    const log = byId("turns");
     this.#stats.begin();
     try {
       const response = await post("v1/chat/completions", body, { signal: aborter.signal });
       for await (const chunk of events(response)) {
-        const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+        const follows = turn.endIsSeen;
         const choice = chunk.choices[0];
         if (choice) this.#stats.count(turn.add(choice));
         if (chunk.metrics) this.#stats.end(chunk.metrics.speculative_decoding, chunk.usage);
-        if (follows) log.scrollTop = log.scrollHeight;
+        if (follows) turn.showEnd();
       }
     } catch (error) {
       if (error.name !== "AbortError") throw error;
       turn.finishReason = "stopped";
     } finally {
+      const follows = turn.endIsSeen;
       turn.end(this.#stats.summary());
+      if (follows) turn.showEnd();
     }
   }
 
@@ -113,10 +114,13 @@ class Playground {
 }
 
 function request(model, messages) {
+  const system = byId("system-prompt").value.trim();
   return {
     model,
-    messages,
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
     temperature: byId("temperature").valueAsNumber || 0,
+    top_p: byId("top-p").valueAsNumber || undefined,
+    seed: Number.isNaN(byId("seed").valueAsNumber) ? undefined : byId("seed").valueAsNumber,
     max_tokens: byId("max-tokens").valueAsNumber || 200,
     speculative: byId("speculative").checked ? undefined : false,
     stream: true,

@@ -4,6 +4,8 @@ import { element } from "./dom.js";
 import * as format from "./format.js";
 import { TokenSplitter } from "./tokens.js";
 
+const NEAR = 40; // pixels
+
 export class Turn {
   #splitter = new TokenSplitter();
   #text = element("div", { className: "turn-text" });
@@ -35,13 +37,28 @@ export class Turn {
     let span = this.#spans.get(token);
     if (!span) {
       const how = token?.drafted ? "drafted" : "sampled";
-      span = element("span", { className: `token ${how}` });
+      // A round ends with the token that the model samples behind the drafts that it accepts.
+      const begins = this.#last !== null && !this.#last.drafted;
+      span = element("span", { className: `token ${how}${begins ? " round" : ""}` });
       if (token) span.title = `${how} · ${format.percent(Math.exp(token.logprob))} likely`;
+      if (token?.drafted) this.root.classList.add("has-drafts"); // without any there are no rounds to see
       this.#spans.set(token, span);
       this.#text.append(span);
     }
     span.append(text);
     this.#last = token;
+  }
+
+  /** Whether the reader sees the end, or nearly: in the conversation and on the page, which scrolls on a phone. */
+  get endIsSeen() {
+    const log = this.root.parentElement;
+    if (log === null) return false; // of a conversation that is gone
+    const inLog = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+    return inLog && this.#foot.getBoundingClientRect().bottom < window.innerHeight + NEAR;
+  }
+
+  showEnd() {
+    this.#foot.scrollIntoView({ block: "nearest", behavior: "instant" });
   }
 
   end(summary) {
