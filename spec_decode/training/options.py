@@ -47,8 +47,8 @@ class TrainOptions:
     eval_data: str | None = _option(None, "samples to measure acceptance on (default: some of the data)", "data")
     held_out: int = _option(64, "without --eval-data: samples of the data to keep for measuring", "data")
     steps: int | None = _option(None, "steps to train (default: what the epochs make)", "training")
-    epochs: int = _option(2, "passes over the data, when --steps is not given", "training")
-    batch_tokens: int = _option(4096, "tokens in a step, padding included", "training")
+    epochs: int = _option(4, "passes over the data, when --steps is not given", "training")
+    batch_tokens: int = _option(2048, "tokens in a step, padding included", "training")
     lr: float = _option(1e-3, "highest learning rate (of AdamW)", "training")
     matrix_lr: float = _option(0.02, "the same for Muon", "training")
     optimizer: str = _option(

@@ -116,10 +116,10 @@ class Trainer:
         options = self._options
         first = self._load() if options.resume else 0
         self._drafter.train()
+        progress.doing(lambda: f"measuring the untrained {options.method} on held-out samples")
+        measured = self._measure(first, None, progress) if first == 0 else None  # there is nothing to save yet
         shown = {"desc": options.method, "unit": "step", "disable": not options.progress}
         with Interrupt() as interrupt, tqdm(total=self.steps, initial=first, **shown) as bar:
-            progress.doing(lambda: f"measuring the untrained {options.method} on held-out samples")
-            measured = self._measure(first, None, progress) if first == 0 else None
             pace = Pace(first, self.steps)
             progress.doing(pace.describe)
             recent: list[float] = []
