@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ from .adapter_sources import AdapterSources
 from .ipc import Call
 from .supervisor import EngineProcess
 
+_NO_FILES = "changed"
+"""The digest of no files: what is registered with it is refused when it is read."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,6 +30,7 @@ class AdapterClient:
         self._engine = engine
         self._sources = sources
         self._loaded: dict[str, Call] = {}  # as loaded, to load them again
+        self._digests: dict[str, str] = {}  # of what was loaded
         self.requests: dict[str, LoRARequest] = {}
         """What `load` has registered, by name, with local folders. To look at only."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -42,6 +47,7 @@ class AdapterClient:
                 call = Call(0, "load_adapter", lora=local, load_inplace=load_inplace, pinned=pinned)
                 info: AdapterInfo = await self._engine().call(call)
                 self._loaded[request.name], self.requests[request.name] = call, local
+                self._digests[request.name] = info.digest
             finally:
                 self._release(request.name)
             return info
@@ -79,7 +85,7 @@ class AdapterClient:
 
     async def load_again(self, engine: EngineProcess) -> None:
         """Register in an engine that has just started what the last one had; what cannot be read any more is
-        forgotten."""
+        forgotten; of what is another content by now the name remains, and its requests get the error for that."""
         again = dict(self._loaded)
         unread = [name for name, call in again.items() if call.method == "register_adapters"]
         try:  # thousands by one call; when one of them is gone, each by itself
@@ -92,7 +98,12 @@ class AdapterClient:
             pass
         for name, call in again.items():
             try:
-                await engine.call(call)
+                info: AdapterInfo | None = await engine.call(call)
+                if info is not None and info.digest != self._digests.get(name, info.digest):
+                    logger.error("The files of adapter %r have changed; load it again with load_inplace", name)
+                    await engine.call(Call(0, "unload_adapter", name=name))
+                    refused = dataclasses.replace(self.requests[name], digest=_NO_FILES)
+                    await engine.call(Call(0, "register_adapters", loras=[refused]))
             except EngineDeadError:
                 raise
             except OutriderError as error:
@@ -101,6 +112,7 @@ class AdapterClient:
 
     def _forget(self, name: str) -> None:
         self._loaded.pop(name, None)
+        self._digests.pop(name, None)
         self.requests.pop(name, None)
         self._release(name)
 

@@ -14,6 +14,8 @@ from .text import shorten
 
 MAX_ADAPTER_NAME = 256
 """Characters."""
+_MAX_HINTED = 64
+"""Characters of a name that an error says twice."""
 
 
 class ChosenAdapter(NamedTuple):
@@ -81,7 +83,7 @@ def adapter_of_model(models: ModelView, model: str | None) -> LoRA | None:
 def _hint(name: str) -> str:
     """How a weight is written, for a name that ends like one."""
     base, colon, number = name.rpartition(":")
-    if not (base and colon and len(name) <= MAX_ADAPTER_NAME and number.replace(".", "", 1).isdecimal()):
+    if not (base and colon and len(name) <= _MAX_HINTED and number.replace(".", "", 1).isdecimal()):
         return ""
     return f" (a weight has a decimal point and stands in a sum, such as '+{base}:0.5')"
 

@@ -171,7 +171,9 @@ class FakeEngine:
     ) -> AdapterInfo:
         self._check_name(request, load_inplace)
         assert (read if read is not None else self._read(request.path)) == request.path
-        info = AdapterInfo(request.name, request.path, "digest", 8, 8, "device", pinned)
+        content = os.path.join(request.path, "adapter_model.safetensors")
+        digest = open(content).read() if os.path.exists(content) else "digest"  # noqa: SIM115
+        info = AdapterInfo(request.name, request.path, digest, 8, 8, "device", pinned)
         self.adapters[request.name] = info
         return info
 
@@ -182,7 +184,9 @@ class FakeEngine:
             if request.path.startswith("once:"):
                 self._read(request.path)
         for request in requests:
-            self.adapters[request.name] = AdapterInfo(request.name, request.path, "", 0, 0, "disk", False)
+            self.adapters[request.name] = AdapterInfo(
+                request.name, request.path, "", 0, 0, "disk", draft=request.digest or ""
+            )
 
     def unload_adapter(self, name: str, mode: str = "drain") -> None:
         if name == "kills-when-unloaded":

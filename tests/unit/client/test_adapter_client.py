@@ -119,6 +119,32 @@ def test_what_was_fetched_is_registered_again_after_a_restart(spec, sources):
     asyncio.run(run())
 
 
+def test_files_that_changed_before_a_restart_are_not_taken(spec, sources, tmp_path):
+    """The name stays, with a digest that no files have: its requests are told to load it again."""
+    folders = {name: tmp_path / name for name in ("same", "other")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_text("old")
+
+    async def run() -> None:
+        async with AsyncLLM.from_spec(spec, sources) as llm:
+            for name, folder in folders.items():
+                await llm.load_adapter(LoRARequest(name, path=str(folder)))
+            (folders["other"] / "adapter_model.safetensors").write_text("new")
+            for number in (1, 2):
+                os.kill(llm.engine_pid, 9)
+                while llm.num_restarts < number or llm.state != "ready":
+                    await asyncio.sleep(0.01)
+                found = {info.name: (info.digest, info.draft) for info in await llm.list_adapters()}
+                assert found == {"same": ("old", ""), "other": ("", "changed")}
+            assert set(llm.adapters) == set(folders)
+            info = await llm.load_adapter(LoRARequest("other", path=str(folders["other"])), load_inplace=True)
+            assert info.digest == "new"
+
+    asyncio.run(run())
+
+
 def test_names_are_registered_without_a_load(spec, sources, tmp_path):
     """From a store too, and again after a restart: all by one call, or without those that are gone."""
 

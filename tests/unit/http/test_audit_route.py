@@ -7,6 +7,7 @@ import io
 import pytest
 from test_admin_routes import OPERATOR, Server
 
+from outrider.platform.core.adapter_files import files_digest
 from outrider.platform.tenancy.database import DatabaseUnavailableError
 from outrider.platform.tenancy.store import Store
 
@@ -58,3 +59,24 @@ def test_an_adapter_that_is_loaded_stays_so_when_the_record_fails(server, monkey
     server.key = OPERATOR
     assert load(server, "sql").status_code == 200
     assert "not in the database's audit: it is away" in caplog.text
+
+
+def test_a_load_is_remembered_with_its_files(server, tmp_path):
+    """By which the other servers of the database, and this one when it starts again, tell them from later ones."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    digests = []
+    for content in (b"one", b"two"):
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(content)
+        serving = server.app.state.serving
+        if serving.keeper is None:
+            server._runner.run(serving.follow_database())
+        body = {"lora_name": "x", "lora_path": str(folder), "load_inplace": True}
+        assert server.call("POST", "/v1/load_lora_adapter", body).status_code == 200
+        [stored] = server.tenancy.store.list_adapters()
+        digests.append(stored.digest)
+        assert stored.digest == files_digest(str(folder))
+    assert None not in digests
+    assert digests[0] != digests[1]
+    server._runner.run(serving.close())
