@@ -22,7 +22,7 @@ from .adapter_client import AdapterClient
 from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
-from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id
+from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, is_long
 from .ipc import Abort, Add
 from .news import News
 from .output_processor import OutputProcessor, RequestState
@@ -30,13 +30,6 @@ from .shared_prefixes import SharedPrefixes
 from .supervisor import Callbacks, EngineSpec, Supervisor
 
 logger = logging.getLogger(__name__)
-
-_LONG_TEXT = 1500
-"""Characters above which a prompt is tokenized in a thread, so that the event loop goes on."""
-_MANY = 20_000
-"""Token ids of a prompt above which they are checked in a thread."""
-_FEW = 20
-"""Entries of a parameter above which it is checked in a thread."""
 
 
 class AsyncLLM:
@@ -291,7 +284,7 @@ class AsyncLLM:
         lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
         lora = await self._adapters.localize(lora)
         processor = self.input_processor
-        if _is_long(prompt, params):
+        if is_long(prompt, params):
             return await asyncio.to_thread(processor.process, request_id, prompt, params, lora=lora, **options)
         return processor.process(request_id, prompt, params, lora=lora, **options)
 
@@ -382,15 +375,6 @@ class AsyncLLM:
         await self.start()
         stats: EngineStats = await self._adapters.call("stats")
         return stats
-
-
-def _is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
-    """Whether checking the request takes more than about a millisecond."""
-    text = _text_of(prompt)
-    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-    num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0
-    lists = () if params is None else (params.bad_words, params.allowed_token_ids, params.logit_bias)
-    return len(text or "") > _LONG_TEXT or num_ids > _MANY or any(len(value or ()) > _FEW for value in lists)
 
 
 def _text_of(prompt: Prompt) -> str | None:

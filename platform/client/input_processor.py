@@ -35,6 +35,13 @@ FIRST_PIECE_CHARS = 4
 """Characters of a long text that are tokenized at first, for each token that is allowed; then twice as many, and so
 on. Texts of people have 2 to 5 a token."""
 
+_LONG_TEXT = 1500
+"""Characters above which a prompt is tokenized in a thread, so that the event loop goes on."""
+_MANY = 20_000
+"""Token ids of a prompt above which they are checked in a thread."""
+_FEW = 20
+"""Entries of a parameter above which it is checked in a thread."""
+
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -267,6 +274,15 @@ class InputProcessor:
             for text in (word, " " + word.lstrip()):
                 sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         return list(sequences)
+
+
+def is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
+    """Whether checking the request takes more than about a millisecond."""
+    fields = prompt if isinstance(prompt, dict) else {"prompt": prompt} if isinstance(prompt, str) else {}
+    text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids") if fields else prompt
+    num_chars, num_ids = (len(value) if isinstance(value, Sequence) else 0 for value in (text, token_ids))
+    lists = () if params is None else (params.bad_words, params.allowed_token_ids, params.logit_bias)
+    return num_chars > _LONG_TEXT or num_ids > _MANY or any(len(value or ()) > _FEW for value in lists)
 
 
 def check_request_id(request_id: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from .errors import InvalidRequestError
 from .sampling_params import SamplingParams
@@ -36,8 +36,10 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
         check_token_ids("bad_words", word, vocab_size)
 
 
-def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary; `name` is the field they stand in."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(

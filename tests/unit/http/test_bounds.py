@@ -79,7 +79,11 @@ def test_each_row_of_the_table(http, llm, name):
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
     for value in (
         *([] if items is None else [[5] * (items + 1)]),
-        *([] if size is None else ["a" * (size + 1), ["a" * size, "b"], {"a": "b" * size}]),
+        *(
+            []
+            if size is None
+            else ["a" * (size + 1), ["a" * (size + (items or 0))], {"a": "b" * (size + (items or 0))}]
+        ),
     ):
         error = error_of(http.post("/v1/chat/completions", chat | {name: value}))
         assert error["param"] == name
