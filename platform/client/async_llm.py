@@ -23,7 +23,7 @@ from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
 from .event_loops import Done, in_event_loop, run_in
-from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id, takes_long, text_of
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id, is_long, text_of
 from .ipc import Abort, Add
 from .news import News
 from .output_processor import OutputProcessor, RequestState
@@ -298,7 +298,7 @@ class AsyncLLM:
         lora = await self._adapters.localize(lora)
         chosen = params if params is not None else Defaults(await self.sampling_defaults.of(lora))
         processor = self.input_processor
-        if takes_long(prompt, params):
+        if is_long(prompt, params):
             return await asyncio.to_thread(processor.process, request_id, prompt, chosen, lora=lora, **options)
         return processor.process(request_id, prompt, chosen, lora=lora, **options)
 

@@ -303,7 +303,7 @@ def text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def takes_long(prompt: Prompt, params: SamplingParams | None) -> bool:
+def is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
     """Whether checking a request takes more than about a millisecond, so that it belongs into a thread."""
     text = text_of(prompt)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt

@@ -121,6 +121,8 @@ def _token_ids(name: str, value: object, most: int | None = None) -> None:
         raise InvalidRequestError(f"{name} must be a list of token ids, got {shown(value)}", param=name)
     if most is not None:
         _length(name, value, most)
+    if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= MAX_SEED:
+        return
     for item in value:
         check_integer(name, item, 0)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from ..client.input_processor import is_long
 from ..core.adapter_names import label_text
 from ..core.errors import AuthenticationError, OutriderError, OverloadedError
 from ..core.logs import current_request_id
@@ -92,7 +93,7 @@ async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
         if not tenancy.directory.is_valid(job.principal):  # any more: there may have been a queue, or a slow body
             raise AuthenticationError("The API key has expired or has been revoked")
         job.granted = ticket.max_tokens
-        check_params(serving, job)
+        await check_params(serving, job)
         serving.check_ready()
         job.on_admitted()
         return Account(serving, tenancy, job, ticket)
@@ -101,17 +102,25 @@ async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
         raise
 
 
-def check_params(serving: Serving, job: Job) -> None:
+async def check_params(serving: Serving, job: Job) -> None:
     """Refuse parameters that the engine would refuse. All prompts share them, so the longest stands for all.
 
     Raises:
         InvalidRequestError: as the input processor's.
     """
     longest = max(range(len(job.prompts)), key=lambda i: len(job.prompts[i]))
-    params = job.params_of(longest, serving.llm.info.max_model_len)
-    serving.llm.input_processor.process(
-        job.request_id, job.prompts[longest], params, priority=job.priority, cache_salt=job.cache_salt
-    )
+    prompt = job.prompts[longest]
+
+    def check() -> None:
+        params = job.params_of(longest, serving.llm.info.max_model_len)
+        serving.llm.input_processor.process(
+            job.request_id, prompt, params, priority=job.priority, cache_salt=job.cache_salt
+        )
+
+    if is_long(prompt, job.params):
+        await asyncio.to_thread(check)
+    else:
+        check()
 
 
 class Account:

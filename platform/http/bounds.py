@@ -65,7 +65,7 @@ class Bound(NamedTuple):
     items: int | None = None
     """Entries of a list or object."""
     size: int | None = None
-    """Characters of a text; of a list or object, characters and values at all depths."""
+    """Characters of a text; of a list or object, characters and values at all depths, beside its own `items`."""
 
 
 _IDENTIFIER = Bound(size=MAX_SALT_CHARS)
@@ -198,7 +198,7 @@ def check_field(name: str, value: Any) -> None:
     elif isinstance(value, list | dict):
         if items is not None and len(value) > items:
             raise InvalidRequestError(f"{name} has {len(value)} entries; at most {items} are allowed", param=name)
-        if size is not None and not _fits(value, size):
+        if size is not None and not _fits(value, size + (items or 0)):
             raise InvalidRequestError(
                 f"{name} is too long: at most {size} characters and values are allowed in it", param=name
             )

@@ -154,7 +154,7 @@ class _ChatChunks:
                 )
         return chunks
 
-    def _first(self, index: int, event: Event) -> str:
+    def _first(self, index: int, event: Event) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -163,7 +163,7 @@ class _ChatChunks:
         }
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = event.output.prompt_token_ids
-        return dumps(choice)
+        return choice
 
     def _full(self, output: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {

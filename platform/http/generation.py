@@ -30,8 +30,6 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     if serving.tenancy is not None:
         return accounted(serving, serving.tenancy, job, lambda: _outputs(serving, job))
     job.on_admitted()
-    if len(job.prompts) > 1:
-        check_params(serving, job)  # none may start before it is known that all can
     return _outputs(serving, job)
 
 
@@ -82,6 +80,8 @@ def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[Reque
 
 async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     """The events of all prompts, each as soon as it comes. The first error ends all."""
+    if serving.tenancy is None:  # else it has been done
+        await check_params(serving, job)  # none may start before it is known that all can
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[Event]) -> None:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..core.errors import OutriderError
 from .accounting import limit_headers
-from .answers import OBJECTS, ascii_json, in_blocks, paused, write
+from .answers import OBJECTS, SCALARS, ascii_json, in_blocks, paused, write
 from .errors import ClientDisconnectedError, error_event
 from .generation import Totals
 from .job import Event
@@ -117,7 +117,8 @@ async def events_to_sse(
         totals.add(event)
         choices = encoder.choices(event)
         pieces = chain.from_iterable(writer.chunk(choice, totals) for choice in choices)
-        if sum(len(output.token_ids) for output in event.output.outputs) > OBJECTS:
+        new, prompt = event.output.outputs, event.output.prompt_token_ids
+        if sum(len(output.token_ids) for output in new) > OBJECTS or len(prompt) > SCALARS:
             async for data in in_blocks(paused(pieces)):
                 yield data
         else:

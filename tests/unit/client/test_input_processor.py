@@ -126,6 +126,7 @@ def test_siblings_share_what_they_do_not_change(processor: InputProcessor) -> No
         ("\ud800", {}, "prompt", ["Unicode"]),
         ({"prompt": "a", "cache_salt": "\ud800"}, {}, "cache_salt", ["Unicode"]),
         ({"prompt": "a", "cache_salt": 5}, {}, "cache_salt", ["string"]),
+        ({"prompt": "a", "cache_salt": "s" * 1025}, {}, "cache_salt", ["1025", "1024"]),
         ([5, VOCAB_SIZE], {}, "prompt", [str(VOCAB_SIZE), f"{VOCAB_SIZE} tokens"]),
         ([-1], {}, "prompt", ["-1"]),
         ("a", {"logprobs": 6}, "logprobs", ["6", "5"]),
