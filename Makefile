@@ -57,6 +57,7 @@ $(GPU_TRITON)/.stamp: | .venv/.dev.stamp
 
 kernels: $(GPU_TRITON)/.stamp ## Compile every Triton kernel as a machine with a GPU does
 	PYTHONPATH=$(GPU_TRITON) $(BIN)/python tools/compile_kernels.py --arch 90 --jobs 2 $(ARGS)
+	PYTHONPATH=$(GPU_TRITON) TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_triton_specialisations.py
 
 format: .venv/.dev.stamp ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.rms_norm import can_copy
+from ..kernels.rms_norm import adds_residuals, can_copy
 from ..kernels.silu_mul import silu_mul, silu_mul_invariant
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
@@ -73,6 +73,19 @@ class DecoderLayer:
         inner = self._silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
         return self.down.forward(inner, batch, residual=hidden)
 
+    def forward_deferred(
+        self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` where a norm adds what the projection before it gave: of hidden + delta [T, H], as such a pair."""
+        if delta is None:
+            normed = self.input_norm(hidden)
+        else:
+            normed, hidden = self.input_norm.add(delta, hidden)
+        qkv = self.qkv.forward(normed, batch)
+        attended = self._attention.forward_qkv(qkv, batch.rotation, self.qk_norm, kv, batch.attention, self._window)
+        normed, hidden = self.post_norm.add(self.o.forward(attended, batch), hidden)
+        return hidden, self.down.forward(self._silu_mul(self.gate_up.forward(normed, batch)), batch)
+
     def linears(self) -> list[Linear]:
         """In the order of the computation."""
         return [self.qkv, self.o, self.gate_up, self.down]
@@ -114,6 +127,7 @@ class Decoder:
         )
         self.attention = make_attention(spec, batch_invariant=config.batch_invariant)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, dtype=config.dtype, device=self.device)
+        self._adds_in_norms = adds_residuals(self.device) and not config.batch_invariant
         self.layers = [DecoderLayer(config, i, self.attention, self.device) for i in range(config.num_layers)]
         common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}
         self._embedding = Embedding(
@@ -162,6 +176,8 @@ class Decoder:
                 states; only where `can_copy` says so.
         """
         hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
+        if self._adds_in_norms and not copies:
+            return self._forward_deferred(hidden, batch, aux_layers)
         assert not copies or hidden.dtype == self.config.dtype, "what takes the copies counts on it"
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
@@ -171,6 +187,19 @@ class Decoder:
         last = len(self.layers)
         entering[last] = hidden
         return DecoderOutput(self._final_norm(hidden, copies.get(last)), tuple(map(entering.__getitem__, aux_layers)))
+
+    def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
+        """`forward` with a launch less a projection: norms add the residual stream."""
+        entering: dict[int, Tensor] = {}
+        delta: Tensor | None = None
+        for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
+            if index in aux_layers:
+                hidden, delta = hidden if delta is None else hidden + delta, None
+                entering[index] = hidden
+            hidden, delta = layer.forward_deferred(hidden, delta, batch, kv)
+        assert delta is not None, "there is a layer"
+        normed, entering[len(self.layers)] = self._final_norm.add(delta, hidden)
+        return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, device
 
-from ..dispatch import use_triton
+from ..dispatch import has_triton, use_triton
 from . import torch as _torch
 from .native import can_copy, rms_norm_copying
 from .native import rms_norm as _native
 from .torch import NormWeight, prepare
 
-__all__ = ["NormWeight", "add_rms_norm", "can_copy", "prepare", "rms_norm", "rms_norm_copying", "rms_norm_invariant"]
+__all__ = [
+    "NormWeight",
+    "add_rms_norm",
+    "adds_residuals",
+    "can_copy",
+    "prepare",
+    "rms_norm",
+    "rms_norm_copying",
+    "rms_norm_invariant",
+]
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
@@ -24,8 +33,13 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
     return _torch.rms_norm(x, weight) if y is None else y
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> Tensor:
-    """`rms_norm` of residual + x, both [T, H] of one dtype. The sum, rounded, replaces `residual`.
+def adds_residuals(target: device) -> bool:
+    """Whether `add_rms_norm` is one launch there, so that it saves the one of a sum."""
+    return target.type == "cuda" and has_triton()
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> tuple[Tensor, Tensor]:
+    """(`rms_norm` of the sum, the sum, rounded) of x and residual, both [T, H] of one dtype; new tensors.
 
     Raises:
         ValueError: x and residual differ in shape or dtype.
@@ -38,7 +52,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> Tensor:
 
         if _triton.serves(x, weight):
             return _triton.add_rms_norm(x, residual, weight)
-    return rms_norm(residual.add_(x), weight)
+    total = residual + x
+    return rms_norm(total, weight), total
 
 
 def rms_norm_invariant(x: Tensor, weight: NormWeight) -> Tensor:

@@ -19,7 +19,8 @@ _MAX_WIDTH = 65536
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x,  # [outer, inner, WIDTH]
-    residual,  # [outer * inner, WIDTH]; x is added to it first
+    residual,  # [outer * inner, WIDTH]; added to x first
+    total,  # [outer * inner, WIDTH], contiguous: that sum
     scale,  # [repeats, WIDTH] float32
     y,  # [outer * inner, WIDTH], contiguous
     root_square,  # eps * WIDTH
@@ -41,9 +42,9 @@ def _rms_norm_kernel(
     value = tl.load(x + starts[:, None] + columns[None, :], mask=inside, other=0.0)
     if HAS_RESIDUAL:
         place = residual + rows.to(tl.int64)[:, None] * residual_stride + columns[None, :]
-        total = value.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        value = total.to(value.dtype)
-        tl.store(place, value, mask=inside)
+        added = value.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        value = added.to(value.dtype)
+        tl.store(total + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :], value, mask=inside)
     wide = value.to(tl.float32)
     # Where |x|² overflows this is 1 / inf = 0, as in the reference.
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) + root_square)
@@ -59,7 +60,7 @@ def default_config(width: int) -> RMSNormConfig:
     return RMSNormConfig(max(1, 1024 // width), num_warps)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: NormWeight) -> Tensor:
+def _launch(x: Tensor, residual: Tensor | None, total: Tensor | None, weight: NormWeight) -> Tensor:
     width = x.shape[-1]
     wide = x if x.dim() == 3 else x.reshape(-1, x.shape[-2] if x.dim() > 3 else 1, width)
     if wide.stride(2) != 1:
@@ -73,6 +74,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: NormWeight) -> Tensor:
     _rms_norm_kernel[(triton.cdiv(num_rows, config.rows),)](
         wide,
         wide if residual is None else residual,
+        y if total is None else total,
         weight.scale,
         y,
         weight.root_value**2,
@@ -103,14 +105,15 @@ def serves(x: Tensor, weight: NormWeight) -> bool:
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
     """Normalise x [..., H], whose rows may be any distance apart; where it `serves`."""
-    return _launch(x, None, weight)
+    return _launch(x, None, None, weight)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> Tensor:
-    """residual [T, H] += x [T, H] in place; returns its norm. Where it `serves`."""
+def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> tuple[Tensor, Tensor]:
+    """(norm of the sum, the sum) of x [T, H] and residual [T, H], new tensors. Where it `serves`."""
     if residual.stride(1) != 1:
         raise ValueError(f"residual's rows must be contiguous, its strides are {residual.stride()}")
-    return _launch(x, residual, weight)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _launch(x, residual, total, weight), total
 
 
 _SIGNATURE = {
@@ -136,7 +139,13 @@ def compile_cases() -> list[CompileCase]:
     for dtype, width in shapes:
         for has_residual in (False, True):
             config = default_config(bucket(width))
-            tensors = {"x": f"*{dtype}", "residual": f"*{dtype}", "scale": "*fp32", "y": f"*{dtype}"}
+            tensors = {
+                "x": f"*{dtype}",
+                "residual": f"*{dtype}",
+                "total": f"*{dtype}",
+                "scale": "*fp32",
+                "y": f"*{dtype}",
+            }
             constants = {"WIDTH": width, "BLOCK": bucket(width), "ROWS": config.rows, "HAS_RESIDUAL": has_residual}
             name = f"rms_norm {dtype} w{width}{' residual' if has_residual else ''}"
             case = CompileCase(name, _rms_norm_kernel, tensors | _SIGNATURE, constants, config.num_warps)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.rms_norm import NormWeight, prepare, rms_norm, rms_norm_copying, rms_norm_invariant
+from ...kernels.rms_norm import NormWeight, add_rms_norm, prepare, rms_norm, rms_norm_copying, rms_norm_invariant
 from .weights import WeightSlot
 
 
@@ -47,6 +47,11 @@ class RMSNorm:
         if copy is not None:
             return rms_norm_copying(x, self._weight, copy)  # type: ignore[arg-type]  # as below
         return self._norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum) of x and residual [T, H]."""
+        assert self._weight is not None, "the loader left no slot empty"
+        return add_rms_norm(x, residual, self._weight)
 
     def share(self, other: RMSNorm) -> None:
         """Take the weight of `other`, a layer of the same shape that is loaded."""

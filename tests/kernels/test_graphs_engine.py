@@ -24,9 +24,10 @@ from outrider.kernels import sampling as kernels_sampling
 from outrider.kernels import silu_mul as kernels_silu_mul
 from outrider.kernels import verification as kernels_verification
 from outrider.kernels.late import OnDevice
+from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
 from outrider.kernels.sampling import triton as kernels_sampling_triton
 from outrider.lora import arena, batching, dora, preparing
-from outrider.models import attention
+from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import SequenceRows
 from outrider.models.decoder import Decoder
@@ -199,6 +200,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     for module in (arena, batching, dora, preparing):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
+    monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
     planner = triton_attention.Planner
     monkeypatch.setattr(
         triton_attention, "Planner", lambda shape, size, gpu, _, configs: planner(shape, size, gpu, 1, configs)
@@ -377,6 +379,7 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
     monkeypatch.setattr(kernels_rms_norm, "use_triton", lambda x: True)
+    monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
     monkeypatch.setattr(kernels_silu_mul, "use_triton", lambda x: True)
     monkeypatch.setattr(rehearsal, "LENGTHS", (20,))
     vocab = torch.zeros(1, VOCAB)  # launches are noted and nothing is computed
@@ -393,6 +396,8 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
         rehearse_prompts(scheduler, runner)
         rehearse_adapter(scheduler, runner, adapters, runner._model, ("", ()))
     assert {"shrink_kernel", "expand_kernel", "attention_kernel", "_rms_norm_kernel"} <= rehearsed.keys()
+    adds_residual = rms_norm_kernel.arg_names.index("HAS_RESIDUAL") - rms_norm_kernel.arg_names.index("WIDTH")
+    assert any(key.constants[adds_residual] for key in rehearsed["_rms_norm_kernel"])
     assert [info.name for info in adapters.list()] == loaded
     assert not scheduler.has_work()
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2)
