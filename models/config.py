@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 ACTIVATIONS = ("silu", "swish")
 
 # The largest integer that a field may have: what is beyond is a damaged file, and would take all memory, or time.
@@ -35,14 +36,24 @@ _MOST_SHOWN = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding; the fields after `factor` are used by "llama3" alone."""
+    """Rotary position embedding."""
 
     rope_type: str
     theta: float
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
     original_max_position_embeddings: float = 8192.0
+    """Of "llama3" and "yarn": the context length before the scaling."""
+    low_freq_factor: float = 1.0
+    """Of "llama3", as `high_freq_factor`."""
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    """Of "yarn": dimensions that turn more often than this in the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """Of "yarn": dimensions that turn less often are divided by the factor."""
+    truncate: bool = True
+    """Of "yarn": the bounds between them are whole dimensions."""
+    attention_factor: float = 1.0
+    """Of "yarn": cosines and sines are multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +69,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    """Context length in tokens: config.json's, times the factor of a linear rope scaling."""
+    """Context length in tokens: config.json's, times the factor of a linear or YaRN rope scaling."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -221,22 +232,52 @@ def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
     if given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
         raise _wrong("partial_rotary_factor", "other than 1 is not supported")
     numbers = {"theta": given.get("rope_theta", values.get("rope_theta", 10000.0))}
-    if rope_type != "default":
-        needed = ["factor"]
-        if rope_type == "llama3":
-            needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-        for name in needed:
-            if name not in given:
-                raise _wrong(field, f"of type {rope_type!r} lacks {name}")
-            numbers[name] = given[name]
-    return RopeConfig(rope_type=rope_type, **{name: _number(field, name, value) for name, value in numbers.items()})
+    needed = _ROPE_FIELDS.get(rope_type, ())
+    for name in needed:
+        if given.get(name) is None:
+            raise _wrong(field, f"of type {rope_type!r} lacks {name}")
+        numbers[name] = given[name]
+    if rope_type == "yarn":
+        optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+        numbers |= {name: given[name] for name in optional if given.get(name)}
+    read = {name: _number(field, name, value) for name, value in numbers.items()}
+    if rope_type == "yarn":
+        scales = read.pop("mscale", None), read.pop("mscale_all_dim", None)
+        read.setdefault("attention_factor", _yarn_attention_factor(read["factor"], *scales))
+        return RopeConfig(rope_type=rope_type, truncate=given.get("truncate") is not False, **read)
+    return RopeConfig(rope_type=rope_type, **read)
+
+
+_ROPE_FIELDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Scale of queries and keys (YaRN, Peng et al. 2023, section 3.4), of DeepSeek's two scales if given."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
 def _context_length(num_positions: int, rope: RopeConfig) -> int:
-    """Tokens that the embedding reaches. "llama3" comes with the scaled number in config.json, "linear" without."""
-    if rope.rope_type != "linear":
+    """Tokens that the embedding reaches.
+
+    config.json has the scaled number for "llama3", the unscaled one for "linear", and either for "yarn", whose scaling
+    has the unscaled one beside it. With "dynamic" it is the unscaled one: beyond it each token changes all keys.
+    """
+    if rope.rope_type == "linear":
+        reach = num_positions * rope.factor
+    elif rope.rope_type == "yarn":
+        reach = rope.original_max_position_embeddings * rope.factor
+    else:
         return num_positions
-    return max(1, int(min(num_positions * rope.factor, _MOST["max_position_embeddings"])))
+    return max(1, int(min(reach, _MOST["max_position_embeddings"])))
 
 
 def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> tuple[int | None, ...]:

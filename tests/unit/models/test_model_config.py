@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.models.config import stored_dtype
-from outrider.models.layers.rope import inverse_frequencies
+from outrider.models.layers.rope import RotaryEmbedding, inverse_frequencies
 from outrider.models.registry import config_from_hf, supported_architectures
 from outrider.platform.core.errors import UnsupportedModelError
 
@@ -53,7 +53,7 @@ def test_a_config_without_architectures_is_refused() -> None:
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters", "yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling", "dynamic"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling", "longrope"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling", "low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters", "flat"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "rope_parameters", "rope_theta|theta"),
@@ -144,13 +144,36 @@ def test_absent_and_null_fields_take_the_familys_defaults() -> None:
     assert read("Llama", rope_theta=1.0, rope_parameters={"rope_theta": 7.0}).rope.theta == 7.0
 
 
-def test_the_context_length_counts_a_linear_rope_scaling() -> None:
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"attention_factor": 1.2, "beta_fast": 16, "beta_slow": 2},
+        {"mscale": 1.0, "mscale_all_dim": 0.8},
+        {"truncate": False},
+    ],
+)
+def test_frequencies_of_yarn_are_those_of_transformers(extra: dict[str, Any]) -> None:
+    scaling = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096, **extra}
+    shape = {"hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 16384}
+    wanted, factor = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**shape, rope_parameters=scaling), torch.device("cpu"))
+    config = read("Llama", **shape, num_key_value_heads=8, rope_parameters=scaling)
+    torch.testing.assert_close(inverse_frequencies(config.rope, config.head_dim), wanted, rtol=1e-6, atol=0.0)
+    assert config.rope.attention_factor == pytest.approx(factor)
+    rope = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
+    assert rope.rotation(torch.tensor([0]), 1).cos.flatten()[0].item() == pytest.approx(factor)
+
+
+def test_the_context_length_counts_a_rope_scaling() -> None:
     def length(**scaling: Any) -> int:
         return read("Llama", max_position_embeddings=2048, rope_scaling=scaling).max_position_embeddings
 
     assert length(type="linear", factor=4.0) == 8192
     assert length(rope_type="linear", factor=2.5) == 5120
     assert length(rope_type="default") == 2048
+    assert length(rope_type="yarn", factor=4.0, original_max_position_embeddings=2048) == 8192
+    assert length(rope_type="yarn", factor=4.0, original_max_position_embeddings=512) == 2048
+    assert length(rope_type="dynamic", factor=4.0) == 2048
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
     assert length(rope_type="llama3", **llama3) == 2048
 
