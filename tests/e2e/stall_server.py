@@ -24,6 +24,7 @@ class Probe:
     async def answer(self) -> dict[str, float]:
         if self._task is None:
             self._task = asyncio.ensure_future(self._watch())
+        await asyncio.sleep(2 * TICK_SECONDS)  # the watch may not have seen the end of a standstill
         longest, self.longest = self.longest, 0.0
         return {"stall": longest, "memory": psutil.Process().memory_info().rss}
 

@@ -161,3 +161,26 @@ def test_each_field_of_each_route(victim):
     assert not problems, "\n".join(problems[:20])
     assert len({path for _, _, path, *_ in seen}) >= len(SMALL)
     assert growth < MAX_GROWTH
+
+
+WORK = {
+    "log-probabilities": {"n": 16, "max_tokens": 60, "logprobs": 20, "return_token_ids": True},
+    "log-probabilities of a prompt": {"prompt": "a b " * 500, "echo": True, "logprobs": 20, "prompt_logprobs": 20},
+    "stop strings": {"n": 16, "max_tokens": 60, "stop": ["e" * i + "b" * (128 - i) for i in range(64)]},
+    "bad words": {"prompt": ["a"] * 4, "bad_words": [f"bad {i}" for i in range(1000)]},
+    "biases": {"prompt": ["a"] * 100, "logit_bias": {str(i): 1 for i in range(1024)}},
+    "prompts": {"prompt": ["hello world"] * 300},
+    "salts": {"n": 128, "cache_salt": "s" * 1024, "user": "u" * 1024},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORK)
+def test_the_largest_that_is_served(victim, name):
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True} | WORK[name]
+    case = Case("POST", "/v1/completions", name, json.dumps(body).encode())
+    answer = victim.answer(case)
+    if answer.stall > MAX_STALL_SECONDS:
+        answer = victim.answer(case)
+    assert answer.status == 200, answer.content[:300]
+    assert answer.stall < MAX_STALL_SECONDS
