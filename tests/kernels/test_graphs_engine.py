@@ -19,33 +19,27 @@ pytest.importorskip("triton")
 from outrider import LoRARequest, SamplingParams
 from outrider.kernels import noise as kernels_noise
 from outrider.kernels import penalties as kernels_penalties
-from outrider.kernels import rms_norm as kernels_rms_norm
 from outrider.kernels import sampling as kernels_sampling
-from outrider.kernels import silu_mul as kernels_silu_mul
 from outrider.kernels import verification as kernels_verification
 from outrider.kernels.late import OnDevice
-from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
 from outrider.kernels.sampling import triton as kernels_sampling_triton
 from outrider.lora import arena, batching, dora, preparing
 from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import SequenceRows
-from outrider.models.decoder import Decoder
 from outrider.models.graphs import PassGraphs, PassLimits
 from outrider.platform.core.batch import StepPlan
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
-from outrider.platform.engine import rehearsal, sampler, setup
+from outrider.platform.engine import sampler, setup
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.model_runner import Launched, ModelRunner
-from outrider.platform.engine.rehearsal import rehearse_adapter, rehearse_prompts
 from outrider.platform.engine.warm_up import dummy, rehearse, step
 from outrider.spec_decode import drawing, verification
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.lanes import RowState
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
-from .compile_keys import recorded_keys
 
 VOCAB, HIDDEN, INNER = 96, 32, 48
 SHAPE = {
@@ -366,50 +360,3 @@ def test_nothing_of_sampling_is_left_to_compile_after_the_rehearsal(
         step(parts.scheduler, parts.runner)
     assert [request.num_output_tokens for request in requests] == [4] * 3
     assert launched - rehearsed == set()
-
-
-def test_nothing_is_left_to_compile_for_prompts_and_adapters(
-    files: dict[str, Path], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the rehearsal requests with adapters of other ranks, long prompts and steps of other sizes launch no kernel
-    that Triton would compile."""
-    if device == "cuda":
-        pytest.skip("the rehearsal has happened when the engine is there")
-    for module in (arena, batching, dora, preparing):
-        monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
-    monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
-    monkeypatch.setattr(kernels_rms_norm, "use_triton", lambda x: True)
-    monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
-    monkeypatch.setattr(kernels_silu_mul, "use_triton", lambda x: True)
-    monkeypatch.setattr(rehearsal, "LENGTHS", (20,))
-    vocab = torch.zeros(1, VOCAB)  # launches are noted and nothing is computed
-    monkeypatch.setattr(Decoder, "compute_logits", lambda model, hidden, *_, **__: vocab.repeat(len(hidden), 1))
-    parts = setup.build(
-        EngineArgs(
-            model=str(files["target"]), device="cpu", dtype="float32", load_format="dummy", max_model_len=128,
-            max_num_seqs=4, num_gpu_blocks_override=60, enable_lora=True, max_loras=3, max_lora_rank=20, seed=0,
-        )
-    )  # fmt: skip
-    scheduler, runner, adapters = parts.scheduler, parts.runner, parts.adapters
-    loaded = [adapters.load(LoRARequest(name, path=str(files[name])), pinned=True).name for name in ("narrow", "wide")]
-    with recorded_keys() as rehearsed:
-        rehearse_prompts(scheduler, runner)
-        rehearse_adapter(scheduler, runner, adapters, runner._model, ("", ()))
-    assert {"shrink_kernel", "expand_kernel", "attention_kernel", "_rms_norm_kernel"} <= rehearsed.keys()
-    adds_residual = rms_norm_kernel.arg_names.index("HAS_RESIDUAL") - rms_norm_kernel.arg_names.index("WIDTH")
-    assert any(key.constants[adds_residual] for key in rehearsed["_rms_norm_kernel"])
-    assert [info.name for info in adapters.list()] == loaded
-    assert not scheduler.has_work()
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2)
-    with recorded_keys() as launched:
-        for number, (name, length) in enumerate([("narrow", 30), ("wide", 3), (None, 18)]):
-            request = dummy(str(number), number, params, length)
-            request.lora = LoRARequest(name, path=str(files[name])) if name else None
-            adapters.resolve(request)
-            scheduler.add(request)
-            step(scheduler, runner)
-        while scheduler.has_work():
-            step(scheduler, runner)
-    assert len(rehearsed["shrink_kernel"]) <= 4  # by the inputs and slices of a site
-    for name, keys in launched.items():
-        assert keys <= rehearsed[name], (name, keys - rehearsed[name])

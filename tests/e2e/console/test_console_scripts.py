@@ -112,6 +112,28 @@ def test_what_ends_with_a_conversation_does_not_come_into_the_next(page):
     assert messages == [["One"], ["Two"]]
 
 
+def test_the_requests_settings_are_sent(page):
+    card = {"id": "m", "parent": None, "root": "/model"}
+    page.answers |= {"/admin/v1/stats": STATS, "/v1/models": {"object": "list", "data": [card]}}
+    page.goto(f"{ADDRESS}/console")
+    page.evaluate(ENDLESS_ANSWERS)
+    for system, top_p, seed in (("", "1", ""), ("Be brief.", "0.5", "7")):
+        page.get_by_label("System prompt").fill(system)
+        page.get_by_label("Top-p").fill(top_p)
+        page.get_by_label("Seed").fill(seed)
+        page.get_by_placeholder("Message").fill("Hello")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn-text")).to_have_text("so")
+        page.get_by_role("button", name="New conversation").click()
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    plain, chosen = page.evaluate("window.bodies")
+    assert (plain["top_p"], "seed" in plain, [m["role"] for m in plain["messages"]]) == (1, False, ["user"])
+    assert (chosen["top_p"], chosen["seed"]) == (0.5, 7)
+    assert chosen["messages"] == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"},
+    ]  # fmt: skip
+
+
 def test_every_state_of_the_server_is_explained(page):
     page.answers |= {"/v1/models": {"object": "list", "data": []}}
     for state in ("starting", "restarting", "draining", "stopped"):
