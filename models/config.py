@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -244,8 +244,8 @@ def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
     if rope_type == "yarn":
         scales = read.pop("mscale", None), read.pop("mscale_all_dim", None)
         read.setdefault("attention_factor", _yarn_attention_factor(read["factor"], *scales))
-        return RopeConfig(rope_type=rope_type, truncate=given.get("truncate") is not False, **read)
-    return RopeConfig(rope_type=rope_type, **read)
+    truncate = given.get("truncate") is not False
+    return replace(RopeConfig(rope_type=rope_type, theta=read.pop("theta"), truncate=truncate), **read)
 
 
 _ROPE_FIELDS = {
