@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -240,12 +240,12 @@ def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
     if rope_type == "yarn":
         optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
         numbers |= {name: given[name] for name in optional if given.get(name)}
-    read = {name: _number(field, name, value) for name, value in numbers.items()}
+    read: dict[str, Any] = {name: _number(field, name, value) for name, value in numbers.items()}
     if rope_type == "yarn":
         scales = read.pop("mscale", None), read.pop("mscale_all_dim", None)
         read.setdefault("attention_factor", _yarn_attention_factor(read["factor"], *scales))
-    truncate = given.get("truncate") is not False
-    return replace(RopeConfig(rope_type=rope_type, theta=read.pop("theta"), truncate=truncate), **read)
+        read["truncate"] = given.get("truncate") is not False
+    return RopeConfig(rope_type=rope_type, **read)
 
 
 _ROPE_FIELDS = {
