@@ -117,9 +117,9 @@ def _compile(case: CompileCase, arch: int) -> tuple[int, int, int]:
     names = list(case.kernel.arg_names)
     if list(case.signature) != names:
         raise ValueError(f"the signature must name {names}, in this order; got {list(case.signature)}")
-    constants = {name for name, kind in case.signature.items() if kind == "constexpr"}
-    if constants != set(case.constexprs):
-        raise ValueError(f"constexprs must be {sorted(constants)}; got {sorted(case.constexprs)}")
+    declared = {name for name, kind in case.signature.items() if kind == "constexpr"}
+    if declared != set(case.constexprs):
+        raise ValueError(f"constexprs must be {sorted(declared)}; got {sorted(case.constexprs)}")
     unspecialised = {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize}
     unaligned = {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize_on_alignment}
     if wrong := {name for name in case.ones if case.signature[name][0] != "i" or name in unspecialised}:
