@@ -86,7 +86,7 @@ BOUNDS: Mapping[str, Bound] = {
     "user": _IDENTIFIER,
     "prompt_cache_key": _IDENTIFIER,
     "safety_identifier": _IDENTIFIER,
-    "limits": Bound(size=1 << 20),
+    "limits": Bound(items=64, size=1 << 20),
     "chat_template": Bound(size=1 << 16),
     "chat_template_kwargs": Bound(size=1 << 14),
 }

@@ -31,10 +31,12 @@ HUGE = {
     "texts": b"[" + repeated(b'"a"') + b"]",
     "objects": b"[" + repeated(b'{"a":[]}') + b"]",
     "names": b"{" + b",".join(b'"%d":1' % i for i in range(SIZE // 11)) + b"}",
+    "as many nulls as a body may hold": b"[" + b",".join([b"null"] * 262_000) + b"]",
+    "as many names": b"{" + b",".join(b'"%d":1' % i for i in range(65_000)) + b"}",
 }
 """For a field."""
-LISTS = ("numbers", "texts", "objects", "names")
-"""One of them for each field, beside a text: they are counted before anybody looks at the field's name."""
+LISTS = tuple(kind for kind in HUGE if kind != "text")
+"""One of them for each field, beside a text."""
 WHOLE = {
     "unknown fields": b"{" + b",".join(b'"u%d":1' % i for i in range(SIZE // 12)) + b"}",
     "long name": b'{"' + b"n" * SIZE + b'":1}',
