@@ -131,8 +131,8 @@ def _compile(case: CompileCase, arch: int) -> tuple[int, int, int]:
         if (kind.startswith("*") and name not in unaligned)
         or (kind.startswith("i") and "stride" in name and name not in unspecialised)
     }
-    constants = case.constexprs | dict.fromkeys(case.ones, 1)
-    source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    values = case.constexprs | dict.fromkeys(case.ones, 1)
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = _resources(compiled.asm["cubin"])

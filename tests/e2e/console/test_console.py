@@ -125,7 +125,7 @@ def test_without_speculation_every_token_is_sampled(signed_in):
     signed_in.ask("Tell me about Paris.", "outrider-demo")
     assert {status for _, status in signed_in.tokens(signed_in.answer())} == {"sampled"}
     expect(signed_in.figure("Acceptance length")).to_have_text("–")
-    lines = signed_in.page.locator(".token.round").evaluate_all("s => s.map(e => getComputedStyle(e).borderLeftWidth)")
+    lines = signed_in.page.locator("#turns .round").evaluate_all("s => s.map(e => getComputedStyle(e).borderLeftWidth)")
     assert set(lines) == {"0px"}, "without drafts there are no rounds"
 
 
