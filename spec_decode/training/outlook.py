@@ -14,7 +14,8 @@ _FEW_TOKENS = 100_000
 """Learned tokens below which a draft vocabulary and a head know too few words: 85,000 of SmolLM2's answers had only 90%
 of the words of answers to other prompts."""
 _FEW_TRAINED = 500_000
-"""Trained tokens, counted in every epoch, below which a head of a 135M model was still learning fast."""
+"""Trained tokens, counted in every epoch, that a run should have: at a tenth of them the loss of SmolLM2's head still
+fell fast. Public heads see a hundred times as many."""
 _FEW_STEPS = 200
 """Steps below which warm-up and decay of the learning rate leave little between."""
 _COVERED = 0.97
@@ -51,6 +52,6 @@ def outlook(
         )
     if trained < _FEW_TRAINED or steps < _FEW_STEPS:
         yield (
-            f"warning: {steps:,} steps over {trained:,.0f} tokens are few; below {_FEW_STEPS} steps and "
-            f"{_FEW_TRAINED:,} tokens a head is still learning fast: give more --epochs or --steps"
+            f"warning: {steps:,} steps over {trained:,.0f} tokens are few; a head needs at least {_FEW_STEPS} steps and "
+            f"{_FEW_TRAINED:,} tokens: give more --epochs or --steps"
         )
