@@ -40,7 +40,7 @@ class AdapterSource(NamedTuple):
     draft_path: str | None = None
     """The draft weights' folder, when it was named; None: `DRAFT_FOLDER` of `path`, where it exists and fits."""
     digest: str | None = None
-    """Of the files as another server registered them (`files_digest`); None: nobody did."""
+    """Digest of the files as another server registered them (`files_digest`); None: no server did."""
 
     def matches(self, asked: AdapterSource) -> bool:
         """Whether a request that asks for `asked` means this; without a draft path it means the one registered."""

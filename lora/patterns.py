@@ -17,15 +17,15 @@ from ..platform.core.sampling_params import shown
 from .pacing import give_way
 
 MAX_PATTERNS = 1 << 14
-"""Of one field. A model with experts has some thousands of modules."""
+"""Patterns of one field. A model with experts has some thousands of modules."""
 MAX_EXPRESSIONS = 256
-"""Of these, regular expressions."""
+"""Regular expressions among the patterns of one field."""
 MAX_LENGTH = 1000
 """Characters of a pattern."""
 _MATCH_SECONDS = 0.1
-"""Of one match; some expressions take exponential time."""
+"""Seconds of one match; some expressions take exponential time."""
 _SECONDS = 0.5
-"""Of all the work with one adapter's expressions of a field: a thousand modules by 256 simple ones take half of it."""
+"""Seconds of all matches of one field: a thousand modules by 256 simple expressions take half of it."""
 _PLAIN = re.compile(r"\^?(?:[\w.-]|\\\.)+\$?", re.ASCII)
 
 

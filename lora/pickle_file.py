@@ -21,11 +21,11 @@ from .peft_config import adapter_error, shown
 from .tensor_header import FileLimits
 
 _ENTRY_BYTES = 160
-"""Of a tensor's entry in the archive's directory, at most."""
+"""Bytes of a tensor's entry in the archive's directory, at most."""
 _PICKLED_BYTES = 400
-"""Of a tensor's part of the pickle, at most."""
+"""Bytes of a tensor's part of the pickle, at most."""
 _OPERATIONS = 64
-"""Of a tensor's part of the pickle, at most."""
+"""Operations of a tensor's part of the pickle, at most."""
 _REST = 1 << 16
 """Bytes that a file has beside those of its tensors."""
 _END = struct.Struct("<4s4H2LH")

@@ -27,9 +27,9 @@ from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_heade
 # A header is a line of JSON for each tensor; an adapter of a large model has ten thousand of 150 bytes.
 _MAX_HEADER_BYTES = 16 << 20
 _METADATA_BYTES = 1 << 20
-"""Of a header, beside its tensors..."""
+"""Bytes of a header, beside its tensors."""
 _ENTRY_BYTES = 512
-"""...and for each of these, at most."""
+"""Bytes of a header for each of its tensors, at most."""
 _LENGTH_BYTES = 8
 """In front of the header: how long it is."""
 _PIECE = 1 << 17
@@ -70,7 +70,7 @@ class TensorFile(NamedTuple):
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
-    """Of a key; contiguous. To be called for shapes that were found right: the memory is taken now."""
+    """The tensor of a key; contiguous. To be called for shapes that were found right: the memory is taken now."""
     header: Header | None = None
     """Of a safetensors file."""
     fill: Callable[[memoryview, int], None] | None = None

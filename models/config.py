@@ -42,18 +42,18 @@ class RopeConfig:
     theta: float
     factor: float = 1.0
     original_max_position_embeddings: float = 8192.0
-    """Of "llama3" and "yarn": the context length before the scaling."""
+    """Context length before the scaling; used by "llama3" and "yarn"."""
     low_freq_factor: float = 1.0
-    """Of "llama3", as `high_freq_factor`."""
+    """Bound of the smooth band; used by "llama3", as `high_freq_factor`."""
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
-    """Of "yarn": dimensions that turn more often than this in the original context keep their frequency."""
+    """Dimensions that turn more often in the original context keep their frequency; used by "yarn"."""
     beta_slow: float = 1.0
-    """Of "yarn": dimensions that turn less often are divided by the factor."""
+    """Dimensions that turn less often are divided by the factor; used by "yarn"."""
     truncate: bool = True
-    """Of "yarn": the bounds between them are whole dimensions."""
+    """Both bounds are rounded to whole dimensions; used by "yarn"."""
     attention_factor: float = 1.0
-    """Of "yarn": cosines and sines are multiplied by it."""
+    """Factor of cosines and sines; used by "yarn"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

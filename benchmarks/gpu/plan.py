@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .report import Context
 
 SECONDS = 520.0
-"""Of a run, start and table included: machines with a GPU end a command after 600."""
+"""Seconds of a run, start and table included: machines with a GPU end a command after 600."""
 
 
 class Entry(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = "sections"
-"""Of the results' folder: NAME.json of each section."""
+"""The results' folder: NAME.json of each section."""
 
 
 class Section(NamedTuple):
@@ -120,12 +120,12 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def is_over(entry: dict[str, Any] | None) -> bool:
-    """Whether a section has come to its end, good or bad."""
+    """True when a section has come to its end, good or bad."""
     return entry is not None and "seconds" in entry
 
 
 def has_failed(entry: dict[str, Any]) -> bool:
-    """Whether a section broke off, or something is not as it must be."""
+    """True when a section broke off, or something is not as it must be."""
     return "traceback" in entry or any(row.get("passed") is False for row in entry["rows"])
 
 

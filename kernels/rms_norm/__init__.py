@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
 
 
 def adds_residuals(target: device) -> bool:
-    """Whether `add_rms_norm` is one launch there, so that it saves the one of a sum."""
+    """True where `add_rms_norm` is one launch, so that it saves the one of a sum."""
     return target.type == "cuda" and has_triton()
 
 

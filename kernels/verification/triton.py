@@ -271,7 +271,7 @@ def verify(
 
 
 def _constants(max_drafts: int) -> dict[str, int]:
-    """Those of a request's rows."""
+    """Compile-time sizes for a request's rows."""
     rows = max(_ROWS, triton.next_power_of_2(1 + max_drafts))
     return {"ROWS": rows, "SPLITS": _MAX_SPLITS, "PIECE": max(1, min(_MAX_SPLITS, _GATHERED // rows))}
 

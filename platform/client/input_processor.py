@@ -64,7 +64,7 @@ class Defaults(NamedTuple):
     """Parameters of a request that brings none. Its `max_tokens` are those that fit, at most."""
 
     fields: Mapping[str, Any] = MappingProxyType({})
-    """Of `SamplingParams`."""
+    """Fields of `SamplingParams`."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -304,7 +304,7 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
-    """Whether checking a request takes more than about a millisecond, so that it belongs into a thread."""
+    """True when checking a request takes more than about a millisecond, so that it belongs into a thread."""
     text = text_of(prompt)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0

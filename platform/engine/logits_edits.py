@@ -77,7 +77,7 @@ class EditTables:
         self.words = BadWords(params.bad_words_token_ids)
 
     def fits(self, request: Request) -> bool:
-        """Whether these are the tables of another sequence, too."""
+        """True when these are the tables of another sequence, too."""
         mine, its = self._params, request.params
         return self._eos_token_ids == request.eos_token_ids and all(
             getattr(mine, name) == getattr(its, name)

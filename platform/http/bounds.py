@@ -205,7 +205,7 @@ def check_field(name: str, value: Any) -> None:
 
 
 def _fits(value: Any, room: int) -> bool:
-    """Whether the characters and values in `value` are at most `room`; looks at no more than that."""
+    """True when the characters and values in `value` are at most `room`; looks at no more than that."""
     waiting = [value]
     while waiting and room >= 0:
         item = waiting.pop()

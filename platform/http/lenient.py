@@ -54,11 +54,11 @@ class Shape:
 
     scalars: frozenset[type] = frozenset()
     items: Shape | None = None
-    """Of a list."""
+    """Shape of a list's entries."""
     values: Shape | None = None
-    """Of an object with any names."""
+    """Shape of the values of an object with any names."""
     model: type[LenientModel] | None = None
-    """Of an object with fields."""
+    """Model of an object with fields."""
 
     def __or__(self, other: Shape) -> Shape:
         return Shape(

@@ -26,7 +26,7 @@ gateways that the deployment is broken."""
 
 
 def is_to_come(path: str) -> bool:
-    """Whether clients may expect a route that is not implemented."""
+    """True when clients may expect a route that is not implemented."""
     return any(path == route or path.startswith(f"{route}/") for route in TO_COME)
 
 

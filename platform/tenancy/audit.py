@@ -50,7 +50,7 @@ def write_row(connection: Connection, at: float, actor: Actor, action: str) -> N
 
 
 def forget_old_notes(connection: Connection, tenant: str) -> None:
-    """Of what a tenant did with adapters only the last `MAX_NOTES` rows are kept: it may do so all day."""
+    """From what a tenant did with adapters, only the last `MAX_NOTES` rows are kept: it may do so all day."""
     its = (audit.c.tenant == tenant) & or_(*(audit.c.action.startswith(f"{verb} adapter ") for verb in _NOTED))
     last = select(audit.c.id).where(its).order_by(audit.c.id.desc()).offset(MAX_NOTES).limit(1)
     found = connection.execute(last).scalar()

@@ -60,5 +60,5 @@ class StoredAdapter:
     draft_path: str | None = None
     pinned: bool = False
     digest: str | None = None
-    """Of the files that were loaded, see `adapter_files.files_digest`: no server takes others for them."""
+    """Digest of the files that were loaded, see `adapter_files.files_digest`: no server takes others for them."""
     created_at: float = 0.0

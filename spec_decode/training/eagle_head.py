@@ -212,7 +212,7 @@ class Eagle3Head(EagleHead):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """Those of `draft_tokens`."""
+        """Rows of the `draft_tokens`."""
         return None if self.shape.draft_vocab_size == self.shape.vocab_size else self._draft_tokens
 
     def start(self, features: Features) -> Tensor:
