@@ -52,6 +52,6 @@ def outlook(
         )
     if trained < _FEW_TRAINED or steps < _FEW_STEPS:
         yield (
-            f"warning: {steps:,} steps over {trained:,.0f} tokens are few; a head needs at least {_FEW_STEPS} steps and "
+            f"warning: {steps:,} steps over {trained:,.0f} tokens are few; a head needs {_FEW_STEPS} steps and "
             f"{_FEW_TRAINED:,} tokens: give more --epochs or --steps"
         )
