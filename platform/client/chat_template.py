@@ -16,6 +16,7 @@ from ..core.errors import InvalidRequestError
 from .template_checks import check_texts_arrive, check_tools_arrive
 
 _PROBE = "zqprobezq"
+"""Stands for a text."""
 _PAD = "\t \t"
 """Follows the text to be continued; where it is gone, the template trims the end of messages."""
 
@@ -89,13 +90,45 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
 
 
 def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, each with its content in the form that the template reads for its role."""
-    return [
-        message
-        if _reads_parts(tokenizer, template, message["role"])
-        else {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        for message in conversation
-    ]
+    """The messages, each with its content and its calls' arguments in the form that the template reads."""
+    result = []
+    for message in conversation:
+        if not _reads_parts(tokenizer, template, message["role"]):
+            message = {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if message.get("tool_calls") and _reads_arguments_as_text(tokenizer, template):
+            message = {**message, "tool_calls": [_with_arguments_as_text(call) for call in message["tool_calls"]]}
+        result.append(message)
+    return result
+
+
+def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+@lru_cache(maxsize=64)
+def _reads_arguments_as_text(tokenizer: Any, template: str | None) -> bool:
+    """Whether the template reads the arguments of a call as JSON text, and not as an object."""
+    as_parts = _reads_parts(tokenizer, template, "user")
+    user = {"role": "user", "content": [{"type": "text", "text": "a"}] if as_parts else "a"}
+    function: dict[str, Any] = {"name": "f", "arguments": {"a": _PROBE}}
+    call = {"id": "zqcallid9", "type": "function", "function": function}
+
+    def arrives(call: dict[str, Any]) -> bool:
+        messages = [
+            user,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "b", "tool_call_id": "zqcallid9"},
+        ]
+        try:
+            text: str = tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=False, tokenize=False
+            )
+        except Exception:  # whatever templates raise
+            return False
+        return _PROBE in text.replace(f"'{_PROBE}'", "")  # an object printed as it is is no JSON
+
+    return not arrives(call) and arrives(_with_arguments_as_text(call))
 
 
 @lru_cache(maxsize=64)

@@ -80,7 +80,7 @@ def adapter_of_model(models: ModelView, model: str | None) -> LoRA | None:
 
 def _hint(name: str) -> str:
     """How a weight is written, for a name that ends like one."""
-    base, colon, number = name.rpartition(":")
+    base, colon, number = name.removeprefix("+").rpartition(":")
     if not (base and colon and len(name) <= MAX_ADAPTER_NAME and number.replace(".", "", 1).isdecimal()):
         return ""
     return f" (a weight has a decimal point and stands in a sum, such as '+{base}:0.5')"

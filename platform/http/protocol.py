@@ -245,6 +245,10 @@ class LoadAdapterRequest(RequestModel):
     pinned: bool = False
     tenant: str | None = None
     """Whose adapter it is, for admins to say; without one it is shared by all. A tenant's own key says it by itself."""
+    base_model_name: str | None = None
+    """Written by clients that manage vLLM's adapters; there is one base model here."""
+    lora_int_id: int | None = None
+    """As for unloading."""
 
 
 class PinAdapterRequest(RequestModel):

@@ -132,6 +132,21 @@ def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcess
     assert prompt(processor, STRING, ("user", as_parts("a", "b"))) == "<|user|>a\nb</s><|assistant|>"
 
 
+@pytest.mark.parametrize(
+    "arguments", ["call.function.arguments", "'' + call.function.arguments", "call.function.arguments | tojson"]
+)
+def test_arguments_of_calls_are_json(processor: InputProcessor, arguments: str) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.id + call.function.name }}{{ " + arguments + " }}{% endfor %}{% endfor %}"
+    )
+    function = {"name": "weather", "arguments": '{"city":"Z\u00fcrich"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+    assert text == 'ac1weather{"city": "Z\u00fcrich"}'
+
+
 @pytest.mark.parametrize("template", REAL.values(), ids=REAL)
 def test_templates_in_use_raise_no_false_alarm(processor: InputProcessor, template: str) -> None:
     system = "  Answer in <b>two</b> lines: “é”.\n\tNo \"quotes\" & 'such'. /no_think\n"
