@@ -65,7 +65,7 @@ class AsyncLLM:
         self._args = spec.args
         self.sources = sources if sources is not None else AdapterSources()
         self.sampling_defaults = SamplingDefaults(spec.args.generation_config, self.sources)
-        """Of requests that leave parameters out."""
+        """Sampling parameters of requests that leave them out."""
         self._adapters = AdapterClient(lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
             spec,
@@ -157,7 +157,7 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is: model, dtype, limits. EngineDeadError before the first start."""
+        """Model, dtype and limits of the engine. EngineDeadError before the first start."""
         if self._info is None:
             raise EngineDeadError("the engine has not started")
         return self._info

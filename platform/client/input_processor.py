@@ -49,13 +49,13 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class RequestOptions(TypedDict, total=False):
-    """Whose a request is, and what it shares with others."""
+    """Tenant, priority and cache sharing of a request."""
 
     priority: int
     """Lower runs first: under the priority policy, and among a tenant's own under the fair one."""
     tenant: str
     weight: float
-    """Of the tenant under the fair policy: with twice the weight it is served twice as much."""
+    """Share of the tenant under the fair policy: with twice the weight it is served twice as much."""
     cache_salt: str
     """Requests share cached prefixes only with the same salt."""
 
@@ -64,7 +64,7 @@ class Defaults(NamedTuple):
     """Parameters of a request that brings none. Its `max_tokens` are those that fit, at most."""
 
     fields: Mapping[str, Any] = MappingProxyType({})
-    """Of `SamplingParams`."""
+    """Values of `SamplingParams` by field."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -87,7 +87,7 @@ class InputProcessor:
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
         self.shared_prefixes = SharedPrefixes()
-        """What all tenants may share; set by those who run the server, never by a request."""
+        """Prefixes that all tenants may share; set by those who run the server, never by a request."""
         self._info = info
         # A request's prompts share them, and so do its checks before and after it is admitted.
         self._tokenized_words = lru_cache(maxsize=8)(self._tokenize_words)
@@ -304,7 +304,7 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def takes_long(prompt: Prompt, params: SamplingParams | None) -> bool:
-    """Whether checking a request takes more than about a millisecond, so that it belongs into a thread."""
+    """True when checking a request takes more than about a millisecond, so that it belongs into a thread."""
     text = text_of(prompt)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0

@@ -62,7 +62,7 @@ class ServerConfig:
     """Options that were given and change nothing, with the reason: logged at the start."""
     log_level: str = "warning"
     uvicorn_log_level: str | None = None
-    """Of the web server alone; None: `log_level`."""
+    """Log level of the web server alone; None: `log_level`."""
     log_format: LogFormat = "text"
     log_requests: bool = False
     """One line for each request, without its text."""

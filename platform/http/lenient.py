@@ -50,15 +50,15 @@ class LenientModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """JSON that a field takes. Alternatives of a union are one shape."""
+    """Kinds of JSON that a field takes. Alternatives of a union are one shape."""
 
     scalars: frozenset[type] = frozenset()
     items: Shape | None = None
-    """Of a list."""
+    """Shape of a list's items."""
     values: Shape | None = None
-    """Of an object with any names."""
+    """Shape of the values of an object with any names."""
     model: type[LenientModel] | None = None
-    """Of an object with fields."""
+    """Model of an object with fields."""
 
     def __or__(self, other: Shape) -> Shape:
         return Shape(

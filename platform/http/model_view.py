@@ -65,7 +65,7 @@ class ModelView:
         )
 
     def is_adapter(self, name: str) -> bool:
-        """Whether an adapter has this name, or had it: what is in the name then means nothing. Also for the base."""
+        """True when an adapter or the base model has this name, or an adapter had it: it is no sum then."""
         try:
             self.resolve(name)
         except NotFoundError:
@@ -73,7 +73,7 @@ class ModelView:
         return True
 
     def was_adapter(self, name: str) -> bool:
-        """Whether an adapter of this name, which this client could have used, was unloaded."""
+        """True when an adapter of this name, which this client could have used, was unloaded."""
         owners = dict.fromkeys((self._tenant, ""))
         return MARK not in name and any(
             self._registry.was_adapter(engine_name(tenant, spelled))

@@ -199,7 +199,7 @@ class Serving:
         return await self._beside(size, lambda: self._chat_prompt(messages, request, template))
 
     def _trusts_template(self, lora: LoRA) -> bool:
-        """Whether those who run the server brought the adapter: a template is a program that can loop."""
+        """True when those who run the server brought the adapter: a template is a program that can loop."""
         return self.config.trust_request_chat_template or not split_engine_name(lora.name)[0]
 
     def _chat_prompt(self, messages: list[dict[str, Any]], request: TemplateFields, template: str | None) -> list[int]:

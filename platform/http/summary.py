@@ -40,7 +40,7 @@ class Startup:
     """From the command to now."""
     database: DatabaseFacts | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of the model, for requests that leave parameters out."""
+    """Sampling parameters of requests that leave them out."""
 
 
 def address(host: str, port: int) -> str:

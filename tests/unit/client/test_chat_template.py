@@ -127,6 +127,13 @@ def test_text_arrives_in_whichever_form_it_is_sent(processor: InputProcessor, te
     assert "'text'" not in strings
 
 
+def test_form_of_a_template_that_wants_a_system_message(processor: InputProcessor) -> None:
+    template = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS
+    text = prompt(processor, template, ("system", "Be brief."), ("user", "Is it safe?"))
+    assert "Be brief." in text
+    assert "Is it safe?" in text
+
+
 def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcessor) -> None:
     assert prompt(processor, PARTS, ("user", as_parts("a", "b"))) == "<|user|>ab</s><|assistant|>"
     assert prompt(processor, STRING, ("user", as_parts("a", "b"))) == "<|user|>a\nb</s><|assistant|>"
