@@ -264,11 +264,10 @@ class InputProcessor:
         room = self._info.max_model_len - num_prompt_tokens
         if room == 0 and params.only_scores:
             room = 1  # the token after the last one is predicted, and takes no place itself
-        self._check_num_tokens(num_prompt_tokens + (room == 0))
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise PromptTooLongError.of(
-                self._info.max_model_len, num_prompt_tokens, params.max_tokens, param="max_tokens"
-            )
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if wanted > room:
+            param = "max_tokens" if room > 0 else "prompt"
+            raise PromptTooLongError.of(self._info.max_model_len, num_prompt_tokens, wanted, param=param)
         if params.stop_strings and not params.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         # The copy is checked again, so a min_tokens above the room is refused too.
