@@ -21,7 +21,7 @@ _FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-"""By the name in the file: the sampling parameter. `do_sample` is not read, as in vLLM: temperature 0 is greedy."""
+"""Sampling parameters by their names in the file. `do_sample` is not read, as in vLLM: temperature 0 is greedy."""
 
 
 def chosen_file(choice: str) -> Path | None:

@@ -67,7 +67,7 @@ def _check_packages(directory: Path) -> None:
 
 
 def _is_plain(directory: Path) -> bool:
-    """Whether it is all in tokenizer.json. Of Llama alone, since for other families transformers may know better."""
+    """True when tokenizer.json holds the whole tokenizer. Llama only: for others transformers may know better."""
     files = [directory / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
         return False

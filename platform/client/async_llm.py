@@ -157,7 +157,7 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is: model, dtype, limits. EngineDeadError before the first start."""
+        """Model, dtype and limits of the engine. EngineDeadError before the first start."""
         if self._info is None:
             raise EngineDeadError("the engine has not started")
         return self._info

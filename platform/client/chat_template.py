@@ -16,12 +16,14 @@ from ..core.errors import InvalidRequestError
 from .template_checks import check_texts_arrive, check_tools_arrive
 
 _PROBE = "zqprobezq"
+"""Stands for a text."""
+_A_AS_PARTS = [{"type": "text", "text": "a"}]
 _PAD = "\t \t"
 """Follows the text to be continued; where it is gone, the template trims the end of messages."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """How messages become a prompt."""
+    """Options for making a prompt of messages."""
 
     chat_template: str | None
     """Instead of the model's own."""
@@ -89,13 +91,35 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
 
 
 def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, each with its content in the form that the template reads for its role."""
-    return [
-        message
-        if _reads_parts(tokenizer, template, message["role"])
-        else {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        for message in conversation
-    ]
+    """The messages, each with its content and its calls' arguments in the form that the template reads."""
+    result = []
+    for message in conversation:
+        if not _reads_parts(tokenizer, template, message["role"]):
+            message = {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if message.get("tool_calls") and _reads_arguments_as_text(tokenizer, template):
+            message = {**message, "tool_calls": [_with_arguments_as_text(call) for call in message["tool_calls"]]}
+        result.append(message)
+    return result
+
+
+def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+@lru_cache(maxsize=64)
+def _reads_arguments_as_text(tokenizer: Any, template: str | None) -> bool:
+    """True when the template reads the arguments of a call as JSON text, and not as an object."""
+    function: dict[str, Any] = {"name": "f", "arguments": {"a": _PROBE}}
+    call = {"id": "zqcallid9", "type": "function", "function": function}
+
+    def arrives(call: dict[str, Any]) -> bool:
+        assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": "b", "tool_call_id": "zqcallid9"}
+        text = _render_probe(tokenizer, template, [_probing_user(tokenizer, template), assistant, result])
+        return _PROBE in text.replace(f"'{_PROBE}'", "")  # an object printed as it is is no JSON
+
+    return not arrives(call) and arrives(_with_arguments_as_text(call))
 
 
 @lru_cache(maxsize=64)
@@ -106,15 +130,9 @@ def _reads_parts(tokenizer: Any, template: str | None, role: str) -> bool:
         probe: dict[str, Any] = {"role": role, "content": content}
         messages = [probe]
         if role != "user":
-            as_parts = _reads_parts(tokenizer, template, "user")
-            user = {"role": "user", "content": [{"type": "text", "text": "a"}] if as_parts else "a"}
+            user = _probing_user(tokenizer, template)
             messages = [probe, user] if role in ("system", "developer") else [user, probe, user]
-        try:
-            text: str = tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=False, tokenize=False
-            )
-        except Exception:  # whatever templates raise
-            return False
+        text = _render_probe(tokenizer, template, messages)
         as_data = f"{_PROBE}'}}" in text or f'{_PROBE}"}}' in text  # the list was printed as it is
         return _PROBE in text.casefold() and not as_data
 
@@ -123,6 +141,24 @@ def _reads_parts(tokenizer: Any, template: str | None, role: str) -> bool:
     if arrives([{"type": "text", "text": _PROBE}]):
         return True
     return role != "user" and _reads_parts(tokenizer, template, "user")
+
+
+def _probing_user(tokenizer: Any, template: str | None) -> dict[str, Any]:
+    return {"role": "user", "content": _A_AS_PARTS if _reads_parts(tokenizer, template, "user") else "a"}
+
+
+def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str, Any]]) -> str:
+    """The template's text of the messages, after a system's where it refuses them without; "" where it refuses all."""
+    systems = [{"role": "system", "content": content} for content in ("a", _A_AS_PARTS)]
+    for before in ([], *([system] for system in systems)):
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [*before, *messages], chat_template=template, add_generation_prompt=False, tokenize=False
+            )
+        except Exception:  # whatever templates raise
+            continue
+        return text
+    return ""
 
 
 # --- messages that are continued --------------------------------------------------------------------------------------

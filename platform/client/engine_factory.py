@@ -1,4 +1,4 @@
-"""What the clients need of an engine, and where they get one from."""
+"""The engine as its clients see it, and the functions that make one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Engine(Protocol):
         """Drop sequences; no delta follows."""
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """True when `step` has something to do."""
 
     def step(self) -> list[TokenDelta]:
         """Compute one step."""
@@ -92,7 +92,7 @@ def engine_args(who: str, model: str | None, options: dict[str, Any]) -> EngineA
 
 
 def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The `options` that are fields of `EngineArgs` and are given; of vLLM's, those without an effect are logged.
+    """The given `options` that are fields of `EngineArgs`. Options of vLLM that have no effect here are logged.
 
     Raises:
         TypeError: an option that does not exist, by name.

@@ -49,13 +49,13 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class RequestOptions(TypedDict, total=False):
-    """Whose a request is, and what it shares with others."""
+    """Tenant, priority and cache sharing of a request."""
 
     priority: int
     """Lower runs first: under the priority policy, and among a tenant's own under the fair one."""
     tenant: str
     weight: float
-    """Of the tenant under the fair policy: with twice the weight it is served twice as much."""
+    """Share of the tenant under the fair policy: with twice the weight it is served twice as much."""
     cache_salt: str
     """Requests share cached prefixes only with the same salt."""
 
@@ -64,7 +64,7 @@ class Defaults(NamedTuple):
     """Parameters of a request that brings none. Its `max_tokens` are those that fit, at most."""
 
     fields: Mapping[str, Any] = MappingProxyType({})
-    """Fields of `SamplingParams`."""
+    """Values of `SamplingParams` by field."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -87,7 +87,7 @@ class InputProcessor:
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
         self.shared_prefixes = SharedPrefixes()
-        """What all tenants may share; set by those who run the server, never by a request."""
+        """Prefixes that all tenants may share; set by those who run the server, never by a request."""
         self._info = info
         # A request's prompts share them, and so do its checks before and after it is admitted.
         self._tokenized_words = lru_cache(maxsize=8)(self._tokenize_words)
@@ -264,11 +264,10 @@ class InputProcessor:
         room = self._info.max_model_len - num_prompt_tokens
         if room == 0 and params.only_scores:
             room = 1  # the token after the last one is predicted, and takes no place itself
-        self._check_num_tokens(num_prompt_tokens + (room == 0))
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise PromptTooLongError.of(
-                self._info.max_model_len, num_prompt_tokens, params.max_tokens, param="max_tokens"
-            )
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if wanted > room:
+            param = "max_tokens" if room > 0 else "prompt"
+            raise PromptTooLongError.of(self._info.max_model_len, num_prompt_tokens, wanted, param=param)
         if params.stop_strings and not params.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         # The copy is checked again, so a min_tokens above the room is refused too.

@@ -42,7 +42,7 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 
 class _KnownAdapters(Mapping[str, LoRARequest]):
-    """What names mean: the engine's adapters, of which it is asked for one at a time, and the demo's."""
+    """Adapters by name: the engine's, of which it is asked for one at a time, and the demo's."""
 
     def __init__(self, engine: Engine, demo: Mapping[str, LoRARequest]) -> None:
         self._engine = engine
@@ -320,7 +320,7 @@ class LLM:
 
     @property
     def engine_info(self) -> EngineInfo:
-        """What the engine is: model, dtype, limits."""
+        """Model, dtype and limits of the engine."""
         return self._engine.info
 
     def get_default_sampling_params(self) -> SamplingParams:

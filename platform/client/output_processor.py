@@ -89,11 +89,11 @@ class SequenceState:
 
     @property
     def has_news(self) -> bool:
-        """Whether anything has come since the last `take`."""
+        """True when anything has come since the last `take`."""
         return self._changed
 
     def take(self, delta: bool) -> CompletionOutput | None:
-        """What is new since the last call (None when nothing is), or everything so far."""
+        """The output since the last call (None when nothing is new), or everything so far."""
         if delta and not self._changed:
             return None
         detokenizer = self._detokenizer
@@ -134,7 +134,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come: every sequence is complete, or the request failed."""
+        """True when nothing more will come: every sequence is complete, or the request failed."""
         return self.error is not None or all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
@@ -204,7 +204,7 @@ class RequestState:
 
 
 class Processed(NamedTuple):
-    """What a batch of deltas led to."""
+    """Result of a batch of deltas."""
 
     touched: list[RequestState]
     """Requests with news, each once. Those that are finished are no longer in the processor."""

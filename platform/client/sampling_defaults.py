@@ -53,7 +53,7 @@ class SamplingDefaults:
         return self.of_model if folder is None else {**self.of_model, **await self._sources.sampling_defaults(folder)}
 
     def of_now(self, lora: LoRA | None) -> dict[str, Any]:
-        """`of` for those who may wait."""
+        """`of` for callers outside of an event loop: it reads files."""
         folder = self._folder(lora)
         return self.of_model if folder is None else {**self.of_model, **self._sources.sampling_defaults_now(folder)}
 

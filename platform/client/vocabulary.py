@@ -44,10 +44,10 @@ class Vocabulary:
             (step["type"] == "Strip" and step["start"]) or step.get("prepend_scheme", "never") != "never"
             for step in steps
         )
-        """Whether a text begins without the space that its first token has."""
+        """True when a text begins without the space that its first token has."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's part of a text's UTF-8."""
+        """The UTF-8 that the token adds to a text."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._read(token_id)

@@ -13,17 +13,17 @@ from .protocol import SamplingFields
 from .text import shorten
 
 MAX_ADAPTER_NAME = 256
-"""Characters."""
+"""Characters of a name for which the error explains weights."""
 _MAX_HINTED = 64
 """Characters of a name that an error says twice."""
 
 
 class ChosenAdapter(NamedTuple):
-    """What a request runs on."""
+    """The adapters of a request."""
 
     lora: LoRA | None
     model: str
-    """For the answer's `model`: what was asked for."""
+    """Name in the answer's `model`, as the client wrote it."""
 
 
 async def discover_adapters(models: ModelView, body: SamplingFields) -> None:
@@ -33,7 +33,7 @@ async def discover_adapters(models: ModelView, body: SamplingFields) -> None:
 
 
 def choose_adapter(models: ModelView, body: SamplingFields) -> ChosenAdapter:
-    """What `model` or `adapters` asks for.
+    """The adapter, or sum of adapters, that `model` or `adapters` asks for.
 
     Raises:
         NotFoundError: a model or adapter does not exist; the message has its name.
@@ -64,7 +64,8 @@ def _choose(models: ModelView, body: SamplingFields) -> ChosenAdapter:
 
 
 def adapter_of_model(models: ModelView, model: str | None) -> LoRA | None:
-    """What `model` asks for by itself. A registered name wins, whatever is in it. Errors: see `choose_adapter`."""
+    """The adapter that `model` asks for by itself. A registered name wins, whatever is in it. Errors: see
+    `choose_adapter`."""
     try:
         return models.resolve(model)
     except NotFoundError as error:
@@ -81,8 +82,8 @@ def adapter_of_model(models: ModelView, model: str | None) -> LoRA | None:
 
 
 def _hint(name: str) -> str:
-    """How a weight is written, for a name that ends like one."""
-    base, colon, number = name.rpartition(":")
+    """Advice on writing weights, for a name that ends like one."""
+    base, colon, number = name.removeprefix("+").rpartition(":")
     if not (base and colon and len(name) <= _MAX_HINTED and number.replace(".", "", 1).isdecimal()):
         return ""
     return f" (a weight has a decimal point and stands in a sum, such as '+{base}:0.5')"

@@ -24,7 +24,7 @@ Encode = Callable[[Any], str]
 """JSON of a value that is small."""
 _encode: Encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 ascii_json: Encode = json.JSONEncoder(separators=(",", ":")).encode
-"""For server-sent events: some clients take more characters than line feeds for ends of lines."""
+"""JSON in ASCII for server-sent events: some clients take more characters than line feeds for ends of lines."""
 
 
 class Pieces(Protocol):

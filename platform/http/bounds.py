@@ -90,7 +90,7 @@ BOUNDS: Mapping[str, Bound] = {
     "chat_template": Bound(size=1 << 16),
     "chat_template_kwargs": Bound(size=1 << 14),
 }
-"""By the name of the field, on every route."""
+"""Bounds of the fields, by their names; the same on every route."""
 
 _SMALL_BODY = 16 << 10
 """Bytes below which a body cannot hold much."""
@@ -205,7 +205,7 @@ def check_field(name: str, value: Any) -> None:
 
 
 def _fits(value: Any, room: int) -> bool:
-    """True when the characters and values in `value` are at most `room`; looks at no more than that."""
+    """True when `value` has at most `room` characters and values; looks at no more than that."""
     waiting = [value]
     while waiting and room >= 0:
         item = waiting.pop()

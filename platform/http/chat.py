@@ -76,7 +76,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
-    """As the engine's client does, which decides about prompts that are only scored, but in the words of a chat."""
+    """Check the context length in the words of a chat; prompts that are only scored are left to the engine's client."""
     max_tokens = params.max_tokens or 1
     if num_prompt_tokens + max_tokens > limit and not (
         num_prompt_tokens == limit and params.prompt_logprobs is not None

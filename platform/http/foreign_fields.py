@@ -18,7 +18,7 @@ class Unsupported(NamedTuple):
     instead: str = ""
     """Field here that says the same: where that is given too, the foreign one is ignored."""
     advice: str = "leave it out"
-    """For the error."""
+    """Advice in the error."""
 
 
 _ADAPTER = "name the adapter in 'model'"

@@ -26,7 +26,7 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
         OutriderError: a prompt or parameter is refused (maybe at once, else at the first step), too many wait, or the
             engine fails.
     """
-    job.bound_logprobs(serving.llm.info.max_model_len)
+    job.bound_logprobs(serving.llm.info)
     if serving.tenancy is not None:
         return accounted(serving, serving.tenancy, job, lambda: _outputs(serving, job))
     job.on_admitted()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA
+from ..core.messages import EngineInfo
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from ..tenancy.demand import Demand
@@ -73,11 +74,16 @@ class Job:
         room = max_model_len - len(self.prompts[index])
         return self.params.clone(max_tokens=max(1, min(self.default_max_tokens, room)))
 
-    def bound_logprobs(self, max_model_len: int) -> None:
+    def bound_logprobs(self, info: EngineInfo) -> None:
         """Refuse to make more log-probabilities than `MAX_LOGPROBS`. Where the client has named no `max_tokens`, it
         becomes as large as that allows."""
         params, num_tokens = self.params, sum(map(len, self.prompts))
-        if params.prompt_logprobs is not None and num_tokens * (params.prompt_logprobs + 1) > MAX_LOGPROBS:
+        most_top = min(info.vocab_size, info.max_logprobs)  # -1 asks for as many
+
+        def per_token(count: int) -> int:
+            return 1 + (most_top if count == -1 else count)
+
+        if params.prompt_logprobs is not None and num_tokens * per_token(params.prompt_logprobs) > MAX_LOGPROBS:
             raise InvalidRequestError(
                 f"prompt_logprobs is {params.prompt_logprobs} for {num_tokens} tokens of prompts: at most "
                 f"{MAX_LOGPROBS} log-probabilities are given, each token's own among them",
@@ -85,9 +91,9 @@ class Job:
             )
         if params.logprobs is None:
             return
-        most = MAX_LOGPROBS // (params.n * len(self.prompts) * (params.logprobs + 1))
+        most = MAX_LOGPROBS // (params.n * len(self.prompts) * per_token(params.logprobs))
         if params.max_tokens is None:
-            self.default_max_tokens = min(self.default_max_tokens or max_model_len, most)
+            self.default_max_tokens = min(self.default_max_tokens or info.max_model_len, most)
         elif params.max_tokens > most:
             raise InvalidRequestError(
                 f"logprobs is {params.logprobs} for {params.n * len(self.prompts)} sequences of up to "

@@ -50,11 +50,11 @@ class LenientModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """JSON that a field takes. Alternatives of a union are one shape."""
+    """Kinds of JSON that a field takes. Alternatives of a union are one shape."""
 
     scalars: frozenset[type] = frozenset()
     items: Shape | None = None
-    """Shape of a list's entries."""
+    """Shape of a list's items."""
     values: Shape | None = None
     """Shape of the values of an object with any names."""
     model: type[LenientModel] | None = None
@@ -193,7 +193,10 @@ class _Walk:
             return
         self._to_compare -= 1
         spellings = _spellings(model)
-        for match in difflib.get_close_matches(_letters(name), spellings, n=1, cutoff=SIMILAR):
+        letters = _letters(name)
+        matches = difflib.get_close_matches(letters, spellings, cutoff=SIMILAR)
+        matches.sort(key=lambda match: match[0] != letters[0])  # few misspell the beginning
+        for match in matches[:1]:
             meant = spellings[match]
             if content.get(meant) is None:  # else the client has both, and knows the right one
                 path = place + name

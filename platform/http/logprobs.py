@@ -35,7 +35,7 @@ class Token(NamedTuple):
     entries: Entries | None
     """None where nothing is known: the first prompt token."""
     shown: bool
-    """Whether its text is in the answer's: special tokens may not be."""
+    """False for special tokens that are left out of the answer's text."""
     text: str
 
 
@@ -78,7 +78,7 @@ class CompletionLogprobs:
 
 
 class CompletionLogprobsPieces(NamedTuple):
-    """What `builder` makes of these tokens, written in pieces."""
+    """The object that `builder` makes of these tokens, written in pieces."""
 
     builder: CompletionLogprobs
     tokens: Sequence[Token]

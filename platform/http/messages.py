@@ -160,20 +160,27 @@ def _content(content: Any, place: str) -> str | list[dict[str, str]]:
     return [{"type": "text", "text": _part(part, f"{place}[{i}]")} for i, part in enumerate(content)]
 
 
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The field with a part's text, by the part's type in OpenAI's two APIs."""
+
+
 def _part(part: Any, place: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
         raise InvalidRequestError(f"{place} must be an object with type and text", param=place)
     kind = part.get("type")
-    if kind != "text":
+    name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if kind is None and isinstance(part.get("text"), str):
+        name = "text"
+    if name is None:
         raise InvalidRequestError(
             f"{place}: parts of type {shorten(repr(kind))} are not supported, only text", param=place
         )
-    unknown = sorted(set(part) - {"type", "text"})
+    unknown = sorted(key for key, value in part.items() if key not in ("type", name) and value is not None)
     if unknown:
         where = f"{place}.{shorten(unknown[0])}"
         raise InvalidRequestError(f"Unsupported field: {where!r}", param=where)
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequestError(f"{place}.text must be a string", param=f"{place}.text")
-    return str(part["text"])
+    if not isinstance(part.get(name), str):
+        raise InvalidRequestError(f"{place}.{name} must be a string", param=f"{place}.{name}")
+    return str(part[name])

@@ -65,7 +65,7 @@ class ModelView:
         )
 
     def is_adapter(self, name: str) -> bool:
-        """True when an adapter has this name, or had it: what is in the name then means nothing. Also for the base."""
+        """True when an adapter or the base model has this name, or an adapter had it: it is no sum then."""
         try:
             self.resolve(name)
         except NotFoundError:

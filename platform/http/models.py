@@ -155,11 +155,11 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
 
 
 def _may_have_adapters(request: Request) -> Principal:
-    """Who may load and unload: those who run the server, and tenants that may have adapters of their own. The call
+    """Check that the client may load and unload: admins, and tenants that may have adapters of their own. The call
     counts against their limits, before anything is done for it.
 
     Raises:
-        PermissionDeniedError: neither.
+        PermissionDeniedError: the client may not.
         RateLimitError: there are no more requests this minute.
     """
     principal = principal_of(request)

@@ -7,11 +7,11 @@ import re
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 ASKED_METHOD = "outrider.method"
-"""In a request's scope: its method, where another one is routed."""
+"""Key of a request's scope: the method as the client sent it, where another one is routed."""
 
 _SLASHES = re.compile("//+")
 _WITH_NAMES = "/v1/models/"
-"""Behind it stands a model's name, which may be a path and have slashes of its own."""
+"""Routes with a model's name, which may be a path and have slashes of its own."""
 _CONSOLE = "/console/"
 """Redirects to the page, whose links are relative."""
 
@@ -26,7 +26,7 @@ gateways that the deployment is broken."""
 
 
 def is_to_come(path: str) -> bool:
-    """True when clients may expect a route that is not implemented."""
+    """True for a route that clients may expect and that is not implemented."""
     return any(path == route or path.startswith(f"{route}/") for route in TO_COME)
 
 

@@ -66,7 +66,7 @@ class StreamOptions(LenientModel):
 
 
 class TemplateFields(LenientModel):
-    """How messages become a prompt."""
+    """Options for making a prompt of messages."""
 
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -86,7 +86,7 @@ class AdapterPart(LenientModel):
 
 
 class SamplingFields(LenientModel):
-    """What `/v1/completions` and `/v1/chat/completions` share. A null means that the field is not given."""
+    """Fields of both `/v1/completions` and `/v1/chat/completions`. A null means that the field is not given."""
 
     model: str | None = None
     """The base model, an adapter, or a weighted sum of adapters as "a:0.7+b:0.3"."""
@@ -245,6 +245,10 @@ class LoadAdapterRequest(RequestModel):
     pinned: bool = False
     tenant: str | None = None
     """Whose adapter it is, for admins to say; without one it is shared by all. A tenant's own key says it by itself."""
+    base_model_name: str | None = None
+    """Written by clients that manage vLLM's adapters; there is one base model here."""
+    lora_int_id: int | None = None
+    """Written by vLLM's clients; adapters go by their name here."""
 
 
 class PinAdapterRequest(RequestModel):
@@ -260,7 +264,7 @@ class UnloadAdapterRequest(RequestModel):
 
     lora_name: str
     lora_int_id: int | None = None
-    """vLLM's clients may send it; adapters go by their name here."""
+    """See `LoadAdapterRequest`."""
     mode: Literal["drain", "abort"] = "drain"
     """Ours: whether requests that have it finish, or end with an error."""
     tenant: str | None = None

@@ -81,8 +81,8 @@ class ModelRegistry:
         return self._llm.adapters.get(name) or self._found.get(name)
 
     def was_adapter(self, name: str) -> bool:
-        """True when an adapter of this engine's name was unloaded, and is not there again. Known of names that could be
-        read as a weighted sum, and since this server's start."""
+        """True when an adapter of this engine's name was unloaded, and is not there again. Names are remembered since
+        this server's start, and only those that could be read as a weighted sum."""
         return name in self._gone and self.adapter(name) is None
 
     def known(self) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Startup:
     """From the command to now."""
     database: DatabaseFacts | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The model's sampling parameters, for requests that leave them out."""
+    """Sampling parameters of requests that leave them out."""
 
 
 def address(host: str, port: int) -> str:

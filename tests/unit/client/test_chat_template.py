@@ -127,9 +127,31 @@ def test_text_arrives_in_whichever_form_it_is_sent(processor: InputProcessor, te
     assert "'text'" not in strings
 
 
+def test_form_of_a_template_that_wants_a_system_message(processor: InputProcessor) -> None:
+    template = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS
+    text = prompt(processor, template, ("system", "Be brief."), ("user", "Is it safe?"))
+    assert "Be brief." in text
+    assert "Is it safe?" in text
+
+
 def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcessor) -> None:
     assert prompt(processor, PARTS, ("user", as_parts("a", "b"))) == "<|user|>ab</s><|assistant|>"
     assert prompt(processor, STRING, ("user", as_parts("a", "b"))) == "<|user|>a\nb</s><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "arguments", ["call.function.arguments", "'' + call.function.arguments", "call.function.arguments | tojson"]
+)
+def test_arguments_of_calls_are_json(processor: InputProcessor, arguments: str) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.id + call.function.name }}{{ " + arguments + " }}{% endfor %}{% endfor %}"
+    )
+    function = {"name": "weather", "arguments": '{"city":"Z\u00fcrich"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+    assert text == 'ac1weather{"city": "Z\u00fcrich"}'
 
 
 @pytest.mark.parametrize("template", REAL.values(), ids=REAL)

@@ -304,5 +304,8 @@ def test_a_prompt_that_is_only_scored_may_fill_the_context(processor: InputProce
         (whole, SamplingParams(prompt_logprobs=0, max_tokens=None)),
         (whole, SamplingParams(max_tokens=1)),
     ):
-        with pytest.raises(PromptTooLongError):
+        with pytest.raises(PromptTooLongError) as caught:
             processor.process("r", prompt, params)
+        num_tokens, max_tokens = len(prompt), params.max_tokens or 1
+        requested = f"{num_tokens + max_tokens} tokens ({num_tokens} in the prompt, {max_tokens} in the completion)"
+        assert f"you requested {requested}" in caught.value.message

@@ -57,6 +57,7 @@ def test_wrong_values_are_named(http, path, body, field, value):
         ("/v1/completions", COMPLETION, "prompt", [256]),
         ("/v1/completions", COMPLETION, "logprobs", True),
         ("/v1/completions", COMPLETION, "logprobs", 6),
+        ("/v1/completions", COMPLETION, "logprobs", -1),
         ("/v1/completions", COMPLETION, "messages", [{"role": "user", "content": "hi"}]),
         ("/v1/completions", COMPLETION, "max_completion_tokens", 5),
         ("/v1/chat/completions", CHAT, "messages", "hi"),

@@ -56,6 +56,23 @@ def test_fields_inside_of_others_are_named_once(http, llm):
     assert "a:No.|" in llm.tokenizer.decode(llm.calls[-1]["prompt"]["prompt_token_ids"])
 
 
+def test_text_parts_of_both_apis_are_taken(http, llm):
+    parts = [
+        {"type": "text", "text": "one", "image_url": None}, {"type": "input_text", "text": "two"},
+        {"type": "output_text", "text": "three", "annotations": []}, {"text": "four"},
+        {"type": "refusal", "refusal": "five"},
+    ]  # fmt: skip
+    assert ignored(chat(http, messages=[{"role": "user", "content": parts}])) == []
+    assert "one\ntwo\nthree\nfour\nfive" in llm.tokenizer.decode(llm.calls[-1]["prompt"]["prompt_token_ids"])
+    image = {"type": "input_image", "image_url": "http://x"}
+    assert refused(chat(http, messages=[{"role": "user", "content": [image]}]))["param"] == "messages[0].content[0]"
+
+
+def test_adapters_are_loaded_and_unloaded_as_with_vllm(http):
+    assert http.load_adapter("a", lora_int_id=3, base_model_name="base").status_code == 200
+    assert http.post("/v1/unload_lora_adapter", {"lora_name": "a", "lora_int_id": 3}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
@@ -134,7 +151,7 @@ def test_strict_fields_takes_no_ops(make_http):
     [
         ("max_token", "max_tokens"), ("temprature", "temperature"), ("temperatur", "temperature"), ("topP", "top_p"),
         ("maxTokens", "max_tokens"), ("frequencyPenalty", "frequency_penalty"), ("stops", "stop"), ("tool", "tools"),
-        ("response_formats", "response_format"), ("logits_bias", "logit_bias"),
+        ("response_formats", "response_format"), ("logits_bias", "logit_bias"), ("stopp", "stop"),
     ],
 )  # fmt: skip
 def test_a_misspelt_field_gets_a_suggestion(http, name, meant):
