@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from ..core.errors import InvalidRequestError, PromptTooLongError
+from ..core.foreign_options import check_foreign
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
@@ -27,11 +28,27 @@ from ..core.sampling_params import (
     shown,
 )
 from ..core.suggestions import did_you_mean
-from ..core.vllm_options import PROMPT, check_foreign
+from ..core.vllm_python import PROMPT
 from .chat_template import ChatOptions, render_messages
 from .shared_prefixes import SharedPrefixes
 
-Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text, with vLLM's name."""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids, with vLLM's name."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: str
+    cache_salt: str
+
+
+Prompt: TypeAlias = str | TextPrompt | TokensPrompt | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
 
 FIRST_PIECE_CHARS = 4
@@ -45,7 +62,7 @@ _MANY_IDS = 20_000
 _FEW_ENTRIES = 20
 """Entries of a parameter, such as bad words, that are checked in about a millisecond."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-"""`vllm_options.PROMPT` has others, which may be there at values that change nothing."""
+"""`vllm_python.PROMPT` has others, which may be there at values that change nothing."""
 
 
 class RequestOptions(TypedDict, total=False):

@@ -10,7 +10,9 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from .errors import InvalidRequestError
+from .foreign_options import take_foreign
 from .sampling_params import shown
+from .vllm_python import LORA
 
 MAX_PARTS = 8
 """Adapters in one mix."""
@@ -51,8 +53,11 @@ class LoRARequest:
         path: str | os.PathLike[str] | None = None,
         draft_path: str | os.PathLike[str] | None = None,
         digest: str | None = None,
+        **of_vllm: Any,
     ) -> None:
-        """InvalidRequestError names the field that is wrong."""
+        """InvalidRequestError names the field that is wrong. `of_vllm` are the keywords of `vllm_python.LORA`."""
+        path = of_vllm.pop("lora_local_path", path)
+        take_foreign("LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "path", "draft_path"))
         if not isinstance(lora_name, str) or not lora_name:
             raise InvalidRequestError("lora_name must be a non-empty string", param="lora_name")
         if not isinstance(lora_int_id, int):

@@ -43,6 +43,16 @@ class RequestMetrics:
     """How many steps verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
 
     @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from the arrival to the first token; None before it."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_in_queue(self) -> float:
+        """vLLM's name of `queue_seconds`."""
+        return self.queue_seconds
+
+    @property
     def acceptance_rate(self) -> float | None:
         """Share of the draft tokens that were accepted; None without any."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
@@ -87,6 +97,8 @@ class RequestOutput:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """One entry a prompt token; the first is None."""
     lora_request: LoRA | None = None
+    encoder_prompt = encoder_prompt_token_ids = multi_modal_placeholders = kv_transfer_params = None
+    """Fields of vLLM's outputs that prompts of text alone do not have."""
 
     @property
     def num_cached_tokens(self) -> int | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import InvalidRequestError
-from .suggestions import did_you_mean
-from .vllm_options import SAMPLING, check_foreign
+from .foreign_options import take_foreign
+from .vllm_python import SAMPLING
 
 T = TypeVar("T")
 
@@ -55,6 +55,9 @@ _SWITCHES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
+
+_NO_DEFAULT_FOR_NONE = ("max_tokens", *_SWITCHES)
+"""Fields of which None is not the default: `max_tokens` has a meaning of its own for it, switches refuse it."""
 
 
 def shown(value: object) -> str:
@@ -126,7 +129,7 @@ def _token_ids(name: str, value: object, most: int | None = None) -> None:
 
 
 def _strings(name: str, value: object, most: int, most_chars: int) -> None:
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         raise InvalidRequestError(f"{name} must be a list of non-empty strings, got {shown(value)}", param=name)
     _length(name, value, most)
     chars = 0
@@ -150,18 +153,16 @@ def _bias_token(key: object) -> int:
 
 
 def _take_vllm_fields(cls: type[T]) -> type[T]:
-    """Let the constructor take the fields of `vllm_options.SAMPLING`, at values that change nothing."""
+    """Let the constructor take the fields of `vllm_python.SAMPLING` at values that change nothing, and None for the
+    default of a number or a list."""
     own = cls.__init__
+    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
 
     @functools.wraps(own)
     def init(self: T, *args: Any, **fields: Any) -> None:
-        unknown = [name for name in fields if name not in cls.__dataclass_fields__]  # type: ignore[attr-defined]
-        for name in unknown:
-            if name not in SAMPLING:
-                hint = did_you_mean(name, cls.__dataclass_fields__)  # type: ignore[attr-defined]
-                raise TypeError(f"{cls.__name__}() got an unexpected field {name!r}{hint}")
-        check_foreign({name: fields.pop(name) for name in unknown}, SAMPLING)
-        own(self, *args, **fields)
+        take_foreign(f"{cls.__name__}()", fields, SAMPLING, known)
+        given = {name: value for name, value in fields.items() if value is not None or name in _NO_DEFAULT_FOR_NONE}
+        own(self, *args, **given)
 
     cls.__init__ = init  # type: ignore[assignment]
     return cls
@@ -173,8 +174,8 @@ class SamplingParams:
     """Sampling parameters of one request; the names are vLLM's and OpenAI's.
 
     Wrong values raise `InvalidRequestError` with the field in `param`. vLLM's other fields may be given at values that
-    change nothing. Limits that depend on the model
-    (vocabulary, context length) are checked when the request is admitted.
+    change nothing. Limits that depend on the model (vocabulary, context length) are checked when the request is
+    admitted.
 
     `speculative` is ours: `None` follows the engine, `False` (or 0) switches drafting off for this request,
     an integer caps the drafts a step. It never changes the text.
@@ -228,6 +229,7 @@ class SamplingParams:
         self.stop_token_ids = self.stop_token_ids if self.stop_token_ids is not None else []
         self.bad_words = self.bad_words if self.bad_words is not None else []
         self._check()
+        self.stop, self.bad_words = list(self.stop), list(self.bad_words)
         if self.top_k == -1:
             self.top_k = 0
         if self.seed == -1:

@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from .errors import InvalidRequestError
+from .foreign_options import check_foreign
 from .suggestions import did_you_mean
-from .vllm_options import SPECULATIVE, check_foreign
+from .vllm_options import SPECULATIVE
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa")
@@ -73,6 +74,8 @@ _NUMBERS = (
     ("suffix_decoding_max_spec_factor", 0.0, 32.0),
     ("suffix_decoding_min_token_prob", 0.0, 1.0),
 )
+_WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
+"""Methods that vLLM takes as `model` too."""
 _DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
 
 
@@ -100,11 +103,14 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         raise _wrong(f"it must be an object with a method, got {config!r}")
     check_foreign(config, SPECULATIVE, "speculative_config")
     given = {name: value for name, value in config.items() if value is not None and name not in SPECULATIVE}
+    if given.get("model") in _WITHOUT_MODEL and given.get("method", given["model"]) in _WITHOUT_MODEL:
+        given.setdefault("method", given.pop("model"))
     unknown = [name for name in given if name not in _FIELDS]
     if unknown:
         hint = did_you_mean(str(unknown[0]), _FIELDS)
         raise _wrong(f"unknown field {unknown[0]!r}{hint}; known are {', '.join(sorted(_FIELDS))}")
     method = given.get("method", "draft_model" if "model" in given else None)
+    method = "ngram" if method == "[ngram]" else method
     if method in ("off", "none"):
         return None
     if method not in METHODS:
