@@ -57,7 +57,7 @@ class LoRARequest:
     ) -> None:
         """InvalidRequestError names the field that is wrong. `of_vllm` are the keywords of `vllm_python.LORA`."""
         path = of_vllm.pop("lora_local_path", path)
-        take_foreign("LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "path", "draft_path"))
+        take_foreign("LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path"))
         if not isinstance(lora_name, str) or not lora_name:
             raise InvalidRequestError("lora_name must be a non-empty string", param="lora_name")
         if not isinstance(lora_int_id, int):
