@@ -149,7 +149,7 @@ def lora_module(text: str) -> LoraModule:
 
 
 def lora_modules(namespace: argparse.Namespace) -> dict[str, LoraModule]:
-    """Those of --lora-modules, by name.
+    """The adapters of --lora-modules, by name.
 
     Raises:
         InvalidRequestError: a name is given twice.
@@ -163,7 +163,7 @@ def lora_modules(namespace: argparse.Namespace) -> dict[str, LoraModule]:
 
 
 def enable_lora(namespace: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Options that say where adapters are switch LoRA on.
+    """Switch LoRA on when an option says where adapters are.
 
     Raises:
         InvalidRequestError: it has been switched off.
@@ -174,7 +174,7 @@ def enable_lora(namespace: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def adapter_sources(namespace: argparse.Namespace) -> SourceOptions:
-    """Where adapters may come from."""
+    """The sources of adapters, from the options."""
     return SourceOptions(
         directories=tuple(namespace.lora_dir or ()),
         roots=tuple(namespace.lora_root or ()),

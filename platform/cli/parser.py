@@ -52,12 +52,12 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def knows(self, flag: str) -> bool:
-        """An option of that name exists."""
+        """Report if there is an option of that name."""
         return flag in self._option_string_actions
 
     @property
     def flags(self) -> list[str]:
-        """Names of all options, but those that help does not show."""
+        """Names of all options that help shows."""
         shown = (flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS)
         return [*shown, *(flag for flag, own in ALIASES.items() if self.knows(own))]
 
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         return [*named, *arguments[end:]]
 
     def _with_switches(self, arguments: Sequence[str]) -> list[str]:
-        """`--flag` and `--no-flag` for flags that are followed by true or false."""
+        """Write `--flag` or `--no-flag` for a flag that is followed by true or false."""
         rest: list[str] = []
         remaining = iter(arguments)
         upcoming = next(remaining, None)
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         return rest
 
     def _with_keys_of_json(self, arguments: Sequence[str]) -> list[str]:
-        """`--option.key value` of each option together as `--option JSON`, at the end."""
+        """Join all `--option.key value` of an option into one `--option=JSON`, before the other arguments."""
         rest: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
         remaining = iter(arguments)
@@ -154,7 +154,7 @@ def _opposite(flag: str) -> str:
 
 
 def plain(text: str) -> Any:
-    """A value on the command line as JSON has it; a text that is none is itself, and "None" is null."""
+    """An argparse type: the value of JSON text; other text as it is; None for "None" and ""."""
     if text in ("None", ""):
         return None
     try:

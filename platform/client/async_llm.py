@@ -69,7 +69,7 @@ class AsyncLLM:
         self._args = spec.args
         self.sources = sources if sources is not None else AdapterSources()
         self.sampling_defaults = SamplingDefaults(spec.args.generation_config, self.sources)
-        """Of requests that leave parameters out."""
+        """Sampling parameters of requests that leave them out."""
         self._adapters = AdapterClient(lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
             spec,

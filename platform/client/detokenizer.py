@@ -17,7 +17,7 @@ from .stop_strings import StopSearch, stop_automaton
 from .vocabulary import vocabulary_of
 
 REPLACEMENT = "\ufffd"
-"""What incomplete UTF-8 decodes to; text that ends with it may still become another character."""
+"""The replacement character, to which incomplete UTF-8 decodes; the next token may complete the character."""
 
 PROMPT_TAIL = 8
 """Prompt tokens that give the first output token its context: SentencePiece drops a space at the start of a text."""
@@ -109,7 +109,7 @@ class StreamDecoder:
 
 
 def _decode_held(decode: Decode, context: list[int], held: list[int]) -> str:
-    """What `held` adds to the text of `context`; empties `held`."""
+    """Text that the tokens in `held` add to that of `context`; empties `held`."""
     if not held:
         return ""
     before, after = decode(context) if context else "", decode(context + held)
@@ -159,7 +159,7 @@ def make_decoder(tokenizer: Any, params: SamplingParams, prompt_token_ids: Seque
 
 
 def has_text_before(tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
-    """Whether the decoder of `make_decoder` takes the first token for one inside a text."""
+    """Probe if the decoder of `make_decoder` treats its first token as one inside a text."""
     tail = list(prompt_token_ids[-PROMPT_TAIL:])
     text = tokenizer.decode(tail, skip_special_tokens=params.skip_special_tokens) if tail else ""
     return bool(text) and not text.endswith(REPLACEMENT)
@@ -190,9 +190,9 @@ class IncrementalDetokenizer:
         self._num_whole = 0
         """Characters of the whole text, once there is a search in it."""
         self._gaps: list[tuple[int, int]] = []
-        """Where the special tokens begin and end in the whole text."""
+        """Start and end of each special token in the whole text."""
         self._num_hidden = 0
-        """Their characters, all together."""
+        """Number of characters of all special tokens together."""
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0

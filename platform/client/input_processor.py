@@ -52,8 +52,8 @@ Prompt: TypeAlias = str | TextPrompt | TokensPrompt | dict[str, Any] | Sequence[
 """A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
 
 FIRST_PIECE_CHARS = 4
-"""Characters of a long text that are tokenized at first, for each token that is allowed; then twice as many, and so
-on. Texts of people have 2 to 5 a token."""
+"""Characters for each allowed token in the first piece of a long text that is tokenized; each further piece is twice as
+long. Text of people has 2 to 5 characters a token."""
 
 _LONG_TEXT = 1500
 """Characters of a prompt whose tokens are found in about a millisecond."""
@@ -66,22 +66,22 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class RequestOptions(TypedDict, total=False):
-    """Whose a request is, and what it shares with others."""
+    """Options about the owner of a request, and about what it shares with others."""
 
     priority: int
     """Lower runs first: under the priority policy, and among a tenant's own under the fair one."""
     tenant: str
     weight: float
-    """Of the tenant under the fair policy: with twice the weight it is served twice as much."""
+    """Weight of the tenant under the fair policy: with twice the weight it is served twice as much."""
     cache_salt: str
     """Requests share cached prefixes only with the same salt."""
 
 
 class Defaults(NamedTuple):
-    """Parameters of a request that brings none. Its `max_tokens` are those that fit, at most."""
+    """Parameters of a request that brings none. Its `max_tokens` is lowered to the tokens that fit."""
 
     fields: Mapping[str, Any] = MappingProxyType({})
-    """Of `SamplingParams`."""
+    """Fields of `SamplingParams`."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -104,7 +104,7 @@ class InputProcessor:
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
         self.shared_prefixes = SharedPrefixes()
-        """What all tenants may share; set by those who run the server, never by a request."""
+        """Beginnings of prompts that all tenants share; set by the operator, never by a request."""
         self._info = info
         # A request's prompts share them, and so do its checks before and after it is admitted.
         self._tokenized_words = lru_cache(maxsize=8)(self._tokenize_words)
@@ -206,8 +206,8 @@ class InputProcessor:
             raise PromptTooLongError.of(limit, num_tokens, param="prompt")
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int, param: str = "prompt") -> list[int]:
-        """Token ids of a text. Where its beginning alone has a quarter more than `most`, the rest is not looked at: a
-        cut changes the few tokens before it.
+        """Token ids of a text. A long text is tokenized in growing pieces, and refused as soon as its beginning has a
+        quarter more tokens than `most` (a cut changes only the few tokens before it).
 
         Raises:
             PromptTooLongError: so many tokens; those of a shorter text are for the caller to count.
@@ -321,7 +321,7 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def takes_long(prompt: Prompt, params: SamplingParams | None) -> bool:
-    """Whether checking a request takes more than about a millisecond, so that it belongs into a thread."""
+    """Estimate if checking a request takes more than about a millisecond, and so belongs into a thread."""
     text = text_of(prompt)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0

@@ -46,7 +46,7 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 
 class _KnownAdapters(Mapping[str, LoRARequest]):
-    """What names mean: the engine's adapters, of which it is asked for one at a time, and the demo's."""
+    """Adapters by name: those of the engine, which is asked for one at a time, and those of the demo."""
 
     def __init__(self, engine: Engine, demo: Mapping[str, LoRARequest]) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Which adapter a request wants, or which weighted sum of adapters."""
+"""The adapter of a request, or the weighted sum of adapters."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LoRARequest:
 
     @property
     def label(self) -> str:
-        """What its requests are counted under."""
+        """Name under which its requests are counted."""
         return self.lora_name
 
 
@@ -107,18 +107,18 @@ class LoRAMix(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As HTTP clients write it: "a:0.7+b:0.3", and "+a:0.5" where there is one adapter."""
+        """Name as HTTP clients write it: "a:0.7+b:0.3", and "+a:0.5" where there is one adapter."""
         text = "+".join(f"{part.request.name}:{_shown_weight(part.weight)}" for part in self.parts)
         return text if len(self.parts) > 1 else f"+{text}"
 
     @property
     def label(self) -> str:
-        """What its requests are counted under: "a+b", as any client may think of new weights."""
+        """Name under which its requests are counted: "a+b", without the weights, which any client may choose anew."""
         return "+".join(part.request.name for part in self.parts)
 
 
 LoRA: TypeAlias = LoRARequest | LoRAMix
-"""What one request runs on beside the base model."""
+"""The adapter or the mix that a request runs on beside the base model."""
 
 
 def mix_of(parts: Iterable[tuple[LoRARequest, Any]], *, param: str = "lora_request") -> LoRA | None:
@@ -192,7 +192,7 @@ def _shown_weight(weight: float) -> str:
 
 
 def _folder(field: str, path: Any, what: str) -> str:
-    """A path as text, "~" as the home folder: no other object is, whatever its `str` would be."""
+    """A path as text, with the home folder for "~". Objects other than strings and paths are refused."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise InvalidRequestError(f"{field} must name {what}: a string or a path object", param=field)

@@ -1,4 +1,4 @@
-"""What users get back."""
+"""Outputs of requests, as users get them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Logprob(NamedTuple):
     rank: int
     """1 for the most likely token."""
     decoded_token: str | None = None
-    """Joined over the chosen tokens the text: a character belongs to the token that completes it, those before have "".
-    An alternative that is a part of a character is written "bytes:\\xe4"."""
+    """The token's part of the text. A character belongs to the token that completes it; the tokens before have "". An
+    alternative that is a part of a character is written "bytes:\\xe4"."""
     token_bytes: bytes | None = None
     """The token's part of the text's UTF-8; empty for tokens that the text leaves out. None without texts."""
 
@@ -33,7 +33,7 @@ class RequestMetrics:
     queue_seconds: float = 0.0
     """From the arrival to the first step of the first sequence."""
     adapter_digest: str = ""
-    """Of the version of the adapter that it runs on, in hexadecimal; "" before the first token, and without one."""
+    """Digest of the adapter's version that it runs on, in hexadecimal; "" before the first token and without one."""
     num_drafts: int = 0
     """Verification rounds, that is steps that verified at least one draft token."""
     num_draft_tokens: int = 0
@@ -80,7 +80,7 @@ class CompletionOutput:
     """Aligned with `token_ids`: whether the token was a draft that the model accepted; the others it sampled."""
 
     def finished(self) -> bool:
-        """Whether this sequence is complete."""
+        """True when this sequence is complete."""
         return self.finish_reason is not None
 
 

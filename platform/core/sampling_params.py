@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen."""
+"""Sampling parameters of a request, and the limits on them."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ GREEDY_TEMPERATURE = 1e-5
 # Limits on what one request may ask for: all of it is looked at for every token.
 MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 100.0
-"""So that a logit divided or multiplied by it stays a float32."""
+"""Within them a logit that is divided or multiplied by the penalty stays a float32."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 8192
-"""Of all stop strings together."""
+"""Characters of all stop strings of a request together."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 16_384
-"""Of all bad words together."""
+"""Characters of all bad words of a request together."""
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
-"""Each word as it stands at the start of a text, and after a space."""
+"""Sequences of token ids of the bad words: each word at the start of a text, and after a space."""
 MAX_LOGIT_BIASES = 1024
 ENTRIES_A_TOKEN = 16_384
-"""Entries of lists that take as long as one token of a small model, 0.4 ms on a CPU..."""
+"""Entries of lists whose check for a token takes as long as one token of a small model, 0.4 ms on a CPU."""
 LOGPROBS_A_TOKEN = 32
-"""...and log-probabilities, which are sent and written, too."""
+"""Log-probabilities of a token that take as long as one token of a small model: they are sent and written, too."""
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 """The largest vocabularies have about as many tokens."""
 MAX_SALT_CHARS = 1024
-"""Of a `cache_salt`, which is kept with every block of the prefix cache."""
+"""Characters of a `cache_salt`, which is kept with every block of the prefix cache."""
 
 _NUMBERS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -292,13 +292,13 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True when the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def only_scores(self) -> bool:
-        """Whether the prompt's log-probabilities are wanted with no more than the one token that comes with them: such
-        a prompt may fill the whole context."""
+        """True when only the prompt's log-probabilities are wanted, with the one token that comes with them: such a
+        prompt may fill the whole context."""
         return self.prompt_logprobs is not None and self.max_tokens == 1
 
     @property
@@ -308,7 +308,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether any parameter changes single logits: a mask, a bias or a penalty."""
+        """True when a parameter changes single logits: a mask, a bias or a penalty."""
         return (
             self.allowed_token_ids is not None
             or bool(self.bad_words_token_ids)
@@ -319,18 +319,18 @@ class SamplingParams:
 
     @property
     def edits_read_tokens(self) -> bool:
-        """Whether the host must know the last tokens for any of these."""
+        """True when the host must know the last tokens for these edits."""
         return any(len(word) > 1 for word in self.bad_words_token_ids)
 
     @property
     def penalises(self) -> bool:
-        """Whether any of these depends on which tokens the sequence has."""
+        """True when a penalty depends on the tokens that the sequence has."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def token_cost(self) -> float:
-        """The work of choosing one token, as a multiple of a plain token's whole cost: long lists and log-probabilities
-        are looked at for each."""
+        """Work of choosing one token, as a multiple of the whole cost of a plain token. Long lists and
+        log-probabilities are processed for each token."""
         entries = len(self.allowed_token_ids or ()) + len(self.logit_bias or ()) + len(self.bad_words_token_ids)
         return 1.0 + entries / ENTRIES_A_TOKEN + (self.logprobs or 0) / LOGPROBS_A_TOKEN
 

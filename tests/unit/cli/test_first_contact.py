@@ -6,6 +6,7 @@ import pytest
 
 from outrider.platform.cli import serve
 from outrider.platform.cli.main import build_parser, main
+from outrider.platform.core.speculative_config import parse_speculative
 
 
 @pytest.fixture(autouse=True)
@@ -212,10 +213,27 @@ def test_adapters_with_vllms_fields():
     "config", [{"model": "ngram"}, {"model": "[ngram]"}, {"method": "[ngram]"}, {"method": "ngram", "model": "ngram"}]
 )
 def test_prompt_lookup_as_vllm_writes_it(config):
-    from outrider.platform.core.speculative_config import parse_speculative
-
     parsed = parse_speculative({**config, "num_speculative_tokens": 3, "prompt_lookup_max": 4})
     assert (parsed.method, parsed.model, parsed.prompt_lookup_max) == ("ngram", None, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("yuhuili/EAGLE-LLaMA3-Instruct-8B", "eagle"),
+        ("/drafts/medusa-1b/", "medusa"),
+        ("/home/eagle-eye/small", "draft_model"),
+    ],
+)
+def test_the_method_of_a_draft_is_known_by_the_name_of_its_model(model, method):
+    config = json.dumps({"model": model, "num_speculative_tokens": 3})
+    args, _ = resolve("/m", "--speculative-config", config)
+    assert parse_speculative(args.speculative_config).method == method
+
+
+def test_the_longest_lookup_is_not_below_the_shortest():
+    assert parse_speculative({"method": "ngram", "prompt_lookup_min": 7}).prompt_lookup_max == 7
 
 
 def test_the_model_as_an_option():

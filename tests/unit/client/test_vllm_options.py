@@ -274,7 +274,7 @@ def test_keywords_of_generate_and_chat(model_path: str) -> None:
         assert llm.generate("a", params, tokenization_kwargs=None, guided_options_request=None, prompt_text="a")
         assert llm.generate(TokensPrompt(prompt_token_ids=[5]), params)[0].prompt_token_ids == [5]
         assert llm.chat(conversation, params, chat_template_content_format="auto")  # type: ignore[call-arg]
-        with pytest.raises(InvalidRequestError, match=r'prompt_token_ids.*write prompts='):
+        with pytest.raises(InvalidRequestError, match=r"prompt_token_ids.*write prompts="):
             llm.generate("a", params, prompt_token_ids=[[5]])
         with pytest.raises(InvalidRequestError, match="mm_processor_kwargs"):
             llm.chat(conversation, params, mm_processor_kwargs={"crops": 4})  # type: ignore[call-arg]
