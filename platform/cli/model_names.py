@@ -14,7 +14,7 @@ class ModelNames(NamedTuple):
     """All names of the base model."""
 
     shown: tuple[str, ...]
-    """Names in `/v1/models`; the first stands in answers to requests that name no model."""
+    """The names in `/v1/models`; the first is the one in answers to requests that name none."""
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
 

@@ -100,7 +100,7 @@ def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, 
 
 @lru_cache(maxsize=64)
 def _reads_parts(tokenizer: Any, template: str | None, role: str) -> bool:
-    """Probe if the template reads the content of this role's messages as a list of parts, and not as a string."""
+    """True when the template reads the content of this role's messages as a list of parts, and not as a string."""
 
     def arrives(content: object) -> bool:
         probe: dict[str, Any] = {"role": role, "content": content}

@@ -159,7 +159,7 @@ def make_decoder(tokenizer: Any, params: SamplingParams, prompt_token_ids: Seque
 
 
 def has_text_before(tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
-    """Probe if the decoder of `make_decoder` treats its first token as one inside a text."""
+    """True when the decoder of `make_decoder` takes the first token for one inside a text."""
     tail = list(prompt_token_ids[-PROMPT_TAIL:])
     text = tokenizer.decode(tail, skip_special_tokens=params.skip_special_tokens) if tail else ""
     return bool(text) and not text.endswith(REPLACEMENT)

@@ -92,8 +92,7 @@ def engine_args(who: str, model: str | None, options: dict[str, Any]) -> EngineA
 
 
 def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The `options` that are fields of `EngineArgs`, without None for a default. vLLM's options without an effect are
-    logged.
+    """The `options` that are fields of `EngineArgs` and are given; of vLLM's, those without an effect are logged.
 
     Raises:
         TypeError: an option that does not exist, by name.

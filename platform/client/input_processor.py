@@ -321,7 +321,7 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def takes_long(prompt: Prompt, params: SamplingParams | None) -> bool:
-    """Estimate if checking a request takes more than about a millisecond, and so belongs into a thread."""
+    """Whether checking a request takes more than about a millisecond, so that it belongs into a thread."""
     text = text_of(prompt)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0

@@ -27,18 +27,18 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 100.0
 """Within them a logit that is divided or multiplied by the penalty stays a float32."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 8192
-"""Characters of all stop strings of a request together."""
+"""Characters of all stop strings together."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 16_384
-"""Characters of all bad words of a request together."""
+"""Characters of all bad words together."""
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 """Sequences of token ids of the bad words: each word at the start of a text, and after a space."""
 MAX_LOGIT_BIASES = 1024
 ENTRIES_A_TOKEN = 16_384
-"""Entries of lists whose check for a token takes as long as one token of a small model, 0.4 ms on a CPU."""
+"""Entries of lists that take as long as one token of a small model, 0.4 ms on a CPU."""
 LOGPROBS_A_TOKEN = 32
-"""Log-probabilities of a token that take as long as one token of a small model: they are sent and written, too."""
+"""Log-probabilities that take as long as one token: they are sent and written, too."""
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 """The largest vocabularies have about as many tokens."""
 MAX_SALT_CHARS = 1024
@@ -297,8 +297,8 @@ class SamplingParams:
 
     @property
     def only_scores(self) -> bool:
-        """True when only the prompt's log-probabilities are wanted, with the one token that comes with them: such a
-        prompt may fill the whole context."""
+        """True when the prompt's log-probabilities are wanted with no more than the one token that comes with them:
+        such a prompt may fill the whole context."""
         return self.prompt_logprobs is not None and self.max_tokens == 1
 
     @property
