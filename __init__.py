@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .platform.client.async_llm import AsyncLLM
+    from .platform.client.input_processor import TextPrompt, TokensPrompt
     from .platform.client.llm import LLM
+    from .platform.core.config import EngineArgs
     from .platform.core.lora_request import LoRAMix, LoRARequest
     from .platform.core.outputs import CompletionOutput, RequestOutput
     from .platform.core.sampling_params import SamplingParams
@@ -25,21 +27,27 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EngineArgs",
     "LoRAMix",
     "LoRARequest",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
 _MODULE_OF = {
     "LLM": ".platform.client.llm",
     "AsyncLLM": ".platform.client.async_llm",
+    "EngineArgs": ".platform.core.config",
     "CompletionOutput": ".platform.core.outputs",
     "LoRAMix": ".platform.core.lora_request",
     "LoRARequest": ".platform.core.lora_request",
     "RequestOutput": ".platform.core.outputs",
     "SamplingParams": ".platform.core.sampling_params",
+    "TextPrompt": ".platform.client.input_processor",
+    "TokensPrompt": ".platform.client.input_processor",
 }
 
 

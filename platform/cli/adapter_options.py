@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from ..client.adapter_sources import SourceOptions
 from ..core.errors import InvalidRequestError
+from ..core.foreign_options import check_foreign
 from ..core.sizes import parse_bytes
+from ..core.vllm_python import LORA
 from ..http.text import shorten
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -129,9 +131,13 @@ def lora_module(text: str) -> LoraModule:
             module = json.loads(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
-        unknown = sorted(set(module) - {"name", "path", "draft_path", "base_model_name"})
+        unknown = sorted(set(module) - {"name", "path", "draft_path", *LORA})
         if unknown:
             raise argparse.ArgumentTypeError(f"unknown field {unknown[0]!r}; known are name, path and draft_path")
+        try:
+            check_foreign(module, LORA)
+        except InvalidRequestError as error:
+            raise argparse.ArgumentTypeError(error.message) from None
         name, path, draft_path = module.get("name"), module.get("path"), module.get("draft_path")
         if draft_path is not None and (not isinstance(draft_path, str) or not draft_path):
             raise argparse.ArgumentTypeError(f"draft_path must be a folder, got {shorten(str(draft_path))!r}")
@@ -143,7 +149,7 @@ def lora_module(text: str) -> LoraModule:
 
 
 def lora_modules(namespace: argparse.Namespace) -> dict[str, LoraModule]:
-    """Those of --lora-modules, by name.
+    """The adapters of --lora-modules, by name.
 
     Raises:
         InvalidRequestError: a name is given twice.
@@ -157,7 +163,7 @@ def lora_modules(namespace: argparse.Namespace) -> dict[str, LoraModule]:
 
 
 def enable_lora(namespace: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Options that say where adapters are switch LoRA on.
+    """Switch LoRA on when an option says where adapters are.
 
     Raises:
         InvalidRequestError: it has been switched off.
@@ -168,7 +174,7 @@ def enable_lora(namespace: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def adapter_sources(namespace: argparse.Namespace) -> SourceOptions:
-    """Where adapters may come from."""
+    """The sources of adapters, from the options."""
     return SourceOptions(
         directories=tuple(namespace.lora_dir or ()),
         roots=tuple(namespace.lora_root or ()),

@@ -17,7 +17,7 @@ _FLAG = "--config"
 
 
 def with_config_file(parser: Parser, arguments: Sequence[str]) -> list[str]:
-    """`arguments` with those of the file that they name; an option that they have themselves is not taken from it."""
+    """Add the options of the file that `arguments` name, except those that `arguments` have themselves."""
     rest, file = _without_file(arguments)
     if file is None:
         return rest
@@ -69,7 +69,7 @@ def _read(parser: Parser, file: str) -> Mapping[str, Any]:
 
 
 def _arguments(parser: Parser, flag: str, value: Any) -> Iterator[str]:
-    """An option of the file as a command line has it."""
+    """Arguments of a command line for one option of the file."""
     if value is None:
         return
     if isinstance(value, bool):

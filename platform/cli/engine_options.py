@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core.config import DTYPES, KV_CACHE_DTYPES, POLICIES, EngineArgs
 from ..core.errors import InvalidRequestError
-from ..core.sizes import parse_count, parse_length
+from ..core.sizes import parse_bytes, parse_count, parse_length
 from ..core.vllm_options import VALUES
 
 _CHOICES = {
@@ -67,7 +67,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "enable_prefix_caching": "reuse the KV blocks of prompts that begin alike",
         "block_size": "tokens in a KV block",
         "num_gpu_blocks_override": "number of KV blocks, on any device (default: what memory allows)",
-        "kv_cache_memory_bytes": "memory of the KV cache",
+        "kv_cache_memory_bytes": "memory of the KV cache, such as 4GiB",
         "kv_cache_dtype": "type of the KV cache; fp8 holds twice the tokens of bfloat16, rounded to 3 bits of fraction",
         "gpu_memory_utilization": "share of a GPU's memory to use, 0 to 1",
     },
@@ -124,6 +124,18 @@ def length(text: str) -> int | None:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
+def memory(text: str) -> int:
+    """An argparse type: as `count`, or a number of bytes such as 4GiB."""
+    try:
+        return parse_count("it", text)
+    except InvalidRequestError:
+        pass
+    try:
+        return parse_bytes("it", text)
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
     """Add the flags, in groups (returned by title). Those that are not given stay out of the namespace."""
     groups = {}
@@ -154,8 +166,7 @@ def _add_option(group: argparse._ArgumentGroup, option: str, hint: Any, text: st
         group.add_argument(flag(option), choices=_CHOICES[option], **common)
     else:
         parse: Callable[[str], Any] = {int: count, dict: json_object}.get(kind, kind)
-        if option == "max_model_len":
-            parse = length
+        parse = {"max_model_len": length, "kv_cache_memory_bytes": memory}.get(option, parse)
         metavar = {int: "N", float: "X", dict: "JSON"}.get(kind, option.rpartition("_")[2].upper())
         group.add_argument(flag(option), type=parse, metavar=metavar, **common)
 

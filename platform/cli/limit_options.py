@@ -76,7 +76,7 @@ def _positive(text: str) -> int:
 
 
 def _origins(text: str) -> list[str]:
-    """As browsers send them: anything else would in silence match nothing."""
+    """An argparse type: origins in the form that browsers send; any other form would never match."""
     try:
         origins = json.loads(text) if text.startswith("[") else [text]
     except ValueError as error:

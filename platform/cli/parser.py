@@ -13,6 +13,8 @@ from ..core.suggestions import did_you_mean
 from ..core.vllm_options import ALIASES
 
 CONFIG_FLAG = "--config"
+_TRUTH = ("true", "false")
+_NUMBER_AT_ONCE = re.compile(r"(?P<flag>-[a-zA-Z]+)(?P<number>\d+)")
 _KEY_OF_JSON = re.compile(r"(?P<flag>--[^.=]+)\.(?P<path>[^=]+)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -20,7 +22,8 @@ class Parser(argparse.ArgumentParser):
     """A parser with these rules beside argparse's:
 
     - Underscores stand for dashes in the names of options.
-    - `ALIASES` are taken where the option that they mean exists.
+    - `ALIASES` are taken where the option that they mean exists; a number may follow at once, as in `-O3`.
+    - A flag may have the value true or false: `--enforce-eager True`, `--enable-chunked-prefill=false`.
     - `--option.key.key value` sets a key of an option whose value is a JSON object.
     - `--config FILE`, where a parser has it, gives further options; those of the command line win.
     - An unknown option or command gets a suggestion, and the usage of the command that it was given to.
@@ -41,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         """See argparse."""
         if args is None:
             return super().parse_known_args(args, namespace)
-        given = self._with_keys_of_json(self._in_own_spelling(args))
+        given = self._with_keys_of_json(self._with_switches(self._in_own_spelling(args)))
         if self.knows(CONFIG_FLAG):
             from .config_file import with_config_file
 
@@ -49,12 +52,12 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def knows(self, flag: str) -> bool:
-        """An option of that name exists."""
+        """Report if there is an option of that name."""
         return flag in self._option_string_actions
 
     @property
     def flags(self) -> list[str]:
-        """Names of all options, but those that help does not show."""
+        """Names of all options that help shows."""
         shown = (flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS)
         return [*shown, *(flag for flag, own in ALIASES.items() if self.knows(own))]
 
@@ -64,6 +67,9 @@ class Parser(argparse.ArgumentParser):
 
     def in_own_spelling(self, argument: str) -> str:
         """`argument` with dashes for underscores and our name for an alias, if it is an option here."""
+        match = _NUMBER_AT_ONCE.fullmatch(argument)
+        if match is not None and match["flag"] in ALIASES:
+            argument = f"{match['flag']}={match['number']}"
         flag, sign, value = argument.partition("=")
         name, dot, path = flag.partition(".")
         own = name.replace("_", "-") if name.startswith("--") else name
@@ -78,8 +84,31 @@ class Parser(argparse.ArgumentParser):
         named = (self.in_own_spelling(text) if text.startswith("-") else text for text in arguments[:end])
         return [*named, *arguments[end:]]
 
+    def _with_switches(self, arguments: Sequence[str]) -> list[str]:
+        """Write `--flag` or `--no-flag` for a flag that is followed by true or false."""
+        rest: list[str] = []
+        remaining = iter(arguments)
+        upcoming = next(remaining, None)
+        while upcoming is not None:
+            text, upcoming = upcoming, next(remaining, None)
+            flag, sign, value = text.partition("=")
+            if text == "--":
+                return [*rest, text, *([] if upcoming is None else [upcoming]), *remaining]
+            if not isinstance(self.action_of(flag), argparse.BooleanOptionalAction | argparse._StoreTrueAction):
+                rest.append(text)
+                continue
+            if not sign and upcoming is not None and upcoming.lower() in _TRUTH:
+                value, upcoming = upcoming, next(remaining, None)
+            if value.lower() not in _TRUTH:
+                rest.append(text)  # without a value, or with one that argparse refuses
+            elif value.lower() == "true":
+                rest.append(flag)
+            elif self.knows(opposite := _opposite(flag)):
+                rest.append(opposite)
+        return rest
+
     def _with_keys_of_json(self, arguments: Sequence[str]) -> list[str]:
-        """`--option.key value` of each option together as `--option JSON`, at the end."""
+        """Join all `--option.key value` of an option into one `--option=JSON`, before the other arguments."""
         rest: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
         remaining = iter(arguments)
@@ -120,8 +149,12 @@ class Parser(argparse.ArgumentParser):
         parser.error(f"unrecognized arguments: {' '.join(itertools.islice(unknown, 20))}{hint}")
 
 
+def _opposite(flag: str) -> str:
+    return flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
+
+
 def plain(text: str) -> Any:
-    """A value on the command line as JSON has it; a text that is none is itself, and "None" is null."""
+    """An argparse type: the value of JSON text; other text as it is; None for "None" and ""."""
     if text in ("None", ""):
         return None
     try:

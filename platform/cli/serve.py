@@ -99,7 +99,11 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="names of the model in the API, and no others (default: the last part of MODEL; requests may also use "
         "MODEL as it is given here, its path and its hub id)",
     )
-    group.add_argument("--chat-template", metavar="FILE", help="Jinja template that takes the place of the model's")
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that takes the place of the model's; also the template itself",
+    )
     group.add_argument(
         "--trust-request-chat-template",
         action="store_true",
@@ -202,18 +206,22 @@ def _model_names(namespace: argparse.Namespace, args: EngineArgs, demo: bool) ->
     return ModelNames((DEMO_MODEL_NAME,)) if demo else names_of_model(str(args.model))
 
 
+def _chat_template(text: str | None) -> str | None:
+    """The template in a file, or `text` itself where it has braces."""
+    if text is None or "{" in text:
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"cannot read the file: {error}", param="chat_template") from error
+
+
 def _server_config(
     namespace: argparse.Namespace,
     names: ModelNames,
     modules: dict[str, LoraModule],
     demo_folders: tuple[str, ...],
 ) -> ServerConfig:
-    template = None
-    if namespace.chat_template is not None:
-        try:
-            template = Path(namespace.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise InvalidRequestError(f"cannot read the file: {error}", param="chat_template") from error
     sources = adapter_sources(namespace)
     database = given_database(namespace)
     if database is not None and namespace.api_key:
@@ -234,7 +242,7 @@ def _server_config(
         lora_sources=sources,
         lora_roots=(*(namespace.lora_root or ()), *demo_folders),
         lora_remote=tuple(namespace.lora_remote or ()),
-        chat_template=template,
+        chat_template=_chat_template(namespace.chat_template),
         trust_request_chat_template=namespace.trust_request_chat_template,
         shutdown_timeout=namespace.shutdown_timeout,
         **observability(namespace),

@@ -1,4 +1,4 @@
-"""Flags of vLLM that `outrider serve` takes without having what they are about: see `core.vllm_options`."""
+"""Flags of `core.vllm_options`, which `outrider serve` takes and then ignores or refuses."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ _TABLE = {**ENGINE, **SERVER}
 
 
 def add_vllm_flags(parser: Parser) -> None:
-    """Add those that the parser does not have yet, unseen in its help: after all others."""
+    """Add the flags that the parser does not have yet, hidden in its help; called after all others are there."""
     for name, option in _TABLE.items():
         if parser.knows(flag(name)) or flag(name) in ALIASES:
             continue
         common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if option.flag:
             parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
+        elif name == "hf_token":  # without a value: the token that the hub's library has stored
+            parser.add_argument(flag(name), type=plain, nargs="?", const=True, **common)
         else:
             parser.add_argument(flag(name), type=plain, **common)
 
 
 def flags_without_effect(namespace: argparse.Namespace, speculative_config: object) -> dict[str, str]:
-    """The names of those that were given and change nothing, with the reason.
+    """Names of the flags that were given and change nothing, with the reason.
 
     Raises:
-        InvalidRequestError: one that would change something; `param` names it.
+        InvalidRequestError: a flag would change something; `param` names it.
     """
     given = {name: getattr(namespace, name) for name in _TABLE if hasattr(namespace, name)}
     return without_effect(given, _TABLE, speculative_config)

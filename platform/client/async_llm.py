@@ -10,14 +10,16 @@ import uuid
 from collections import ChainMap
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
+from ..core.foreign_options import take_foreign
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
+from ..core.vllm_python import GENERATE
 from .adapter_client import AdapterClient
 from .adapter_sources import AdapterSources
 from .adapters import AnyLoRA, resolve_lora
@@ -32,6 +34,8 @@ from .shared_prefixes import SharedPrefixes
 from .supervisor import Callbacks, EngineSpec, Supervisor
 
 logger = logging.getLogger(__name__)
+
+_KEYWORDS = tuple(RequestOptions.__annotations__)
 
 
 class AsyncLLM:
@@ -246,11 +250,12 @@ class AsyncLLM:
             lora_request: the adapter, or the name of one that has been loaded; with a scale as `(adapter, 0.5)`; a
                 weighted sum as `[(a, 0.7), (b, 0.3)]`.
             delta: each output holds only what is new, of the sequences that have news; else everything so far.
-            options: see `RequestOptions`.
+            options: see `RequestOptions`; vLLM's other keywords (`vllm_python.GENERATE`) at values that change nothing.
 
         Raises:
             OutriderError: typed, at the first iteration when the request is wrong, later when it fails.
         """
+        take_foreign("AsyncLLM.generate()", cast(dict[str, Any], options), GENERATE, _KEYWORDS)
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
         await self.start()

@@ -10,9 +10,11 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from ..core.errors import InvalidRequestError
+from ..core.foreign_options import take_foreign
+from ..core.vllm_python import CHAT
 from .template_checks import check_texts_arrive, check_tools_arrive
 
 _PROBE = "zqprobezq"
@@ -23,7 +25,7 @@ _PAD = "\t \t"
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options for making a prompt of messages."""
+    """Options for rendering messages as a prompt."""
 
     chat_template: str | None
     """Instead of the model's own."""
@@ -42,9 +44,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
     Raises:
         InvalidRequestError: the messages are malformed, there is no template, or the template refuses them.
     """
-    unknown = sorted(set(options) - set(ChatOptions.__annotations__))
-    if unknown:
-        raise TypeError(f"unknown chat option {unknown[0]!r}; known are {', '.join(ChatOptions.__annotations__)}")
+    take_foreign("chat()", cast(dict[str, Any], options := options.copy()), CHAT, ChatOptions.__annotations__)
     add_generation_prompt = options.get("add_generation_prompt", True)
     continue_final_message = options.get("continue_final_message", False)
     if add_generation_prompt and continue_final_message:

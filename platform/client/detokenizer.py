@@ -17,7 +17,7 @@ from .stop_strings import StopSearch, stop_automaton
 from .vocabulary import vocabulary_of
 
 REPLACEMENT = "\ufffd"
-"""Incomplete UTF-8 decodes to this character; text that ends with it may still become another one."""
+"""The replacement character, to which incomplete UTF-8 decodes; the next token may complete the character."""
 
 PROMPT_TAIL = 8
 """Prompt tokens that give the first output token its context: SentencePiece drops a space at the start of a text."""
@@ -109,7 +109,7 @@ class StreamDecoder:
 
 
 def _decode_held(decode: Decode, context: list[int], held: list[int]) -> str:
-    """The text that `held` adds to the text of `context`; empties `held`."""
+    """Text that the tokens in `held` add to that of `context`; empties `held`."""
     if not held:
         return ""
     before, after = decode(context) if context else "", decode(context + held)
@@ -190,9 +190,9 @@ class IncrementalDetokenizer:
         self._num_whole = 0
         """Characters of the whole text, once there is a search in it."""
         self._gaps: list[tuple[int, int]] = []
-        """Begin and end of each special token in the whole text."""
+        """Start and end of each special token in the whole text."""
         self._num_hidden = 0
-        """Characters of all special tokens together."""
+        """Number of characters of all special tokens together."""
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0

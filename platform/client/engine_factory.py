@@ -1,4 +1,4 @@
-"""The engine as its clients see it, and the functions that make one."""
+"""The engine as clients see it, and the functions that make one."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def engine_args(who: str, model: str | None, options: dict[str, Any]) -> EngineA
 
 
 def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The given `options` that are fields of `EngineArgs`. Options of vLLM that have no effect here are logged.
+    """The `options` that are fields of `EngineArgs` and are given; of vLLM's, those without an effect are logged.
 
     Raises:
         TypeError: an option that does not exist, by name.
@@ -142,7 +142,7 @@ def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
 
 
 def _tokenizer_path(args: EngineArgs, info: EngineInfo) -> str | Path:
-    """Its folder. The model's own is that of the model's revision unless it has one of its own."""
+    """Folder of the tokenizer. The model's tokenizer has the model's revision unless `tokenizer_revision` is given."""
     name = args.tokenizer if args.tokenizer is not None else args.model
     if name is None or (args.tokenizer is None and args.tokenizer_revision in (None, args.revision)):
         return info.model

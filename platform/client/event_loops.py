@@ -1,4 +1,4 @@
-"""Coroutines for callers in the event loop that they belong to, in another thread, or in none."""
+"""Runs a coroutine of one event loop for callers in that loop, in another thread, or without a loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Done:
 
 
 def in_event_loop() -> bool:
-    """The caller runs in an event loop."""
+    """Report if the caller runs in an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -30,8 +30,8 @@ def in_event_loop() -> bool:
 def run_in(
     loop: asyncio.AbstractEventLoop | None, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> Done | asyncio.Future[None]:
-    """Do `work`, which belongs to `loop`: beside a caller in that loop, else before the return. With the loop closed
-    there is nothing to do; None is any loop."""
+    """Run `work` in `loop` (None: in any loop). A caller in that loop goes on meanwhile; for others the work is done on
+    return. When the loop is closed nothing is done."""
     if loop is not None and loop.is_closed():
         return Done()
     if in_event_loop():

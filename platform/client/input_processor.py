@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from ..core.errors import InvalidRequestError, PromptTooLongError
+from ..core.foreign_options import check_foreign
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
@@ -27,16 +28,32 @@ from ..core.sampling_params import (
     shown,
 )
 from ..core.suggestions import did_you_mean
-from ..core.vllm_options import PROMPT, check_foreign
+from ..core.vllm_python import PROMPT
 from .chat_template import ChatOptions, render_messages
 from .shared_prefixes import SharedPrefixes
 
-Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text, with vLLM's name."""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids, with vLLM's name."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: str
+    cache_salt: str
+
+
+Prompt: TypeAlias = str | TextPrompt | TokensPrompt | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} (both may come together) or token ids."""
 
 FIRST_PIECE_CHARS = 4
-"""Characters of a long text that are tokenized at first, for each token that is allowed; then twice as many, and so
-on. Texts of people have 2 to 5 a token."""
+"""Characters for each allowed token in the first piece of a long text that is tokenized; each further piece is twice as
+long. Text of people has 2 to 5 characters a token."""
 
 _LONG_TEXT = 1500
 """Characters of a prompt whose tokens are found in about a millisecond."""
@@ -45,26 +62,26 @@ _MANY_IDS = 20_000
 _FEW_ENTRIES = 20
 """Entries of a parameter, such as bad words, that are checked in about a millisecond."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-"""`vllm_options.PROMPT` has others, which may be there at values that change nothing."""
+"""`vllm_python.PROMPT` has others, which may be there at values that change nothing."""
 
 
 class RequestOptions(TypedDict, total=False):
-    """Tenant, priority and cache sharing of a request."""
+    """Options about the owner of a request, and about what it shares with others."""
 
     priority: int
     """Lower runs first: under the priority policy, and among a tenant's own under the fair one."""
     tenant: str
     weight: float
-    """Share of the tenant under the fair policy: with twice the weight it is served twice as much."""
+    """Weight of the tenant under the fair policy: with twice the weight it is served twice as much."""
     cache_salt: str
     """Requests share cached prefixes only with the same salt."""
 
 
 class Defaults(NamedTuple):
-    """Parameters of a request that brings none. Its `max_tokens` are those that fit, at most."""
+    """Parameters of a request that brings none. Its `max_tokens` is lowered to the tokens that fit."""
 
     fields: Mapping[str, Any] = MappingProxyType({})
-    """Values of `SamplingParams` by field."""
+    """Fields of `SamplingParams`."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -87,7 +104,7 @@ class InputProcessor:
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
         self.shared_prefixes = SharedPrefixes()
-        """Prefixes that all tenants may share; set by those who run the server, never by a request."""
+        """Beginnings of prompts that all tenants share; set by the operator, never by a request."""
         self._info = info
         # A request's prompts share them, and so do its checks before and after it is admitted.
         self._tokenized_words = lru_cache(maxsize=8)(self._tokenize_words)
@@ -189,8 +206,8 @@ class InputProcessor:
             raise PromptTooLongError.of(limit, num_tokens, param="prompt")
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int, param: str = "prompt") -> list[int]:
-        """Token ids of a text. Where its beginning alone has a quarter more than `most`, the rest is not looked at: a
-        cut changes the few tokens before it.
+        """Token ids of a text. A long text is tokenized in growing pieces, and refused as soon as its beginning has a
+        quarter more tokens than `most` (a cut changes only the few tokens before it).
 
         Raises:
             PromptTooLongError: so many tokens; those of a shorter text are for the caller to count.

@@ -9,14 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from os import PathLike, fspath
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
 
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
+from ..core.foreign_options import take_foreign
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
+from ..core.vllm_python import GENERATE, METHODS
 from .adapter_sources import AdapterSources
 from .adapter_templates import adapter_chat_template
 from .adapters import AnyLoRA, lora_of_each, resolve_lora
@@ -30,7 +32,7 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, text_of
+from .input_processor import Defaults, InputProcessor, Prompt, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
@@ -38,11 +40,13 @@ from .sampling_defaults import SamplingDefaults
 
 T = TypeVar("T")
 
+_OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0}
+
 Messages: TypeAlias = list[dict[str, Any]]
 
 
 class _KnownAdapters(Mapping[str, LoRARequest]):
-    """Adapters by name: the engine's, of which it is asked for one at a time, and the demo's."""
+    """Adapters by name: those of the engine, which is asked for one at a time, and those of the demo."""
 
     def __init__(self, engine: Engine, demo: Mapping[str, LoRARequest]) -> None:
         self._engine = engine
@@ -118,6 +122,12 @@ class LLM:
         self._num_requests = 0
         self._closed = False
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            """AttributeError; for a method of vLLM's it says what is here in its place."""
+            raise AttributeError(f"LLM.{name} {METHODS.get(name, 'does not exist')}", name=name, obj=self)
+
     # --- generation -----------------------------------------------------------------------------------------------
 
     def generate(
@@ -126,10 +136,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        priority: int | Sequence[int] | None = None,
-        tenant: str | Sequence[str] | None = None,
-        weight: float | Sequence[float] | None = None,
         on_output: Callable[[int, RequestOutput], None] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Generate for one prompt or for many; the outputs come in the order of the prompts.
 
@@ -143,11 +151,10 @@ class LLM:
                 `[(a, 0.7), (b, 0.3)]`, is their weighted sum, for all prompts. For a mix of each prompt's own, give a
                 list of such lists, or of LoRAMix.
             use_tqdm: show a progress bar; or a callable to make it with, as `tqdm`.
-            priority: lower runs first under the priority policy, and among a tenant's own under the fair one.
-            tenant: whose a prompt is, for the fair policy; a list has one for each, as for `priority` and `weight`.
-                Nothing is shared among tenants, no cached prefix either.
-            weight: of the tenant under the fair policy.
             on_output: called with the number of a prompt and its output as soon as that is complete.
+            options: `priority`, `tenant` and `weight` of `RequestOptions`, each one value for all prompts or a list
+                with one for each; vLLM's other keywords (`vllm_python.GENERATE`) at values that change nothing.
+                Nothing is shared among tenants, no cached prefix either.
 
         Raises:
             OutriderError: the typed error of the first request that is wrong; nothing has been started then, or the
@@ -155,21 +162,15 @@ class LLM:
             ShuttingDownError: after `shutdown`.
         """
         self._check_open()
+        take_foreign("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
         batch = _as_prompts(prompts)
         params: list[SamplingParams | None] = _for_each("sampling_params", sampling_params, len(batch), None)
         loras = lora_of_each(lora_request, len(batch))
-        options: list[RequestOptions] = [
-            {"priority": one_priority, "tenant": one_tenant, "weight": one_weight}
-            for one_priority, one_tenant, one_weight in zip(
-                _for_each("priority", priority, len(batch), 0),
-                _for_each("tenant", tenant, len(batch), ""),
-                _for_each("weight", weight, len(batch), 1.0),
-                strict=True,
-            )
-        ]
+        columns = [_for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
+        of_each = [dict(zip(_OPTION_DEFAULTS, row, strict=True)) for row in zip(*columns, strict=True)]
         known = _KnownAdapters(self._engine, self._demo_adapters)
         work: list[tuple[str, str | None, list[EngineRequest]]] = []
-        for prompt, one_params, lora, one_options in zip(batch, params, loras, options, strict=True):
+        for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True):
             request_id = str(self._num_requests)
             self._num_requests += 1
             local = self._sources.localize_now(resolve_lora(lora, lambda: known))

@@ -204,7 +204,7 @@ class RequestState:
 
 
 class Processed(NamedTuple):
-    """Result of a batch of deltas."""
+    """Result of processing a batch of deltas."""
 
     touched: list[RequestState]
     """Requests with news, each once. Those that are finished are no longer in the processor."""

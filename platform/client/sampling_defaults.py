@@ -44,7 +44,7 @@ class SamplingDefaults:
                 raise InvalidRequestError(error.message + hint, param=error.param) from error
 
     async def of(self, lora: LoRA | None) -> dict[str, Any]:
-        """Fields of `SamplingParams` for a request of this adapter, whose folder is a local one.
+        """Fields of `SamplingParams` for a request of this adapter, whose folder is local.
 
         Raises:
             AdapterError: the adapter's file has a wrong value.
@@ -53,7 +53,7 @@ class SamplingDefaults:
         return self.of_model if folder is None else {**self.of_model, **await self._sources.sampling_defaults(folder)}
 
     def of_now(self, lora: LoRA | None) -> dict[str, Any]:
-        """`of` for callers outside of an event loop: it reads files."""
+        """`of` without asyncio: the call waits for the file."""
         folder = self._folder(lora)
         return self.of_model if folder is None else {**self.of_model, **self._sources.sampling_defaults_now(folder)}
 

@@ -24,9 +24,9 @@ class StopAutomaton(NamedTuple):
 
     children: list[dict[str, int]]
     suffix: list[int]
-    """For each node, the node of its longest proper end that is in the trie."""
+    """For each node the node of its longest proper suffix that is in the trie."""
     stop: list[str | None]
-    """The longest stop string that ends there."""
+    """For each node the longest stop string that ends there."""
     num_held: list[int]
     """Characters at the end of the text that may still become a stop string."""
 

@@ -39,7 +39,7 @@ def check_texts_arrive(conversation: list[dict[str, Any]], rendered: str) -> Non
 
 
 def _find_text(text: str, rendered: str, start: int) -> int | None:
-    """End of the words of `text` in `rendered`, in their order from `start` on; None when one is missing.
+    """End of the words of `text` in `rendered`, searched in their order from `start` on; None when one is missing.
 
     Templates trim and escape texts, and take out switches ("/no_think"), tags and reasoning: none of these is missed.
     """
@@ -75,11 +75,8 @@ def _find_words(words: list[str], rendered: str, place: int) -> int | None:
 
 
 def check_tools_arrive(conversation: list[dict[str, Any]], text: str, render: Render) -> None:
-    """Refuse a conversation whose tool calls or results the template leaves out.
-
-    Names of calls and words of results are looked for in the text, in order. When one is missing, the conversation is
-    rendered without that call or result: the same text means that it was left out.
-    """
+    """Refuse a conversation whose tool calls or results the template leaves out. When a name or a word of one is not in
+    the text at its place, the conversation is rendered without it: the text must then differ."""
     position = 0
     for index, message in enumerate(conversation):
         for place, word, without in _tool_words(index, message):

@@ -169,7 +169,7 @@ def logprobs_without_text(position: TokenLogprobs) -> dict[int, Logprob]:
 
 
 class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
-    """A prompt's log-probabilities, one position made when it is read: all of them may be a million entries."""
+    """Log-probabilities of a prompt. Each position is made when it is read: all together may be a million entries."""
 
     def __init__(
         self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs | None], vocabulary: Vocabulary | None

@@ -61,12 +61,12 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     prompt_pacing: bool | None = None
-    """Beside sequences that decode a step takes only so many prompt tokens that these hardly notice; see
-    `platform.engine.prompt_pace`. None: yes, but not in `LLM`, whose users wait for the whole. It needs chunked
+    """Limit the prompt tokens of a step that also decodes, so that running sequences hardly slow down; see
+    `platform.engine.prompt_pace`. None: yes, but not in `LLM`, whose users wait for the last output. It needs chunked
     prefill."""
     scheduling_policy: str = "fcfs"
     fair_prompt_cost: float = 1.0
-    """Of the fair policy, see `FairConfig`; so are the next two."""
+    """Costs of the fair policy, this and the next two: see `FairConfig`."""
     fair_output_cost: float = 2.0
     fair_rejected_draft_cost: float = 1.0
     max_num_queued_reqs: int | None = None
@@ -80,10 +80,10 @@ class EngineArgs:
     """Host memory for adapters, beside `max_cpu_loras`; None: no limit in bytes."""
     speculative_config: dict[str, Any] | None = None
     batch_invariant: bool = False
-    """Whether a row's result must not depend, bit for bit, on the rows computed with it."""
+    """Compute each row so that its bits do not depend on the rows beside it."""
     enforce_eager: bool = False
     async_scheduling: bool | None = None
-    """Whether the host plans and prepares a step while the one before it runs; None: on a GPU."""
+    """Plan and prepare a step on the host while the one before it runs; None: on a GPU."""
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
@@ -226,7 +226,7 @@ _BOOLEAN = (
     *("async_scheduling", "batch_invariant"),
 )
 _AUTOMATIC = ("prompt_pacing", "async_scheduling")
-"""Of them, those that may be None."""
+"""Boolean options that may be None."""
 
 _POSITIVE = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override"),

@@ -95,7 +95,7 @@ class AuthenticationError(OutriderError):
 
 
 class PermissionDeniedError(OutriderError):
-    """What was sent does not give the right to this call."""
+    """The key or credentials that were sent do not allow this call."""
 
     type = "PermissionDeniedError"
     status = 403

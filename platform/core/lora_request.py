@@ -1,4 +1,4 @@
-"""Which adapter a request wants, or which weighted sum of adapters."""
+"""The adapter of a request, or the weighted sum of adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from .errors import InvalidRequestError
+from .foreign_options import take_foreign
 from .sampling_params import shown
+from .vllm_python import LORA
 
 MAX_PARTS = 8
 """Adapters in one mix."""
@@ -51,8 +53,11 @@ class LoRARequest:
         path: str | os.PathLike[str] | None = None,
         draft_path: str | os.PathLike[str] | None = None,
         digest: str | None = None,
+        **of_vllm: Any,
     ) -> None:
-        """InvalidRequestError names the field that is wrong."""
+        """InvalidRequestError names the field that is wrong. `of_vllm` are the keywords of `vllm_python.LORA`."""
+        path = of_vllm.pop("lora_local_path", path)
+        take_foreign("LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path"))
         if not isinstance(lora_name, str) or not lora_name:
             raise InvalidRequestError("lora_name must be a non-empty string", param="lora_name")
         if not isinstance(lora_int_id, int):
@@ -79,7 +84,7 @@ class LoRARequest:
 
     @property
     def label(self) -> str:
-        """What its requests are counted under."""
+        """Name under which its requests are counted."""
         return self.lora_name
 
 
@@ -102,18 +107,18 @@ class LoRAMix(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As HTTP clients write it: "a:0.7+b:0.3", and "+a:0.5" where there is one adapter."""
+        """Name as HTTP clients write it: "a:0.7+b:0.3", and "+a:0.5" where there is one adapter."""
         text = "+".join(f"{part.request.name}:{_shown_weight(part.weight)}" for part in self.parts)
         return text if len(self.parts) > 1 else f"+{text}"
 
     @property
     def label(self) -> str:
-        """What its requests are counted under: "a+b", as any client may think of new weights."""
+        """Name under which its requests are counted: "a+b", without the weights, which any client may choose anew."""
         return "+".join(part.request.name for part in self.parts)
 
 
 LoRA: TypeAlias = LoRARequest | LoRAMix
-"""What one request runs on beside the base model."""
+"""The adapter or the mix that a request runs on beside the base model."""
 
 
 def mix_of(parts: Iterable[tuple[LoRARequest, Any]], *, param: str = "lora_request") -> LoRA | None:
@@ -187,7 +192,7 @@ def _shown_weight(weight: float) -> str:
 
 
 def _folder(field: str, path: Any, what: str) -> str:
-    """A path as text, "~" as the home folder: no other object is, whatever its `str` would be."""
+    """A path as text, with the home folder for "~". Objects other than strings and paths are refused."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise InvalidRequestError(f"{field} must name {what}: a string or a path object", param=field)

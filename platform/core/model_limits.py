@@ -10,7 +10,7 @@ from .sampling_params import SamplingParams
 MAX_BAD_WORD_TOKENS = 1 << 14
 """Tokens of one request's bad words: an automaton is built of them, which takes two microseconds a token."""
 MAX_BAD_WORD_TOKENS_X_N = 1 << 19
-"""The same, counted for each sequence: each is sent to the engine with them."""
+"""Tokens of the bad words, counted for each sequence of a request: each is sent to the engine with them."""
 MAX_ALLOWED = 1 << 21
 """Allowed tokens, counted for each sequence: a step looks at all of them."""
 

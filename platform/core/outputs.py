@@ -1,4 +1,4 @@
-"""What users get back."""
+"""Outputs of requests, as users get them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Logprob(NamedTuple):
     rank: int
     """1 for the most likely token."""
     decoded_token: str | None = None
-    """Joined over the chosen tokens the text: a character belongs to the token that completes it, those before have "".
-    An alternative that is a part of a character is written "bytes:\\xe4"."""
+    """The token's part of the text. A character belongs to the token that completes it; the tokens before have "". An
+    alternative that is a part of a character is written "bytes:\\xe4"."""
     token_bytes: bytes | None = None
     """The token's part of the text's UTF-8; empty for tokens that the text leaves out. None without texts."""
 
@@ -33,7 +33,7 @@ class RequestMetrics:
     queue_seconds: float = 0.0
     """From the arrival to the first step of the first sequence."""
     adapter_digest: str = ""
-    """Of the version of the adapter that it runs on, in hexadecimal; "" before the first token, and without one."""
+    """Digest of the adapter's version that it runs on, in hexadecimal; "" before the first token and without one."""
     num_drafts: int = 0
     """Verification rounds, that is steps that verified at least one draft token."""
     num_draft_tokens: int = 0
@@ -41,6 +41,16 @@ class RequestMetrics:
     accepted_per_pos: list[int] = field(default_factory=list)
     steps_by_k: list[int] = field(default_factory=list)
     """How many steps verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from the arrival to the first token; None before it."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_in_queue(self) -> float:
+        """vLLM's name of `queue_seconds`."""
+        return self.queue_seconds
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -70,7 +80,7 @@ class CompletionOutput:
     """Aligned with `token_ids`: whether the token was a draft that the model accepted; the others it sampled."""
 
     def finished(self) -> bool:
-        """Whether this sequence is complete."""
+        """True when this sequence is complete."""
         return self.finish_reason is not None
 
 
@@ -87,6 +97,8 @@ class RequestOutput:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """One entry a prompt token; the first is None."""
     lora_request: LoRA | None = None
+    encoder_prompt = encoder_prompt_token_ids = multi_modal_placeholders = kv_transfer_params = None
+    """Fields of vLLM's outputs that prompts of text alone do not have."""
 
     @property
     def num_cached_tokens(self) -> int | None:

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen."""
+"""Sampling parameters of a request, and the limits on them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import InvalidRequestError
-from .suggestions import did_you_mean
-from .vllm_options import SAMPLING, check_foreign
+from .foreign_options import take_foreign
+from .vllm_python import SAMPLING
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ GREEDY_TEMPERATURE = 1e-5
 # Limits on what one request may ask for: all of it is looked at for every token.
 MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 100.0
-"""So that a logit divided or multiplied by it stays a float32."""
+"""Within them a logit that is divided or multiplied by the penalty stays a float32."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 8192
 """Characters of all stop strings together."""
@@ -33,7 +33,7 @@ MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 16_384
 """Characters of all bad words together."""
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
-"""Each word as it stands at the start of a text, and after a space."""
+"""Sequences of token ids of the bad words: each word at the start of a text, and after a space."""
 MAX_LOGIT_BIASES = 1024
 ENTRIES_A_TOKEN = 16_384
 """Entries of lists that take as long as one token of a small model, 0.4 ms on a CPU."""
@@ -55,6 +55,9 @@ _SWITCHES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
+
+_NO_DEFAULT_FOR_NONE = ("max_tokens", *_SWITCHES)
+"""Fields of which None is not the default: `max_tokens` has a meaning of its own for it, switches refuse it."""
 
 
 def shown(value: object) -> str:
@@ -128,7 +131,7 @@ def _token_ids(name: str, value: object, most: int | None = None) -> None:
 
 
 def _strings(name: str, value: object, most: int, most_chars: int) -> None:
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         raise InvalidRequestError(f"{name} must be a list of non-empty strings, got {shown(value)}", param=name)
     _length(name, value, most)
     chars = 0
@@ -152,18 +155,16 @@ def _bias_token(key: object) -> int:
 
 
 def _take_vllm_fields(cls: type[T]) -> type[T]:
-    """Let the constructor take the fields of `vllm_options.SAMPLING`, at values that change nothing."""
+    """Let the constructor take the fields of `vllm_python.SAMPLING` at values that change nothing, and None for the
+    default of a number or a list."""
     own = cls.__init__
+    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
 
     @functools.wraps(own)
     def init(self: T, *args: Any, **fields: Any) -> None:
-        unknown = [name for name in fields if name not in cls.__dataclass_fields__]  # type: ignore[attr-defined]
-        for name in unknown:
-            if name not in SAMPLING:
-                hint = did_you_mean(name, cls.__dataclass_fields__)  # type: ignore[attr-defined]
-                raise TypeError(f"{cls.__name__}() got an unexpected field {name!r}{hint}")
-        check_foreign({name: fields.pop(name) for name in unknown}, SAMPLING)
-        own(self, *args, **fields)
+        take_foreign(f"{cls.__name__}()", fields, SAMPLING, known)
+        given = {name: value for name, value in fields.items() if value is not None or name in _NO_DEFAULT_FOR_NONE}
+        own(self, *args, **given)
 
     cls.__init__ = init  # type: ignore[assignment]
     return cls
@@ -175,8 +176,8 @@ class SamplingParams:
     """Sampling parameters of one request; the names are vLLM's and OpenAI's.
 
     Wrong values raise `InvalidRequestError` with the field in `param`. vLLM's other fields may be given at values that
-    change nothing. Limits that depend on the model
-    (vocabulary, context length) are checked when the request is admitted.
+    change nothing. Limits that depend on the model (vocabulary, context length) are checked when the request is
+    admitted.
 
     `speculative` is ours: `None` follows the engine, `False` (or 0) switches drafting off for this request,
     an integer caps the drafts a step. It never changes the text.
@@ -230,6 +231,7 @@ class SamplingParams:
         self.stop_token_ids = self.stop_token_ids if self.stop_token_ids is not None else []
         self.bad_words = self.bad_words if self.bad_words is not None else []
         self._check()
+        self.stop, self.bad_words = list(self.stop), list(self.bad_words)
         if self.top_k == -1:
             self.top_k = 0
         if self.seed == -1:
@@ -292,7 +294,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True when the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
@@ -308,7 +310,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether any parameter changes single logits: a mask, a bias or a penalty."""
+        """True when a parameter changes single logits: a mask, a bias or a penalty."""
         return (
             self.allowed_token_ids is not None
             or bool(self.bad_words_token_ids)
@@ -319,18 +321,18 @@ class SamplingParams:
 
     @property
     def edits_read_tokens(self) -> bool:
-        """Whether the host must know the last tokens for any of these."""
+        """True when the host must know the last tokens for these edits."""
         return any(len(word) > 1 for word in self.bad_words_token_ids)
 
     @property
     def penalises(self) -> bool:
-        """Whether any of these depends on which tokens the sequence has."""
+        """True when a penalty depends on the tokens that the sequence has."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def token_cost(self) -> float:
-        """The work of choosing one token, as a multiple of a plain token's whole cost: long lists and log-probabilities
-        are looked at for each."""
+        """Work of choosing one token, as a multiple of the whole cost of a plain token. Long lists and
+        log-probabilities are processed for each token."""
         entries = len(self.allowed_token_ids or ()) + len(self.logit_bias or ()) + len(self.bad_words_token_ids)
         return 1.0 + entries / ENTRIES_A_TOKEN + (self.logprobs or 0) / LOGPROBS_A_TOKEN
 

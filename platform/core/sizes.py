@@ -48,7 +48,7 @@ def parse_count(name: str, value: object) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
+    match = _COUNT.fullmatch(value.strip().replace("_", "")) if isinstance(value, str) else None
     count = Fraction(match["number"]) * _COUNT_UNITS.get(match["unit"], 1) if match is not None else None
     if count is None or count.denominator != 1:
         raise InvalidRequestError(

@@ -8,12 +8,14 @@ from itertools import pairwise
 from typing import Any
 
 from .errors import InvalidRequestError
+from .foreign_options import check_foreign
 from .suggestions import did_you_mean
-from .vllm_options import SPECULATIVE, check_foreign
+from .vllm_options import SPECULATIVE
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa")
-"""Those that load weights from `model`."""
+"""Methods that load weights from `model`."""
+_LOOKUP_MAX = 5
 REJECTION_METHODS = ("standard", "invariant", "synthetic")
 
 
@@ -30,9 +32,9 @@ class SpeculativeConfig:
     download_dir: str | None = None
     """The hub's cache, from the engine's options; never written in a `speculative_config`."""
     adaptive: bool = False
-    """Whether the number of drafts is chosen by predicted goodput, for each request and step, and may be 0. It is where
-    `num_speculative_tokens` is not given; a number that is given is a fixed one, unless this is said too."""
-    prompt_lookup_max: int = 5
+    """Choose the number of drafts by predicted goodput, for each request and step; it may be 0. The default is true
+    where `num_speculative_tokens` is not given, else false: the number is then fixed."""
+    prompt_lookup_max: int = _LOOKUP_MAX
     prompt_lookup_min: int = 1
     suffix_decoding_max_tree_depth: int = 24
     """Longest context that is matched, in tokens."""
@@ -47,9 +49,9 @@ class SpeculativeConfig:
     "invariant": drafter-invariant for all; "synthetic": drafts are accepted at `synthetic_acceptance_rates` whatever
     they are, for benchmarks: the text is meaningless."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    """Share of the drafts at each position that is accepted: of all, not only of those whose predecessors were."""
+    """Share of the drafts at each position that is accepted, of all drafts at that position."""
     drafts_given: bool = True
-    """Whether the user said how many, by `num_speculative_tokens` or by the number of rates. Derived, never written."""
+    """True when the user gave their number, by `num_speculative_tokens` or by the number of rates. Never written."""
 
 
 _DERIVED = ("drafts_given", "download_dir")
@@ -73,6 +75,8 @@ _NUMBERS = (
     ("suffix_decoding_max_spec_factor", 0.0, 32.0),
     ("suffix_decoding_min_token_prob", 0.0, 1.0),
 )
+_WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
+"""Methods that vLLM takes as `model` too."""
 _DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
 
 
@@ -100,11 +104,14 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         raise _wrong(f"it must be an object with a method, got {config!r}")
     check_foreign(config, SPECULATIVE, "speculative_config")
     given = {name: value for name, value in config.items() if value is not None and name not in SPECULATIVE}
+    if given.get("model") in _WITHOUT_MODEL and given.get("method", given["model"]) in _WITHOUT_MODEL:
+        given.setdefault("method", given.pop("model"))
     unknown = [name for name in given if name not in _FIELDS]
     if unknown:
         hint = did_you_mean(str(unknown[0]), _FIELDS)
         raise _wrong(f"unknown field {unknown[0]!r}{hint}; known are {', '.join(sorted(_FIELDS))}")
-    method = given.get("method", "draft_model" if "model" in given else None)
+    method = given.get("method", _method_of(given["model"]) if "model" in given else None)
+    method = "ngram" if method == "[ngram]" else method
     if method in ("off", "none"):
         return None
     if method not in METHODS:
@@ -117,7 +124,9 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
     drafts_given = "num_speculative_tokens" in given or rates is not None
-    defaults = {"num_speculative_tokens": drafts, "adaptive": not drafts_given}
+    defaults: dict[str, Any] = {"num_speculative_tokens": drafts, "adaptive": not drafts_given}
+    if "prompt_lookup_max" not in given:
+        defaults["prompt_lookup_max"] = max(_LOOKUP_MAX, given.get("prompt_lookup_min", 1))
     values = {**defaults, **given, "method": method, "synthetic_acceptance_rates": rates}
     result = SpeculativeConfig(**values, drafts_given=drafts_given, download_dir=download_dir)
     _check_fit(result, given)
@@ -133,8 +142,17 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     return result
 
 
+def _method_of(model: object) -> str:
+    """The method of a draft whose config has none, by the name of the model, as in vLLM."""
+    name = str(model).rstrip("/").rpartition("/")[2].lower()
+    for part, method in (("eagle3", "eagle3"), ("eagle-", "eagle"), ("medusa", "medusa")):
+        if part in name:
+            return method
+    return "draft_model"
+
+
 def _check_fit(config: SpeculativeConfig, given: Mapping[str, Any]) -> None:
-    """Nothing is given that means nothing."""
+    """Refuse fields that mean nothing to the method."""
     for name in _NOT_FOR_METHOD[config.method]:
         fallback = name in _LOOKUP and config.method in MODEL_METHODS  # adaptive, it falls back on prompt lookup
         if name in given and not (fallback and config.adaptive):

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""The machine, code and model that a result was measured on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _commit() -> str | None:
 
 
 def describe_model(info: EngineInfo, path: Path) -> dict[str, Any]:
-    """What was measured; `path` is the model's folder."""
+    """Facts about the measured model; `path` is the model's folder."""
     described: dict[str, Any] = {
         "architecture": info.architecture,
         "dtype": info.dtype,

@@ -307,7 +307,7 @@ class AdapterSources:
         return known[0]
 
     def sampling_defaults_now(self, folder: str) -> dict[str, Any]:
-        """`sampling_defaults` for those who may wait."""
+        """`sampling_defaults` without asyncio: the call waits for the file."""
         known = self._defaults.get(folder)
         if known is None:
             known = (self._read_defaults(folder).result(),)

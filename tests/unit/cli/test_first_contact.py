@@ -6,6 +6,7 @@ import pytest
 
 from outrider.platform.cli import serve
 from outrider.platform.cli.main import build_parser, main
+from outrider.platform.core.speculative_config import parse_speculative
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,16 @@ def test_nothing_is_suggested_that_is_not_close(capsys, line):
         ("--max_num_batched_tokens=8k", "max_num_batched_tokens", 8000),
         ("--load-format safetensors", "load_format", "auto"),
         ("--load-format dummy", "load_format", "dummy"),
+        ("--max-model-len 32_768", "max_model_len", 32768),
+        ("--kv-cache-memory 4GiB", "kv_cache_memory_bytes", 4 << 30),
+        ("--enforce-eager True", "enforce_eager", True),
+        ("--enable-chunked-prefill False", "enable_chunked_prefill", False),
+        ("--enable-prefix-caching=false", "enable_prefix_caching", False),
+        ("--no-enable-prefix-caching=false", "enable_prefix_caching", True),
+        ("--tp 1 --context-length 4096", "max_model_len", 4096),
+        ("--max-running-requests 8", "max_num_seqs", 8),
+        ("--disable-radix-cache", "enable_prefix_caching", False),
+        ("--disable-cuda-graph", "enforce_eager", True),
         ("--revision v2", "revision", "v2"),
         ("--download-dir /hub", "download_dir", "/hub"),
         ("--tokenizer /t", "tokenizer", "/t"),
@@ -117,7 +128,7 @@ def test_vllms_spellings_of_server_options(line, option, value):
     [
         "-pp 1", "-dp 1", "--pipeline-parallel-size=1", "--data_parallel_size 1", "--tokenizer-mode auto",
         "--task generate", "--runner auto", "--model-impl auto", "--quantization None", "--cpu-offload-gb 0",
-        "--no-enable-auto-tool-choice", "--api-server-count 1",
+        "--no-enable-auto-tool-choice", "--api-server-count 1", "-dcp 1", "--nnodes 1 --node-rank 0", "--hf-token",
     ],
 )  # fmt: skip
 def test_values_that_ask_for_what_is_done_anyway_are_taken_in_silence(line):
@@ -131,6 +142,7 @@ def test_values_that_ask_for_what_is_done_anyway_are_taken_in_silence(line):
         "--trust-remote-code", "--distributed-executor-backend mp", "--distributed-executor-backend ray",
         "--swap-space 4", "--disable-log-stats", "--enable-prompt-tokens-details", "--compilation-config {\"level\":3}",
         "--limit-mm-per-prompt image=1", "--disable-uvicorn-access-log", "--max-num-partial-prefills 1",
+        "--trust-remote-code True", "--master-addr 127.0.0.1", "--kv-cache-metrics", "--enable-metrics",
     ],
 )  # fmt: skip
 def test_options_without_an_effect_are_taken_and_said(line):
@@ -160,6 +172,13 @@ def test_keys_of_a_speculative_config_without_an_effect_are_said():
         ("--tokenizer-mode mistral", ("--tokenizer-mode", "mistral")),
         ("--load-format gguf", ("--load-format", "gguf")),
         ("--task embed", ("--task", "embed")),
+        ("-ep", ("--enable-expert-parallel", "mixtures of experts")),
+        ("--pipeline-parallel-size", ("--pipeline-parallel-size", "expected one argument")),
+        ("--enforce-eager=maybe", ("--enforce-eager", "maybe")),
+        ("--mem-fraction-static 0.8", ("--mem-fraction-static", "see gpu_memory_utilization")),
+        ("--speculative-algorithm EAGLE3", ("--speculative-algorithm", "speculative_config=")),
+        ("--chat-template /no/such.jinja", ("--chat-template", "/no/such.jinja")),
+        ('--lora-modules {"name":"a","path":"/a","load_inplace":true}', ("--lora-modules", "load_inplace")),
         ("--max-model-len 4x", ("--max-model-len", "4x")),
         ("--max-model-len 0", ("--max-model-len", "at least 1")),
         ("--max-num-seqs 1.5", ("--max-num-seqs", "1.5")),
@@ -171,6 +190,50 @@ def test_keys_of_a_speculative_config_without_an_effect_are_said():
 def test_options_that_would_change_something_are_refused_by_name(capsys, line, words):
     last = fails(capsys, "serve", *line.split())[-1]
     assert all(word in last for word in words), last
+
+
+@pytest.mark.parametrize("line", ["-O3", "-O 3", "-O=3", "-O.mode=3"])
+def test_the_level_of_optimisation(line):
+    assert list(resolve("/m", *line.split())[1].without_effect) == ["optimization_level"]
+
+
+def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x.jinja").write_text("from a file")
+    assert resolve("/m", "--chat-template", "~/x.jinja")[1].chat_template == "from a file"
+    assert resolve("/m", "--chat-template", "{{ messages }}")[1].chat_template == "{{ messages }}"
+
+
+def test_adapters_with_vllms_fields():
+    module = {"name": "a", "path": "/a", "base_model_name": "m", "is_3d_lora_weight": False}
+    assert resolve("/m", "--lora-modules", json.dumps(module))[1].lora_modules == {"a": "/a"}
+
+
+@pytest.mark.parametrize(
+    "config", [{"model": "ngram"}, {"model": "[ngram]"}, {"method": "[ngram]"}, {"method": "ngram", "model": "ngram"}]
+)
+def test_prompt_lookup_as_vllm_writes_it(config):
+    parsed = parse_speculative({**config, "num_speculative_tokens": 3, "prompt_lookup_max": 4})
+    assert (parsed.method, parsed.model, parsed.prompt_lookup_max) == ("ngram", None, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("yuhuili/EAGLE-LLaMA3-Instruct-8B", "eagle"),
+        ("/drafts/medusa-1b/", "medusa"),
+        ("/home/eagle-eye/small", "draft_model"),
+    ],
+)
+def test_the_method_of_a_draft_is_known_by_the_name_of_its_model(model, method):
+    config = json.dumps({"model": model, "num_speculative_tokens": 3})
+    args, _ = resolve("/m", "--speculative-config", config)
+    assert parse_speculative(args.speculative_config).method == method
+
+
+def test_the_longest_lookup_is_not_below_the_shortest():
+    assert parse_speculative({"method": "ngram", "prompt_lookup_min": 7}).prompt_lookup_max == 7
 
 
 def test_the_model_as_an_option():

@@ -18,10 +18,11 @@ from fake_engine import VOCAB_SIZE, FakeEngine
 from outrider.models.tokenizer import load_tokenizer
 from outrider.platform.client import llm as llm_module
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.client.input_processor import InputProcessor, TokensPrompt
 from outrider.platform.client.llm import LLM
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, ShuttingDownError
+from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.sampling_params import SamplingParams
 
 
@@ -226,6 +227,27 @@ def test_fields_of_sampling_params_that_would_change_something(fields: dict[str,
     assert caught.value.param == name
 
 
+def test_none_is_the_default_of_numbers_and_lists() -> None:
+    fields: dict[str, Any] = dict.fromkeys(("n", "temperature", "top_p", "top_k", "min_tokens", "stop", "bad_words"))
+    assert SamplingParams(**fields) == SamplingParams()
+    assert SamplingParams(max_tokens=None).max_tokens is None
+    assert SamplingParams(stop=("a",), bad_words=("b",)) == SamplingParams(  # type: ignore[arg-type]
+        stop=["a"], bad_words=["b"]
+    )
+
+
+def test_fields_of_lora_requests(caplog: pytest.LogCaptureFixture) -> None:
+    plain = LoRARequest("a", 1, "/a")
+    nothing = {"long_lora_max_len": None, "tensorizer_config_dict": None, "load_inplace": False}
+    assert LoRARequest("a", 1, "/a", **nothing) == LoRARequest("a", 1, lora_local_path="/a") == plain
+    assert LoRARequest("a", 1, "/a", base_model_name="m") == plain
+    assert "base_model_name has no effect" in caplog.text
+    with pytest.raises(InvalidRequestError, match="load_inplace=True is not supported: write"):
+        LoRARequest("a", 1, "/a", load_inplace=True)
+    with pytest.raises(TypeError, match="'lora_pth'; did you mean 'lora_path'"):
+        LoRARequest("a", 1, "/a", lora_pth="/b")
+
+
 def test_an_unknown_field_of_sampling_params_gets_a_suggestion() -> None:
     with pytest.raises(TypeError, match="max_token'; did you mean 'max_tokens'"):
         SamplingParams(max_token=5)  # type: ignore[call-arg]
@@ -242,6 +264,33 @@ def test_all_log_probabilities(tokenizer: Any, name: str) -> None:
     assert caught.value.param == name
 
 
+# --- methods of LLM -------------------------------------------------------------------------------------------------
+
+
+def test_keywords_of_generate_and_chat(model_path: str) -> None:
+    params = SamplingParams(max_tokens=1)
+    conversation = [{"role": "user", "content": "a"}]
+    with LLM(model_path) as llm:
+        assert llm.generate("a", params, tokenization_kwargs=None, guided_options_request=None, prompt_text="a")
+        assert llm.generate(TokensPrompt(prompt_token_ids=[5]), params)[0].prompt_token_ids == [5]
+        assert llm.chat(conversation, params, chat_template_content_format="auto")  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequestError, match=r"prompt_token_ids.*write prompts="):
+            llm.generate("a", params, prompt_token_ids=[[5]])
+        with pytest.raises(InvalidRequestError, match="mm_processor_kwargs"):
+            llm.chat(conversation, params, mm_processor_kwargs={"crops": 4})  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="'priorty'; did you mean 'priority'"):
+            llm.generate("a", params, priorty=1)
+        with pytest.raises(TypeError, match="'add_generation_promt'; did you mean 'add_generation_prompt'"):
+            llm.chat(conversation, params, add_generation_promt=True)  # type: ignore[call-arg]
+
+
+def test_methods_that_are_not_there_say_what_is(model_path: str) -> None:
+    with LLM(model_path) as llm:
+        with pytest.raises(AttributeError, match=r"LLM.get_metrics is not there: see stats\(\)"):
+            llm.get_metrics()  # type: ignore[attr-defined]
+        assert not hasattr(llm, "something")
+
+
 # --- results --------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +300,9 @@ def test_outputs(model_path: str) -> None:
     assert output.outputs[0].finished() is True
     assert output.metrics is not None
     assert output.num_cached_tokens == output.metrics.num_cached_tokens > 0
+    assert output.metrics.first_token_latency is not None
+    assert output.metrics.time_in_queue == output.metrics.queue_seconds
+    assert (output.encoder_prompt, output.kv_transfer_params) == (None, None)
 
 
 def test_a_long_text_is_tokenized_without_a_warning(
@@ -271,7 +323,12 @@ def test_a_long_text_is_tokenized_without_a_warning(
 
 def test_shutdown_need_not_be_awaited(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        outputs = await async_helpers.collect(llm.generate([5], SamplingParams(max_tokens=1), "mine"))
+        params = SamplingParams(max_tokens=1)
+        with pytest.raises(InvalidRequestError, match="data_parallel_rank"):
+            await async_helpers.collect(llm.generate([5], params, data_parallel_rank=1))  # type: ignore[call-arg]
+        outputs = await async_helpers.collect(
+            llm.generate([5], params, "mine", tokenization_kwargs=None)  # type: ignore[call-arg]
+        )
         assert (outputs[-1].request_id, outputs[-1].finished) == ("mine", True)
         llm.shutdown()
         with pytest.raises(ShuttingDownError):
