@@ -287,7 +287,6 @@ SERVER: dict[str, Option] = {
     "exclude_tools_when_tool_choice_none": ignored_flag(NO_TOOLS),
     "response_role": only("assistant", why="answers are the assistant's"),
     "chat_template_content_format": ignored("it is found out from the template"),
-    "default_chat_template_kwargs": only({}, why="give chat_template_kwargs in each request"),
     "return_tokens_as_token_ids": off("tokens are shown as text and bytes"),
     "enable_force_include_usage": off("clients ask with stream_options.include_usage"),
     "enable_prompt_tokens_details": ignored_flag("usage has prompt_tokens_details always"),
