@@ -137,7 +137,6 @@ ENGINE: dict[str, Option] = {
     "safetensors_load_strategy": ignored("files are mapped into memory"),
     "use_tqdm_on_load": ignored_flag("a progress bar is shown on a terminal"),
     "disable_sliding_window": off("a model's sliding window is part of it"),
-    "override_generation_config": only({}, why="give the values in each request"),
     "pooler_config": only({}, why="models generate text only"),
     "override_pooler_config": only({}, why="models generate text only"),
     "io_processor_plugin": only("", why="there are no plug-ins"),
