@@ -60,9 +60,11 @@ def overriding_defaults(given: Any) -> dict[str, Any]:
         InvalidRequestError: it is no object, or a name or a value in it is wrong.
     """
     name = "override_generation_config"
-    unknown = [key for key in given if key not in _FIELDS] if isinstance(given, Mapping) else ["no object"]
-    if unknown:
-        raise InvalidRequestError(f"{name}: {unknown[0]!r:.100}; known are {', '.join(_FIELDS)}", param=name)
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"{name} must be an object, got {given!r:.100}", param=name)
+    for key in given:
+        if key not in _FIELDS:
+            raise InvalidRequestError(f"{name}: unknown {key!r:.100}; known are {', '.join(_FIELDS)}", param=name)
     return _checked(given, name, name)
 
 

@@ -1,7 +1,8 @@
 """Sampling parameters of requests that leave them out.
 
 A request's own parameter comes first, then the option `override_generation_config`, then its adapter's
-generation_config.json, then the model's (or the one that the option names), then the default of `SamplingParams`. A weighted sum of several adapters takes the model's.
+generation_config.json, then the model's (or the one that the option `generation_config` names), then the default of
+`SamplingParams`. A weighted sum of several adapters takes the model's.
 """
 
 from __future__ import annotations
