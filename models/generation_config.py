@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,30 @@ def sampling_defaults(file: Path) -> dict[str, Any]:
         return {}
     if file.stat().st_size > _MAX_BYTES:
         raise InvalidRequestError(f"{file} is larger than {_MAX_BYTES} bytes", param=PARAM)
-    raw = read_json(file)
+    return _checked(read_json(file), str(file), PARAM)
+
+
+def overriding_defaults(given: Any) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the option `override_generation_config` sets.
+
+    Raises:
+        InvalidRequestError: it is no object, or a name or a value in it is wrong.
+    """
+    name = "override_generation_config"
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"{name} must be an object, got {given!r:.100}", param=name)
+    for key in given:
+        if key not in _FIELDS:
+            raise InvalidRequestError(f"{name}: unknown {key!r:.100}; known are {', '.join(_FIELDS)}", param=name)
+    return _checked(given, name, name)
+
+
+def _checked(raw: Mapping[str, Any], source: str, param: str) -> dict[str, Any]:
     found = {ours: _plain(raw[theirs]) for theirs, ours in _FIELDS.items() if raw.get(theirs) is not None}
     try:
         SamplingParams(**found)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{file}: {error.message}", param=PARAM) from error
+        raise InvalidRequestError(f"{source}: {error.message}", param=param) from error
     return found
 
 

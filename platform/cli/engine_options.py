@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, str]] = {
             "sampling parameters of requests that leave them out: auto takes those of the model's (and an adapter's) "
             "generation_config.json, none (or vllm) takes none, a path those of that folder or file"
         ),
+        "override_generation_config": 'JSON of such parameters, before those of files, such as {"temperature": 0.6}',
         "tokenizer_revision": "branch, tag or commit of the tokenizer's hub id",
         "download_dir": "folder of the hub's cache (default: where its library keeps it)",
         "dtype": 'type of weights and activations; "auto" takes the checkpoint\'s',

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+from ..client.chat_template import TAKEN_VARIABLES
 from ..core.config import EngineArgs, check_args
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.speculative_config import parse_speculative
 from ..http.config import ServerConfig
 from .adapter_options import LoraModule, adapter_sources, add_adapter_options, enable_lora, lora_modules
 from .api_key import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys, key
-from .engine_options import add_engine_options, flag, given_options
+from .engine_options import add_engine_options, flag, given_options, json_object
 from .kernel_configs import add_kernel_configs_option, use_kernel_configs
 from .limit_options import add_limit_options, limits, seconds_above
 from .model_names import ModelNames, names_of_model
@@ -103,6 +105,14 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         metavar="FILE",
         help="Jinja template that takes the place of the model's; also the template itself",
+    )
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template that requests leave out of their chat_template_kwargs, such as "
+        '{"enable_thinking": false}',
     )
     group.add_argument(
         "--trust-request-chat-template",
@@ -216,6 +226,13 @@ def _chat_template(text: str | None) -> str | None:
         raise InvalidRequestError(f"cannot read the file: {error}", param="chat_template") from error
 
 
+def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
+    taken = sorted(TAKEN_VARIABLES & set(given))
+    if taken:
+        raise InvalidRequestError(f"must not contain {taken[0]!r}", param="default_chat_template_kwargs")
+    return given
+
+
 def _server_config(
     namespace: argparse.Namespace,
     names: ModelNames,
@@ -243,6 +260,7 @@ def _server_config(
         lora_roots=(*(namespace.lora_root or ()), *demo_folders),
         lora_remote=tuple(namespace.lora_remote or ()),
         chat_template=_chat_template(namespace.chat_template),
+        chat_template_kwargs=_template_variables(namespace.default_chat_template_kwargs),
         trust_request_chat_template=namespace.trust_request_chat_template,
         shutdown_timeout=namespace.shutdown_timeout,
         **observability(namespace),

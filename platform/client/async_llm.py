@@ -68,7 +68,9 @@ class AsyncLLM:
     def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
         self._args = spec.args
         self.sources = sources if sources is not None else AdapterSources()
-        self.sampling_defaults = SamplingDefaults(spec.args.generation_config, self.sources)
+        self.sampling_defaults = SamplingDefaults(
+            spec.args.generation_config, self.sources, spec.args.override_generation_config
+        )
         """Sampling parameters of requests that leave them out."""
         self._adapters = AdapterClient(lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(

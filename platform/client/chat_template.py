@@ -38,6 +38,10 @@ class ChatOptions(TypedDict, total=False):
     """Further variables of the template."""
 
 
+TAKEN_VARIABLES = frozenset({*ChatOptions.__annotations__, "conversation", "tokenize", "messages"})
+"""Names that `chat_template_kwargs` cannot have."""
+
+
 def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options: ChatOptions) -> str:
     """Apply the chat template.
 
@@ -56,7 +60,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         raise InvalidRequestError("the model has no chat template; give chat_template", param="chat_template")
     conversation = [_message(index, message) for index, message in enumerate(_as_messages(messages))]
     extra = dict(options.get("chat_template_kwargs") or {})
-    clash = sorted({*ChatOptions.__annotations__, "conversation", "tokenize", "messages"} & set(extra))
+    clash = sorted(TAKEN_VARIABLES & set(extra))
     if clash:
         raise InvalidRequestError(f"chat_template_kwargs must not contain {clash[0]!r}", param="chat_template_kwargs")
     tools = options.get("tools")

@@ -101,7 +101,7 @@ class LLM:
 
     def _start(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
         self._sources = sources if sources is not None else AdapterSources()
-        self._defaults = SamplingDefaults(args.generation_config, self._sources)
+        self._defaults = SamplingDefaults(args.generation_config, self._sources, args.override_generation_config)
         if args.prompt_pacing is None:
             args = replace(args, prompt_pacing=False)
         make_engine = load_engine(engine)

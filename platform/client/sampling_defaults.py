@@ -1,7 +1,8 @@
 """Sampling parameters of requests that leave them out.
 
-A request's own parameter comes first, then its adapter's generation_config.json, then the model's (or the one that the
-option names), then the default of `SamplingParams`. A weighted sum of several adapters takes the model's.
+A request's own parameter comes first, then the option `override_generation_config`, then its adapter's
+generation_config.json, then the model's (or the one that the option `generation_config` names), then the default of
+`SamplingParams`. A weighted sum of several adapters takes the model's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...models.generation_config import AUTOMATIC, FILE, NOTHING, chosen_file, sampling_defaults
+from ...models.generation_config import AUTOMATIC, FILE, NOTHING, chosen_file, overriding_defaults, sampling_defaults
 from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA, LoRARequest
 from .adapter_sources import AdapterSources
@@ -18,16 +19,17 @@ from .adapter_sources import AdapterSources
 class SamplingDefaults:
     """The defaults of one model and its adapters."""
 
-    def __init__(self, choice: str, sources: AdapterSources) -> None:
-        """`choice`: the option `generation_config`.
+    def __init__(self, choice: str, sources: AdapterSources, override: dict[str, Any] | None = None) -> None:
+        """`choice` is the option `generation_config`, `override` is `override_generation_config`.
 
         Raises:
-            InvalidRequestError: it names a file that is not there, or that has a wrong value.
+            InvalidRequestError: the option names a file that is not there, or a value is wrong.
         """
+        self._override = {} if override is None else overriding_defaults(override)
         self._choice = choice
         self._sources = sources
         file = chosen_file(choice)
-        self.of_model: dict[str, Any] = {} if file is None else sampling_defaults(file)
+        self.of_model: dict[str, Any] = {**({} if file is None else sampling_defaults(file)), **self._override}
         """Fields of `SamplingParams`; of the model's own file after `read_model`."""
 
     def read_model(self, folder: str) -> None:
@@ -38,7 +40,7 @@ class SamplingDefaults:
         """
         if self._choice == AUTOMATIC:
             try:
-                self.of_model = sampling_defaults(Path(folder) / FILE)
+                self.of_model = {**sampling_defaults(Path(folder) / FILE), **self._override}
             except InvalidRequestError as error:
                 hint = "; with generation_config none the file is not read"
                 raise InvalidRequestError(error.message + hint, param=error.param) from error
@@ -50,12 +52,15 @@ class SamplingDefaults:
             AdapterError: the adapter's file has a wrong value.
         """
         folder = self._folder(lora)
-        return self.of_model if folder is None else {**self.of_model, **await self._sources.sampling_defaults(folder)}
+        return self._with({} if folder is None else await self._sources.sampling_defaults(folder))
 
     def of_now(self, lora: LoRA | None) -> dict[str, Any]:
         """`of` without asyncio: the call waits for the file."""
         folder = self._folder(lora)
-        return self.of_model if folder is None else {**self.of_model, **self._sources.sampling_defaults_now(folder)}
+        return self._with({} if folder is None else self._sources.sampling_defaults_now(folder))
+
+    def _with(self, of_adapter: dict[str, Any]) -> dict[str, Any]:
+        return {**self.of_model, **of_adapter, **self._override}
 
     def _folder(self, lora: LoRA | None) -> str | None:
         if lora is None or self._choice in NOTHING:

@@ -40,6 +40,8 @@ class EngineArgs:
     generation_config: str = "auto"
     """Sampling parameters of requests that leave them out: of the model's generation_config.json ("auto"), of a file
     or the one in a folder, or none of any file ("none", or vLLM's word "vllm")."""
+    override_generation_config: dict[str, Any] | None = None
+    """Sampling parameters, by the names of a generation_config.json, that come before those of any file."""
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..client.adapter_sources import SourceOptions
 from ..core.logs import LogFormat
@@ -42,6 +43,8 @@ class ServerConfig:
     """Schemes of other sources from which that is allowed: "hf", "s3", ..."""
     chat_template: str | None = None
     """Takes the place of the tokenizer's own."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of chat templates that requests leave out."""
     trust_request_chat_template: bool = False
     """Take `chat_template` from requests. A template is a program: one with nested loops can stall the server."""
     shutdown_timeout: float = 30.0

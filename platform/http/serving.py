@@ -211,7 +211,7 @@ class Serving:
                 "add_generation_prompt": not continue_final if generation is None else generation,
                 "continue_final_message": continue_final,
                 "chat_template": template,
-                "chat_template_kwargs": request.chat_template_kwargs,
+                "chat_template_kwargs": {**self.config.chat_template_kwargs, **(request.chat_template_kwargs or {})},
             },
         )
         if request.add_special_tokens:

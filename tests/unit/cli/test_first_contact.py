@@ -117,6 +117,7 @@ def test_vllms_spellings_of_engine_options(line, option, value):
         ("--allowed-origins [\"*\"]", "cors_origins", ("*",)),
         ("--otlp-traces-endpoint http://c:4318", "otlp_endpoint", "http://c:4318"),
         ("--uvicorn-log-level info", "uvicorn_log_level", "info"),
+        ("--default-chat-template-kwargs {\"think\":false}", "chat_template_kwargs", {"think": False}),
     ],
 )  # fmt: skip
 def test_vllms_spellings_of_server_options(line, option, value):
@@ -177,6 +178,7 @@ def test_keys_of_a_speculative_config_without_an_effect_are_said():
         ("--enforce-eager=maybe", ("--enforce-eager", "maybe")),
         ("--mem-fraction-static 0.8", ("--mem-fraction-static", "see gpu_memory_utilization")),
         ("--speculative-algorithm EAGLE3", ("--speculative-algorithm", "speculative_config=")),
+        ('--default-chat-template-kwargs {"messages":[]}', ("--default-chat-template-kwargs", "messages")),
         ("--chat-template /no/such.jinja", ("--chat-template", "/no/such.jinja")),
         ('--lora-modules {"name":"a","path":"/a","load_inplace":true}', ("--lora-modules", "load_inplace")),
         ("--max-model-len 4x", ("--max-model-len", "4x")),

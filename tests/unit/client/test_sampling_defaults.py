@@ -132,3 +132,13 @@ def test_a_file_that_is_not_there_is_found_before_the_engine_starts(tmp_path: Pa
     assert caught.value.param == "generation_config"
     with pytest.raises(InvalidRequestError, match="there is no file"):
         SamplingDefaults("off", None)  # type: ignore[arg-type]
+
+
+def test_values_that_override_all_files(model: Path, tmp_path: Path) -> None:
+    adapter = LoRARequest("a", path=str(write(tmp_path / "adapter", temperature=0.2, top_k=9)))
+    with started(model, enable_lora=True, override_generation_config={"temperature": 0.5}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=5, max_tokens=3)
+        assert params_of(llm, lora_request=adapter) == SamplingParams(temperature=0.5, top_k=9, max_tokens=3)
+    for wrong in ({"temprature": 0.5}, {"temperature": -1}, [1]):
+        with pytest.raises(InvalidRequestError, match="override_generation_config"):
+            started(model, override_generation_config=wrong)

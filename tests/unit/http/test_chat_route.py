@@ -191,6 +191,18 @@ def test_bad_messages_are_named(http, messages, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+def test_variables_of_the_template_that_requests_leave_out(make_http, llm, monkeypatch):
+    def render(conversation, think, **options):
+        return f"think={think} {conversation[0]['content']}"
+
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", render)
+    http = make_http(chat_template_kwargs={"think": False})
+    chat(http, chat_template_kwargs={"other": 1})
+    assert prompt_of(llm) == "think=False hi"
+    chat(http, chat_template_kwargs={"think": True})
+    assert prompt_of(llm) == "think=True hi"
+
+
 def test_request_templates_need_trust(http, make_http):
     body = {"messages": HELLO, "chat_template": "{{ messages }}"}
     response = http.post("/v1/chat/completions", body)
