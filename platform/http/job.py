@@ -76,11 +76,12 @@ class Job:
     def bound_logprobs(self, max_model_len: int) -> None:
         """Refuse to make more log-probabilities than `MAX_LOGPROBS`. Where the client has named no `max_tokens`, it
         becomes as large as that allows."""
-        params, num_tokens = self.params, sum(map(len, self.prompts))
+        params = self.params
+        num_tokens = params.n * sum(map(len, self.prompts))  # each choice has its prompt's
         if params.prompt_logprobs is not None and num_tokens * (params.prompt_logprobs + 1) > MAX_LOGPROBS:
             raise InvalidRequestError(
-                f"prompt_logprobs is {params.prompt_logprobs} for {num_tokens} tokens of prompts: at most "
-                f"{MAX_LOGPROBS} log-probabilities are given, each token's own among them",
+                f"prompt_logprobs is {params.prompt_logprobs} for {num_tokens} tokens of prompts, counted once for "
+                f"each sequence: at most {MAX_LOGPROBS} log-probabilities are given, each token's own among them",
                 param="prompt_logprobs",
             )
         if params.logprobs is None:
