@@ -27,7 +27,10 @@ Render = Callable[[list[dict[str, Any]]], str]
 def check_texts_arrive(conversation: list[dict[str, Any]], rendered: str) -> None:
     """Refuse the conversation when text of users or systems is missing. Assistants' reasoning is left out rightly."""
     rendered = rendered.casefold()
-    searches = [_find_whole, *(partial(_find_words, escape) for escape in (str, _as_json, _as_ascii_json, html.escape))]
+    searches: list[Search] = [
+        _find_whole,
+        *(partial(_find_words, escape) for escape in (str, _as_json, _as_ascii_json, html.escape)),
+    ]
     ends = {"user": 0, "system": 0, "developer": 0}  # the texts of a role stay in their order
     for index, message in enumerate(conversation):
         role = message["role"]

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..client.vocabulary import TokenTexts, vocabulary_of
-from ..core.outputs import CompletionOutput, Logprob
+from ..core.outputs import CompletionOutput
 from ..core.sampling_params import SamplingParams
 from .accounting import check_call, limit_headers
 from .adapters import choose_adapter, discover_adapters
@@ -20,7 +20,16 @@ from .answers import json_answer
 from .body import documented, read_waiting_body
 from .generation import Collected, PromptFacts, collect, draft_status, generate
 from .job import Event, Job, now
-from .logprobs import CompletionLogprobs, CompletionLogprobsPieces, Packed, Token, pack, prompt_logprobs, token_text
+from .logprobs import (
+    CompletionLogprobs,
+    CompletionLogprobsPieces,
+    Packed,
+    Token,
+    entry_of,
+    pack,
+    prompt_logprobs,
+    token_text,
+)
 from .protocol import CompletionRequest
 from .serving import Serving, new_request_id, principal_of, serving_of
 from .stream import Chunk, ChunkWriter, dumps, stream_response, until_disconnect
@@ -171,7 +180,7 @@ class _Completions:
     def _generated(self, token_ids: list[int], entries: Sequence[Packed]) -> list[Token]:
         tokens = []
         for token_id, entry in zip(token_ids, entries, strict=True):
-            chosen = next(Logprob(*fields) for index, *fields in entry if index == token_id)
+            chosen = entry_of(token_id, entry)
             tokens.append(Token(token_id, entry, chosen.token_bytes != b"", token_text(token_id, chosen)))
         return tokens
 
