@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import uuid
 from collections import ChainMap
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
@@ -82,6 +84,8 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
         self._draining = self._closed = False
         self._numbers = itertools.count()  # of the requests, for their ids in the engine
+        # Threads that check long requests in Python: the event loop waits its turn behind each that runs.
+        self._checkers = ThreadPoolExecutor(2, "check-request")
         self._info: EngineInfo | None = None
         self._input_processor: InputProcessor | None = None
         self._output_processor: OutputProcessor | None = None
@@ -304,10 +308,10 @@ class AsyncLLM:
         lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
         lora = await self._adapters.localize(lora)
         chosen = params if params is not None else Defaults(await self.sampling_defaults.of(lora))
-        processor = self.input_processor
+        process = functools.partial(self.input_processor.process, request_id, prompt, chosen, lora=lora, **options)
         if is_long(prompt, params):
-            return await asyncio.to_thread(processor.process, request_id, prompt, chosen, lora=lora, **options)
-        return processor.process(request_id, prompt, chosen, lora=lora, **options)
+            return await asyncio.get_running_loop().run_in_executor(self._checkers, process)
+        return process()
 
     def count_speculation(self, request_id: str) -> None:
         """Bring the counts of drafts in a running request's metrics up to date; its end does that by itself."""

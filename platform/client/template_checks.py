@@ -9,6 +9,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ..core.errors import InvalidRequestError
@@ -17,6 +18,8 @@ _WORD = re.compile(r"[A-Za-z0-9]+", re.ASCII)
 _SEARCHED = 1000
 """Characters of a tool's result in which a word is looked for."""
 
+Search = Callable[[str, str, int], int | None]
+"""Finds a text in the prompt from a place on; returns where it ends."""
 Render = Callable[[list[dict[str, Any]]], str]
 """The chat template with its options, applied to a conversation."""
 
@@ -24,12 +27,17 @@ Render = Callable[[list[dict[str, Any]]], str]
 def check_texts_arrive(conversation: list[dict[str, Any]], rendered: str) -> None:
     """Refuse the conversation when text of users or systems is missing. Assistants' reasoning is left out rightly."""
     rendered = rendered.casefold()
+    searches: list[Search] = [
+        _find_whole,
+        *(partial(_find_words, escape) for escape in (str, _as_json, _as_ascii_json, html.escape)),
+    ]
     ends = {"user": 0, "system": 0, "developer": 0}  # the texts of a role stay in their order
     for index, message in enumerate(conversation):
         role = message["role"]
         if role not in ends:
             continue
-        end = _find_text("\n".join(part["text"] for part in message["content"]), rendered, ends[role])
+        text = "\n".join(part["text"] for part in message["content"])
+        end = _find_text(text, rendered, ends[role], searches)
         if end is None:
             raise InvalidRequestError(
                 f"the chat template leaves text of messages[{index}] ({role}) out of the prompt",
@@ -38,21 +46,36 @@ def check_texts_arrive(conversation: list[dict[str, Any]], rendered: str) -> Non
         ends[role] = end
 
 
-def _find_text(text: str, rendered: str, start: int) -> int | None:
-    """End of the words of `text` in `rendered`, searched in their order from `start` on; None when one is missing.
-
-    Templates trim and escape texts, and take out switches ("/no_think"), tags and reasoning: none of these is missed.
-    """
-    whole = text.strip().casefold()
-    place = rendered.find(whole, start)
-    if place >= 0:
-        return place + len(whole)
-    text = text.rpartition("</think>")[2]
-    for escape in (str, _as_json, _as_ascii_json, html.escape):
-        end = _find_words(escape(text).casefold().split(), rendered, start)
+def _find_text(text: str, rendered: str, start: int, searches: list[Search]) -> int | None:
+    """Where `text` ends in `rendered`, from `start` on; None when it is missing. The search that succeeds becomes the
+    first one: a template treats all texts alike, and a search that fails looks at all that is left of `rendered`."""
+    for index, search in enumerate(searches):
+        end = search(text, rendered, start)
         if end is not None:
+            searches.insert(0, searches.pop(index))
             return end
     return None
+
+
+def _find_whole(text: str, rendered: str, start: int) -> int | None:
+    text = text.strip().casefold()
+    place = rendered.find(text, start)
+    return None if place < 0 else place + len(text)
+
+
+def _find_words(escape: Callable[[str], str], text: str, rendered: str, place: int) -> int | None:
+    """The same for the words of an escaped text, in their order.
+
+    Templates trim texts, and take out switches ("/no_think"), tags and reasoning: none of these is missed.
+    """
+    for word in escape(text.rpartition("</think>")[2]).casefold().split():
+        if word.startswith("/") or ("<" in word and ">" in word):
+            continue
+        found = rendered.find(word, place)
+        if found < 0:
+            return None
+        place = found + len(word)
+    return place
 
 
 def _as_json(text: str) -> str:
@@ -63,20 +86,9 @@ def _as_ascii_json(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
-def _find_words(words: list[str], rendered: str, place: int) -> int | None:
-    for word in words:
-        if word.startswith("/") or ("<" in word and ">" in word):
-            continue
-        found = rendered.find(word, place)
-        if found < 0:
-            return None
-        place = found + len(word)
-    return place
-
-
 def check_tools_arrive(conversation: list[dict[str, Any]], text: str, render: Render) -> None:
-    """Refuse a conversation whose tool calls or results the template leaves out. When a name or a word of one is not in
-    the text at its place, the conversation is rendered without it: the text must then differ."""
+    """Refuse a conversation whose tool calls or results the template leaves out. Those are looked at more closely of
+    which a name or word does not stand in the text, in order: without them the text must be another."""
     position = 0
     for index, message in enumerate(conversation):
         for place, word, without in _tool_words(index, message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .errors import InvalidRequestError
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, shown
 
 MAX_BAD_WORD_TOKENS = 1 << 14
 """Tokens of one request's bad words: an automaton is built of them, which takes two microseconds a token."""
@@ -67,5 +67,5 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                f"{name}: token id {token_id} is outside the vocabulary of {vocab_size} tokens", param=name
+                f"{name}: token id {shown(token_id)} is outside the vocabulary of {vocab_size} tokens", param=name
             )

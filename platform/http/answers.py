@@ -8,7 +8,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from starlette.background import BackgroundTask
 from starlette.responses import Response, StreamingResponse
+
+from .hardening import give_back_memory
 
 SCALARS = 4096
 """Numbers or texts of a list that are written in one go."""
@@ -86,7 +89,8 @@ async def json_answer(content: Mapping[str, Any], headers: Mapping[str, str] | N
         size += len(piece)
         if size > MAX_WHOLE:
             body = in_blocks(steps, parts)
-            return StreamingResponse(body, headers=dict(headers or {}), media_type="application/json")
+            then = BackgroundTask(give_back_memory)
+            return StreamingResponse(body, 200, dict(headers or {}), "application/json", then)
     return Response("".join(parts).encode(), headers=dict(headers or {}), media_type="application/json")
 
 

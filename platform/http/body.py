@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any, TypeVar
 
@@ -18,6 +19,9 @@ from .serving import HELD_BODY, serving_of
 from .text import shorten
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_LONG_BODY = 16 << 10
+"""Bytes of a body that is read in about a millisecond; a longer one is read in a thread."""
 
 
 def documented(model: type[BaseModel]) -> dict[str, Any]:
@@ -59,7 +63,13 @@ async def _read_body(request: Request, model: type[ModelT], max_bytes: int, held
     """
     _check_content_type(request)
     raw = await _read(request, max_bytes, held)
-    await check_shape(raw, model, serving_of(request).max_values)
+    serving = serving_of(request)
+    await check_shape(raw, model, serving.max_values)
+    strict = serving.config.strict_fields
+    return await asyncio.to_thread(_parse, raw, model, strict) if len(raw) > _LONG_BODY else _parse(raw, model, strict)
+
+
+def _parse(raw: bytearray, model: type[ModelT], strict: bool) -> ModelT:
     try:
         content = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -67,7 +77,7 @@ async def _read_body(request: Request, model: type[ModelT], max_bytes: int, held
     if not isinstance(content, dict):
         raise InvalidRequestError("The body must be a JSON object")
     check_fields(content, model)
-    adapt(content, model, strict=serving_of(request).config.strict_fields)
+    adapt(content, model, strict=strict)
     try:
         return model.model_validate(content)
     except ValidationError as error:

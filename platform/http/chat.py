@@ -19,7 +19,7 @@ from .answers import json_answer
 from .body import documented, read_waiting_body
 from .generation import Choice, Collected, collect, draft_status, generate
 from .job import Event, Job, now
-from .logprobs import chat_logprobs, prompt_logprobs
+from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .messages import normalize_messages
 from .protocol import ChatCompletionRequest
 from .serving import Serving, new_request_id, principal_of, serving_of
@@ -115,7 +115,7 @@ def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str
     result: dict[str, Any] = {
         "index": index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": _logprobs(body, choice) if body.logprobs else None,
+        "logprobs": chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
@@ -124,10 +124,6 @@ def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str
     if body.return_draft_status:
         result["draft_status"] = draft_status(choice)
     return result
-
-
-def _logprobs(body: ChatCompletionRequest, output: Choice | CompletionOutput) -> dict[str, Any]:
-    return chat_logprobs(output.token_ids, output.logprobs or [], body.top_logprobs or 0)
 
 
 class _ChatChunks:
@@ -169,7 +165,7 @@ class _ChatChunks:
         choice: dict[str, Any] = {
             "index": output.index,
             "delta": {"content": output.text} if output.text else {},
-            "logprobs": _logprobs(self._body, output) if self._body.logprobs and output.token_ids else None,
+            "logprobs": self._logprobs(output) if self._body.logprobs and output.token_ids else None,
             "finish_reason": output.finish_reason,
         }
         if output.finish_reason is not None:
@@ -179,3 +175,7 @@ class _ChatChunks:
         if self._body.return_draft_status:
             choice["draft_status"] = draft_status(output)
         return choice
+
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
+        entries = list(map(pack, output.logprobs or ()))
+        return chat_logprobs(output.token_ids, entries, self._body.top_logprobs or 0)

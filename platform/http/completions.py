@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..client.vocabulary import TokenTexts, vocabulary_of
-from ..core.outputs import CompletionOutput, Logprob
+from ..core.outputs import CompletionOutput
 from ..core.sampling_params import SamplingParams
 from .accounting import check_call, limit_headers
 from .adapters import choose_adapter, discover_adapters
@@ -20,7 +20,16 @@ from .answers import json_answer
 from .body import documented, read_waiting_body
 from .generation import Collected, PromptFacts, collect, draft_status, generate
 from .job import Event, Job, now
-from .logprobs import CompletionLogprobs, CompletionLogprobsPieces, Token, prompt_logprobs, token_text
+from .logprobs import (
+    CompletionLogprobs,
+    CompletionLogprobsPieces,
+    Packed,
+    Token,
+    entry_of,
+    pack,
+    prompt_logprobs,
+    token_text,
+)
 from .protocol import CompletionRequest
 from .serving import Serving, new_request_id, principal_of, serving_of
 from .stream import Chunk, ChunkWriter, dumps, stream_response, until_disconnect
@@ -72,8 +81,9 @@ async def create_completion(request: Request) -> Response:
         writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
         return await stream_response(request, events, render, writer)
     collected = await until_disconnect(request, collect(events, job))
-    # An echo is tokenized once more.
-    answer = await asyncio.to_thread(render.answer, collected) if body.echo else render.answer(collected)
+    # An echo is tokenized once more, and log-probabilities are many.
+    is_long = body.echo or body.logprobs is not None
+    answer = await asyncio.to_thread(render.answer, collected) if is_long else render.answer(collected)
     return await json_answer(fixed | answer, limit_headers(request))
 
 
@@ -124,7 +134,7 @@ class _Completions:
         echo = self._prompt_text(choice.prompt_index, prompt.token_ids) if body.echo else ""
         drop = _only_scores(body)
         token_ids = [] if drop else choice.token_ids
-        entries: list[Any] = [] if drop else list(choice.logprobs)
+        entries = [] if drop else choice.logprobs
         result: dict[str, Any] = {
             "index": index,
             "text": echo if drop else echo + choice.text,
@@ -164,13 +174,13 @@ class _Completions:
             if i == hidden:
                 texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
             token, _ = texts.next(token_id, is_last=i == end - 1)
-            tokens.append(Token(token_id, entry, hidden <= i < end, token))
+            tokens.append(Token(token_id, None if entry is None else pack(entry), hidden <= i < end, token))
         return tokens
 
-    def _generated(self, token_ids: list[int], entries: Sequence[dict[int, Logprob]]) -> list[Token]:
+    def _generated(self, token_ids: list[int], entries: Sequence[Packed]) -> list[Token]:
         tokens = []
         for token_id, entry in zip(token_ids, entries, strict=True):
-            chosen = entry[token_id]
+            chosen = entry_of(token_id, entry)
             tokens.append(Token(token_id, entry, chosen.token_bytes != b"", token_text(token_id, chosen)))
         return tokens
 
@@ -204,7 +214,7 @@ class _Completions:
         }
         if self._body.logprobs is not None and output.token_ids:
             logprobs = self._logprobs.setdefault(index, CompletionLogprobs(self._body.logprobs))
-            tokens = self._generated(output.token_ids, output.logprobs or [])
+            tokens = self._generated(output.token_ids, list(map(pack, output.logprobs or ())))
             choice["logprobs"] = CompletionLogprobsPieces(logprobs, tokens)
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason

@@ -13,6 +13,7 @@ from ..core.messages import SpeculationCounts
 from ..core.outputs import CompletionOutput, Logprob, RequestOutput
 from .accounting import accounted, check_params
 from .job import Event, Job
+from .logprobs import Packed, pack
 from .serving import Serving
 
 
@@ -191,7 +192,7 @@ class Choice:
     prompt_index: int
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: list[Packed] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -236,7 +237,7 @@ async def collect(events: AsyncGenerator[Event], job: Job) -> Collected:
                 choice = result.choices[index * n + completion.index]
                 choice.texts.append(completion.text)
                 choice.token_ids += completion.token_ids
-                choice.logprobs += completion.logprobs or []
+                choice.logprobs += map(pack, completion.logprobs or ())
                 choice.drafted += completion.drafted or [False] * len(completion.token_ids)
                 if completion.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason

@@ -77,7 +77,8 @@ class Job:
     def bound_logprobs(self, info: EngineInfo) -> None:
         """Refuse to make more log-probabilities than `MAX_LOGPROBS`. Where the client has named no `max_tokens`, it
         becomes as large as that allows."""
-        params, num_tokens = self.params, sum(map(len, self.prompts))
+        params = self.params
+        num_tokens = params.n * sum(map(len, self.prompts))  # each choice has its prompt's
         most_top = min(info.vocab_size, info.max_logprobs)  # -1 asks for as many
 
         def per_token(count: int) -> int:
@@ -85,8 +86,8 @@ class Job:
 
         if params.prompt_logprobs is not None and num_tokens * per_token(params.prompt_logprobs) > MAX_LOGPROBS:
             raise InvalidRequestError(
-                f"prompt_logprobs is {params.prompt_logprobs} for {num_tokens} tokens of prompts: at most "
-                f"{MAX_LOGPROBS} log-probabilities are given, each token's own among them",
+                f"prompt_logprobs is {params.prompt_logprobs} for {num_tokens} tokens of prompts, counted once for "
+                f"each sequence: at most {MAX_LOGPROBS} log-probabilities are given, each token's own among them",
                 param="prompt_logprobs",
             )
         if params.logprobs is None:

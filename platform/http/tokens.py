@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from ..client.vocabulary import vocabulary_of
 from ..core.errors import InvalidRequestError
+from ..core.sampling_params import shown
 from .accounting import charge_call
 from .adapters import adapter_of_model
 from .answers import json_answer
@@ -65,7 +66,7 @@ async def detokenize(request: Request) -> Response:
         )
     if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < size):
         i = next(i for i, token in enumerate(body.tokens) if not 0 <= token < size)
-        message = f"{body.tokens[i]} is not a token id: they go from 0 to {size - 1}"
+        message = f"{shown(body.tokens[i])} is not a token id: they go from 0 to {size - 1}"
         raise InvalidRequestError(message, param=f"tokens[{i}]")
     text = await asyncio.to_thread(vocabulary_of(serving.llm.tokenizer).decode, body.tokens)
     return await json_answer({"prompt": text})

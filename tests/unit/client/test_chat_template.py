@@ -1,11 +1,13 @@
 # ruff: noqa: E501
 """Messages to prompts: the form that a template reads, texts that must arrive, messages that are continued."""
 
+import json
 from typing import Any
 
 import pytest
 
 from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.client.template_checks import check_texts_arrive
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import EngineInfo
 
@@ -203,3 +205,26 @@ def test_message_that_the_template_drops_cannot_be_continued(processor: InputPro
     with pytest.raises(InvalidRequestError, match="cannot be continued") as caught:
         prompt(processor, template, ("user", "hi"), ("assistant", "So"), **options)
     assert caught.value.param == "messages[1].content"
+
+
+class Rendered(str):
+    """Text of a prompt that counts the searches for something that is not in it."""
+
+    num_misses = 0
+
+    def casefold(self) -> "Rendered":
+        return self
+
+    def find(self, *args: Any) -> int:
+        place = super().find(*args)
+        self.num_misses += place < 0
+        return place
+
+
+@pytest.mark.parametrize("alter", [lambda text: json.dumps(text)[1:-1], lambda text: " ".join(text.split())])
+def test_many_altered_texts_are_found_without_looking_at_all_of_the_prompt_for_each(alter: Any) -> None:
+    texts = [f"number{i}\n\ttext" for i in range(100)]
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in texts]
+    rendered = Rendered("".join(f"<u>{alter(text)}" for text in texts))
+    check_texts_arrive(messages, rendered)
+    assert rendered.num_misses < 5

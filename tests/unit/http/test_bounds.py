@@ -1,6 +1,7 @@
 """Bounds of request bodies are checked before work is done on them; what is within them is served."""
 
 import asyncio
+import gc
 import json
 import random
 from dataclasses import replace
@@ -8,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from outrider.platform.client.event_loops import in_event_loop
 from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.outputs import Logprob
 from outrider.platform.http.bounds import BOUNDS, MAX_DEPTH, MAX_TEXT, MAX_UNKNOWN_FIELDS, check_shape
+from outrider.platform.http.lenient import adapt
+from outrider.platform.http.logprobs import pack, unpack
 from outrider.platform.http.protocol import ChatCompletionRequest, CompletionRequest
 
 COMPLETION = {"prompt": "Hi", "max_tokens": 3}
@@ -141,7 +146,35 @@ def test_long_lists_for_many_sequences(http, llm, name):
     assert not llm.calls
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/detokenize", {"tokens": [10**4200]}), ("/v1/completions", {"prompt": [10**4200]})]
+)
+def test_a_long_number_is_not_repeated(http, path, body):
+    assert len(error_of(http.post(path, body))["message"]) < 200
+
+
+@pytest.mark.parametrize(("size", "in_loop"), [(1, True), (5000, False)])
+def test_a_long_body_is_read_beside_the_event_loop(http, monkeypatch, size, in_loop):
+    seen = []
+
+    def adapt_and_see(*args, **options):
+        seen.append(in_event_loop())
+        return adapt(*args, **options)
+
+    monkeypatch.setattr("outrider.platform.http.body.adapt", adapt_and_see)
+    assert http.post("/v1/completions", COMPLETION | {"wings": ["abcd"] * size}).status_code == 200
+    assert seen == [in_loop]
+
+
 # --- log-probabilities ---
+
+
+def test_kept_log_probabilities_are_nothing_to_collect():
+    entries = {5: Logprob(-1.0, 1, "a", b"a"), 6: Logprob(-2.0, 2, "b", b"b")}
+    packed = pack(entries)
+    gc.collect()
+    assert not gc.is_tracked(packed)
+    assert unpack(packed) == entries
 
 
 @pytest.mark.parametrize(
@@ -149,6 +182,7 @@ def test_long_lists_for_many_sequences(http, llm, name):
     [
         ({"n": 128, "max_tokens": 2000, "logprobs": 5}, "logprobs"),
         ({"prompt": ["a" * 2000] * 100, "max_tokens": 1, "prompt_logprobs": 5}, "prompt_logprobs"),
+        ({"prompt": "a" * 2000, "n": 128, "max_tokens": 1, "prompt_logprobs": 5}, "prompt_logprobs"),
     ],
 )
 def test_log_probabilities_of_a_request_are_bounded(http, llm, more, param):
