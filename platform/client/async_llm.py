@@ -37,8 +37,6 @@ from .supervisor import Callbacks, EngineSpec, Supervisor
 
 logger = logging.getLogger(__name__)
 
-_KEYWORDS = tuple(RequestOptions.__annotations__)
-
 
 class AsyncLLM:
     """Generates text from asyncio; all calls belong to one event loop.
@@ -70,9 +68,8 @@ class AsyncLLM:
     def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
         self._args = spec.args
         self.sources = sources if sources is not None else AdapterSources()
-        self.sampling_defaults = SamplingDefaults(
-            spec.args.generation_config, self.sources, spec.args.override_generation_config
-        )
+        args = self._args
+        self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
         self._adapters = AdapterClient(lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
@@ -261,7 +258,8 @@ class AsyncLLM:
         Raises:
             OutriderError: typed, at the first iteration when the request is wrong, later when it fails.
         """
-        take_foreign("AsyncLLM.generate()", cast(dict[str, Any], options), GENERATE, _KEYWORDS)
+        own = tuple(RequestOptions.__annotations__)
+        take_foreign("AsyncLLM.generate()", cast(dict[str, Any], options), GENERATE, own)
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
         await self.start()

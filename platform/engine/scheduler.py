@@ -10,7 +10,7 @@ device knows where the row begins. What depends on the token, or takes from a se
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from ..core.batch import RowPlan, StepPlan, StepResult
@@ -59,6 +59,7 @@ class Scheduler:
         self._pace = PromptPace() if config.prompt_pacing else None
         self._requests: dict[str, Request] = {}
         self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
+        self._running_siblings: Counter[str] = Counter()  # by group; of "", which is none, never asked
         self._reasons: dict[str, str] = {}
         self._failed: list[TokenDelta] = []
         self._leaving: set[Request] = set()  # finished, with rows under way that write their blocks
@@ -219,6 +220,7 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.status = Status.WAITING
+        self._count_sibling(request, -1)
         self._turns.stop(request)
 
     def _take_back(self, request: Request) -> None:
@@ -277,7 +279,7 @@ class Scheduler:
     def _blocked(self, request: Request) -> str | None:
         """Why the request cannot start for a reason of its own; None once it holds everything but blocks. Raises what a
         gate raises: the request has failed."""
-        if self._awaits_leader(request):
+        if self._awaits_leader(request) or self._leaves_seats(request):
             return "group"
         for index, gate in enumerate(self._gates):
             reason = gate.admit(request)
@@ -293,6 +295,11 @@ class Scheduler:
             return False
         leader = self._siblings[request.group][0]
         return leader is not request and leader.num_computed < leader.num_prompt_tokens
+
+    def _leaves_seats(self, request: Request) -> bool:
+        """True when its siblings run in all seats but those that one request leaves to others: an eighth of them."""
+        seats = self.config.max_num_seqs
+        return request.group is not None and self._running_siblings[request.group] >= seats - seats // 8
 
     def _start(self, request: Request, step: StepBudget, held: int) -> RowPlan | None:
         """Let a request run; its first row, after what the prefix cache has. None when there is no room for it now."""
@@ -320,7 +327,11 @@ class Scheduler:
             self.prefix_cache.count(request, row.start)
             self._turns.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
             request.status = Status.RUNNING
+            self._count_sibling(request, 1)
         return row
+
+    def _count_sibling(self, request: Request, change: int) -> None:
+        self._running_siblings[request.group or ""] += change
 
     # ----------------------------------------------------------------- commit
 
@@ -354,6 +365,7 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""
         self._turns.remove(request, running=request.status is Status.RUNNING)
+        self._count_sibling(request, -(request.status is Status.RUNNING))
         request.status = Status.FINISHED
         if request.under_way:
             self._leaving.add(request)
@@ -364,7 +376,7 @@ class Scheduler:
             siblings = self._siblings[request.group]
             siblings.remove(request)
             if not siblings:
-                del self._siblings[request.group]
+                del self._siblings[request.group], self._running_siblings[request.group]
 
     def _let_go(self, request: Request) -> None:
         """Free what a finished sequence holds: no step writes it any more."""
@@ -382,6 +394,7 @@ class Scheduler:
         assert not any(request.blocks or request.under_way for request in waiting), "a waiting sequence holds blocks"
         assert all(request.under_way for request in self._leaving), "a finished sequence holds blocks"
         assert set(self._requests.values()) == {*waiting, *running}
+        assert +self._running_siblings == Counter(request.group or "" for request in running), "siblings are miscounted"
         self._turns.check_integrity()
         grouped = {request for siblings in self._siblings.values() for request in siblings}
         assert grouped == {request for request in self._requests.values() if request.group is not None}

@@ -249,6 +249,22 @@ def test_siblings_wait_for_the_leader_and_share_its_blocks():
     assert len({b[2] for b in blocks}) == 3
 
 
+def test_siblings_leave_an_eighth_of_the_seats_to_other_requests():
+    scheduler, device = make(200, max_num_seqs=8), Device(200)
+    for index in range(20):
+        scheduler.add(request(f"s{index}", [1, 2], 30, group="s"))
+    scheduler.commit(plan := scheduler.schedule(), device.run(plan))
+    assert (scheduler.num_running, scheduler.num_waiting) == (7, 13)
+    scheduler.add(request("other", [3], 2))
+    plan = scheduler.schedule()
+    assert [row.request.request_id for row in plan.rows][-1] == "other"
+    scheduler.commit(plan, device.run(plan))
+    scheduler.check_integrity()
+    outputs, _ = finish(scheduler, device)
+    assert {f"s{index}" for index in range(20)} <= set(outputs)
+    scheduler.check_integrity()
+
+
 def test_priority_admits_the_urgent_first_and_preempts_the_other():
     scheduler, device = make(12, policy="priority"), Device(12)
     scheduler.add(request("later", range(4), 30, priority=5))
