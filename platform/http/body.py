@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -13,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from ..core.errors import InvalidRequestError
 from .bounds import check_fields, check_shape
 from .errors import BodyTooLargeError, ClientDisconnectedError
-from .hardening import HeldBody
+from .hardening import HeldBody, give_back_memory
 from .lenient import adapt
 from .serving import HELD_BODY, serving_of
 from .text import shorten
@@ -22,6 +24,12 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _LONG_BODY = 16 << 10
 """Bytes of a body that is read in about a millisecond; a longer one is read in a thread."""
+_HUGE_BODY = 1 << 20
+"""Bytes of a body after which freed memory is given back to the system."""
+_SOON = 0.5
+"""Seconds from a huge body to that."""
+_PARSER = ThreadPoolExecutor(1, "read-body")
+"""One thread: reading holds Python's lock, and each thread would keep memory of its own."""
 
 
 def documented(model: type[BaseModel]) -> dict[str, Any]:
@@ -66,7 +74,12 @@ async def _read_body(request: Request, model: type[ModelT], max_bytes: int, held
     serving = serving_of(request)
     await check_shape(raw, model, serving.max_values)
     strict = serving.config.strict_fields
-    return await asyncio.to_thread(_parse, raw, model, strict) if len(raw) > _LONG_BODY else _parse(raw, model, strict)
+    if len(raw) <= _LONG_BODY:
+        return _parse(raw, model, strict)
+    loop = asyncio.get_running_loop()
+    if len(raw) > _HUGE_BODY:  # an error holds what was parsed until it has been answered
+        loop.call_later(_SOON, loop.run_in_executor, _PARSER, give_back_memory)
+    return await loop.run_in_executor(_PARSER, copy_context().run, _parse, raw, model, strict)
 
 
 def _parse(raw: bytearray, model: type[ModelT], strict: bool) -> ModelT:

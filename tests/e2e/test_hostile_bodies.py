@@ -157,6 +157,10 @@ def test_each_field_of_each_route(victim):
             problems.append(f"{case.method} {case.path} {case.name}: {problem_of(answer)}")
         seen.append((answer.stall, answer.seconds, case.path, case.name, answer.status, answer.content[:150]))
     growth = victim.memory() - before
+    for _ in range(5):  # what was freed is given back a little later
+        if growth > MAX_GROWTH / 2:
+            time.sleep(0.5)
+            growth = victim.memory() - before
     print(f"{len(seen)} requests; memory grew by {growth / 2**20:.0f} MiB")
     for line in sorted(seen, key=lambda line: line[0], reverse=True)[:12]:
         print(line)

@@ -56,7 +56,8 @@ class TestBuild:
         if library is None:
             pytest.skip("switched off")
         with open("/proc/self/maps") as maps:
-            runtimes = {line.split()[-1] for line in maps if "libgomp" in line}
+            # A tokenizer's library has one of its own, under a name that no other library asks for.
+            runtimes = {line.split()[-1] for line in maps if "libgomp" in line and "sentencepiece" not in line}
         assert len(runtimes) == 1
 
 
