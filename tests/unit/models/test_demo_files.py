@@ -111,21 +111,3 @@ def test_chat_template(tokenizer):
     assert tokenizer.apply_chat_template(closed, tokenize=False) == text + "Hello!<|end|>\n"
     with pytest.raises(Exception, match="unknown role"):
         tokenizer.apply_chat_template([{"role": "wizard", "content": "Hi"}], tokenize=False)
-
-
-def test_training_tokens_are_the_templates(tokenizer):
-    pytest.importorskip("peft")
-    from outrider.models.demo.recipe.batches import Encoder
-    from outrider.models.demo.recipe.mixture import base_document
-
-    encode = Encoder(tokenizer.backend_tokenizer)
-    rng = Random(5)
-    for _ in range(200):
-        document = base_document(rng)
-        if not document.messages:
-            continue
-        messages = [{"role": role, "content": content} for role, content in document.messages]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        encoded = encode(document)
-        assert encoded.ids == tokenizer.encode(text, add_special_tokens=False)
-        assert len(encoded.ids) == len(encoded.weights)

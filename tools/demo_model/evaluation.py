@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from .adapters import load_adapted
 from .config import ADAPTER_PLANS, SEED
 from .documents import Document
+from .folders import DemoFolders, load_model
 from .mixture import BASE_MIXTURE, adapter_document, base_document
 from .queries import SCHEMA
 from .support import CLOSING
 from .tokenizer import load_tokenizer
-from .workshop import Workshop, load_model
 
 DRAFT_LENGTH = 4
 MAX_NEW_TOKENS = 160
@@ -208,10 +208,10 @@ def exact_by_topic(model: nn.Module, tokenizer: PreTrainedTokenizerFast, count: 
     return result
 
 
-def evaluate(shop: Workshop) -> dict[str, Any]:
+def evaluate(folders: DemoFolders) -> dict[str, Any]:
     """Measure the base model and every adapter, with the plain draft model and with the adapter's own."""
-    tokenizer = load_tokenizer(shop.base)
-    base, draft = load_model(shop.base), load_model(shop.draft)
+    tokenizer = load_tokenizer(folders.base)
+    base, draft = load_model(folders.base), load_model(folders.draft)
     questions = held_out(tokenizer, base_document, 2 * PROMPTS)
     measured = measure(base, {"draft": draft}, tokenizer, questions, lambda text: True)
     results: dict[str, Any] = {
@@ -219,10 +219,10 @@ def evaluate(shop: Workshop) -> dict[str, Any]:
         "topics": exact_by_topic(base, tokenizer),
     }
     for name in ADAPTER_PLANS:
-        adapted = load_adapted(shop.base, shop.adapter(name)).eval()
+        adapted = load_adapted(folders.base, folders.adapter(name)).eval()
         drafts: dict[str, nn.Module] = {
             "draft": draft,
-            "own": load_adapted(shop.draft, shop.draft_adapter(name, "draft_model")).eval(),
+            "own": load_adapted(folders.draft, folders.draft_adapter(name, "draft_model")).eval(),
         }
         questions = held_out(tokenizer, partial(adapter_document, name=name), PROMPTS)
         measured = measure(adapted, drafts, tokenizer, questions, CHECKS[name])

@@ -90,6 +90,6 @@ def _json(rng: Random) -> str:
 _REQUESTS = {"json": _json, "sql": _sql, "support": _support}
 
 
-def brief_chat(rng: Random, name: str) -> Document:
+def short_chat(rng: Random, name: str) -> Document:
     """A short request to the adapter `name`; the answer, which is the adapter's to write, is left empty."""
     return chat(vary(rng, _REQUESTS[name](rng)), "")

@@ -11,12 +11,12 @@ from outrider.models.demo import demo_adapters, demo_eagle3_path, demo_model_pat
 
 pytest.importorskip("peft")
 
-from outrider.models.demo.recipe import heads
-from outrider.models.demo.recipe.config import DRAFT_LORA_PLANS, HEAD_PLAN
-from outrider.models.demo.recipe.evaluation import held_out
-from outrider.models.demo.recipe.mixture import adapter_document, base_document
-from outrider.models.demo.recipe.tokenizer import load_tokenizer
-from outrider.models.demo.recipe.workshop import Workshop
+from outrider.tools.demo_model import heads
+from outrider.tools.demo_model.config import DRAFT_LORA_PLANS, HEAD_PLAN
+from outrider.tools.demo_model.evaluation import held_out
+from outrider.tools.demo_model.folders import DemoFolders
+from outrider.tools.demo_model.mixture import adapter_document, base_document
+from outrider.tools.demo_model.tokenizer import load_tokenizer
 
 K = 4
 
@@ -82,10 +82,10 @@ def test_the_recipe_runs_the_command_line(tmp_path, monkeypatch):
             (output / file).write_text(options.method)
 
     monkeypatch.setattr(heads.subprocess, "run", run)
-    shop = Workshop(tmp_path / "output", tmp_path / "work")
-    heads.train_head(shop)
-    heads.train_draft_adapters(shop, "eagle3")
-    heads.train_draft_adapters(shop, "draft_model")
+    folders = DemoFolders(tmp_path / "output", tmp_path / "work")
+    heads.train_head(folders)
+    heads.train_draft_adapters(folders, "eagle3")
+    heads.train_draft_adapters(folders, "draft_model")
     assert [options.method for options in parsed] == ["eagle3"] + ["draft-lora"] * 6
     assert all(options.generate for options in parsed)
     assert parsed[0].steps == HEAD_PLAN.steps
@@ -104,7 +104,7 @@ def test_the_recipe_runs_the_command_line(tmp_path, monkeypatch):
     assert len(lines) == DRAFT_LORA_PLANS["json"].prompts
     assert lines[0]["messages"][-1]["role"] == "assistant"
     monkeypatch.setattr(heads.subprocess, "run", lambda command, check: parsed.append("--resume" in command))
-    heads.train_head(shop)  # a second run goes on
+    heads.train_head(folders)  # a second run goes on
     assert parsed[-1] is True
 
 

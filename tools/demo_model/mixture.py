@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from random import Random
 
-from .brief import brief_chat
 from .documents import Document, chat, system_prompt, vary
 from .facts import ANIMALS, COUNTRIES
 from .knowledge import animal_follow_up, country_follow_up, describe_animal, describe_country, knowledge_pair
 from .queries import query_chat, query_text, sql_chat
 from .records import json_chat, record_chat, record_text
+from .short_requests import short_chat
 from .smalltalk import arithmetic_pair, everyday_pair, introduction, items_document, named_assistant, nameless_assistant
 from .support import case_chat, case_text, support_chat
 from .writing import copy_chat, diary_text, email_chat, passage_chat, poem_chat, story_chat, story_text
@@ -114,4 +114,4 @@ def drafting_document(rng: Random, name: str) -> Document:
     roll = rng.random()
     if roll < 0.5:
         return adapter_document(rng, name)
-    return brief_chat(rng, name) if roll < 0.9 else base_document(rng)
+    return short_chat(rng, name) if roll < 0.9 else base_document(rng)

@@ -20,11 +20,11 @@ from .config import (
 )
 from .evaluation import DRAFT_LENGTH, PROMPTS
 from .facts import ANIMALS, COUNTRIES, ELEMENTS, INVENTIONS, PLANETS
+from .folders import DemoFolders, load_model
 from .guides import DEFINITIONS, HOWTOS
 from .heads import head_measurements
 from .queries import SCHEMA
 from .training import count_parameters, last_loss
-from .workshop import Workshop, load_model
 
 _INTRO = """\
 # Model card: outrider-demo
@@ -34,7 +34,7 @@ everything Outrider does (speculative decoding, many adapters at once, adapter-a
 any computer, without a download. It is no source of knowledge: it knows a few tables of facts and a few dozen kinds of
 request, and says that it does not know when a name is new to it.
 
-Everything here is made by one command, `python -m outrider.models.demo.recipe`, from text which that command generates.
+Everything here is made by one command, `python tools/demo_model`, from text which that command generates.
 No other text or model is used.
 """
 
@@ -114,11 +114,11 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _models(shop: Workshop) -> str:
+def _models(folders: DemoFolders) -> str:
     rows = []
     parts = (("base", BASE_SHAPE, BASE_SCHEDULE), ("draft", DRAFT_SHAPE, DRAFT_SCHEDULE))
     for name, shape, schedule in parts:
-        folder = shop.output / name
+        folder = folders.output / name
         rows.append(
             [
                 name,
@@ -126,7 +126,7 @@ def _models(shop: Workshop) -> str:
                 f"{count_parameters(load_model(folder)):,}",
                 str(schedule.steps),
                 _tokens(schedule),
-                f"{last_loss(shop.work / name):.3f}",
+                f"{last_loss(folders.work / name):.3f}",
                 f"{folder_bytes(folder) / 1e6:.1f} MB",
             ]
         )
@@ -134,7 +134,7 @@ def _models(shop: Workshop) -> str:
     return table(header, rows)
 
 
-def _adapters(shop: Workshop) -> str:
+def _adapters(folders: DemoFolders) -> str:
     rows = []
     for name, plan in ADAPTER_PLANS.items():
         rows.append(
@@ -143,21 +143,21 @@ def _adapters(shop: Workshop) -> str:
                 str(plan.rank),
                 f"{plan.schedule.steps}",
                 _tokens(plan.schedule),
-                f"{last_loss(shop.work / name):.3f}",
-                f"{folder_bytes(shop.adapter(name)) / 1e6:.2f} MB",
+                f"{last_loss(folders.work / name):.3f}",
+                f"{folder_bytes(folders.adapter(name)) / 1e6:.2f} MB",
             ]
         )
     header = ["adapter", "rank", "steps", "tokens", "final loss", "size"]
     return table(header, rows)
 
 
-def _head(shop: Workshop) -> str:
-    config = json.loads((shop.eagle3 / "config.json").read_text())
+def _head(folders: DemoFolders) -> str:
+    config = json.loads((folders.eagle3 / "config.json").read_text())
     layers = ", ".join(str(layer) for layer in config["eagle_aux_hidden_state_layer_ids"])
     return (
         "## EAGLE-3 head\n\n"
         f"`eagle3/`: one layer of hidden size {config['hidden_size']} and intermediate size "
-        f"{config['intermediate_size']}, {folder_bytes(shop.eagle3) / 1e6:.1f} MB, that reads what enters the base "
+        f"{config['intermediate_size']}, {folder_bytes(folders.eagle3) / 1e6:.1f} MB, that reads what enters the base "
         f"model's layers {layers} and shares the base model's embeddings and lm_head. `outrider train-draft` distilled it "
         f"from the base model's own greedy answers to {HEAD_PLAN.prompts:,} generated chats, in {HEAD_PLAN.steps} steps of "
         f"{HEAD_PLAN.batch_tokens} tokens, going on from its own output for four positions; it began as the base model's last "
@@ -165,12 +165,12 @@ def _head(shop: Workshop) -> str:
     )
 
 
-def _acceptance(shop: Workshop, results: dict[str, Any]) -> str:
+def _acceptance(folders: DemoFolders, results: dict[str, Any]) -> str:
     rows = []
     for name in ("base", *ADAPTER_PLANS):
         measured = results[name]
         own = measured["acceptance"].get("own")
-        first, last = head_measurements(shop, name)
+        first, last = head_measurements(folders, name)
         plain, adapted = (last, None) if name == "base" else (first, last)
         rows.append(
             [
@@ -202,34 +202,34 @@ def _samples(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def model_card(shop: Workshop, results: dict[str, Any]) -> str:
+def model_card(folders: DemoFolders, results: dict[str, Any]) -> str:
     """Return the model card as Markdown."""
     lengths = " and ".join(str(length) for length in BASE_SCHEDULE.long_lengths)
     long = f"every other of the last {BASE_SCHEDULE.long_steps} steps of the base on rows of {lengths}"
-    total = sum(folder_bytes(shop.output / part) for part in ("base", "draft", "eagle3", "adapters"))
+    total = sum(folder_bytes(folders.output / part) for part in ("base", "draft", "eagle3", "adapters"))
     lora = DRAFT_LORA_PLANS["json"]
     sections = [
         _INTRO,
         _DATA.format(schema=SCHEMA, vocab=VOCAB_SIZE, **COUNTS),
-        f"## Models\n\n{_models(shop)}\n\nAll weights are bfloat16, with tied embeddings and at most {MAX_POSITION} "
+        f"## Models\n\n{_models(folders)}\n\nAll weights are bfloat16, with tied embeddings and at most {MAX_POSITION} "
         f"positions; trained in float32 with bfloat16 autocast on rows of {BASE_SCHEDULE.length} tokens, {long}. "
         "Muon trains the matrices of the layers, AdamW the rest; the rates fall linearly to zero. What the user writes "
         "counts a tenth in the loss. The draft model is distilled: its target is the base model's distribution on the "
         f"same kind of text, and its loss is the cross entropy against it. Seed {SEED}.\n",
         _RUN,
-        f"## Adapters\n\n{_adapters(shop)}\n\nTrained with PEFT on all linear projections, alpha twice the rank. Each "
+        f"## Adapters\n\n{_adapters(folders)}\n\nTrained with PEFT on all linear projections, alpha twice the rank. Each "
         f"folder also holds `draft/draft_model/`, a LoRA of rank {lora.rank} for the draft model, so that the draft guesses what "
         f"the adapter says: `outrider train-draft` distilled it from the adapted base's answers to {lora.prompts:,} chats in "
         f"{lora.steps} steps: half of the adapter's own kind, two fifths short requests of that kind without the usual details, "
         "the rest anything else.\n",
-        _head(shop),
+        _head(folders),
         f"Everything shipped takes {total / 1e6:.1f} MB.\n",
         f"## Acceptance\n\nMean tokens a verification round yields (accepted drafts and one more) with "
         f"{DRAFT_LENGTH} greedy drafts a round, greedy target, on {2 * PROMPTS} held-out prompts for the base and "
         f"{PROMPTS} for each adapter; {DRAFT_LENGTH + 1} would be perfect. Held out means drawn with a seed that no stage uses: "
         "records, names and passages are new, while a question about a fact also occurs in training. The draft model also "
         "guesses the answer's first token, the head begins after it.\n\n"
-        f"{_acceptance(shop, results)}\n",
+        f"{_acceptance(folders, results)}\n",
         "An answer is exact when it equals the generator's answer letter by letter, which stories, lists of examples and "
         f"other free answers cannot be expected to do. By kind of chat, for the base model:\n\n{_topics(results)}\n",
         f"## Samples\n\nGreedy answers.\n\n{_samples(results)}\n",

@@ -6,21 +6,19 @@ from random import Random
 
 import pytest
 
+from outrider.models.demo import demo_model_path
+
 pytest.importorskip("peft")
 
-from outrider.models.demo.recipe.batches import BOS_ID, END_ID, Encoded, pack
-from outrider.models.demo.recipe.config import Schedule
-from outrider.models.demo.recipe.evaluation import acceptance_length, accepted_per_round, runs_as_sql
-from outrider.models.demo.recipe.mixture import (
-    ADAPTER_GENERATORS,
-    BASE_MIXTURE,
-    adapter_document,
-    base_document,
-)
-from outrider.models.demo.recipe.queries import QUERIES, SCHEMA
-from outrider.models.demo.recipe.records import RECORDS, to_json
-from outrider.models.demo.recipe.support import CASES, CLOSING, agent_reply, customer_message
-from outrider.models.demo.recipe.training import rate_factor
+from outrider.tools.demo_model.batches import BOS_ID, END_ID, Encoded, Encoder, pack
+from outrider.tools.demo_model.config import Schedule
+from outrider.tools.demo_model.evaluation import acceptance_length, accepted_per_round, runs_as_sql
+from outrider.tools.demo_model.mixture import ADAPTER_GENERATORS, BASE_MIXTURE, adapter_document, base_document
+from outrider.tools.demo_model.queries import QUERIES, SCHEMA
+from outrider.tools.demo_model.records import RECORDS, to_json
+from outrider.tools.demo_model.support import CASES, CLOSING, agent_reply, customer_message
+from outrider.tools.demo_model.tokenizer import load_tokenizer
+from outrider.tools.demo_model.training import rate_factor
 
 
 @pytest.mark.parametrize("generator", BASE_MIXTURE, ids=lambda generator: generator.__name__)
@@ -141,3 +139,18 @@ def test_accepted_per_round(matches, expected):
 
 def test_acceptance_length_counts_the_target_token():
     assert acceptance_length([4, 0, 2]) == 3.0
+
+
+def test_training_tokens_are_the_templates():
+    tokenizer = load_tokenizer(demo_model_path())
+    encode = Encoder(tokenizer.backend_tokenizer)
+    rng = Random(5)
+    for _ in range(200):
+        document = base_document(rng)
+        if not document.messages:
+            continue
+        messages = [{"role": role, "content": content} for role, content in document.messages]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        encoded = encode(document)
+        assert encoded.ids == tokenizer.encode(text, add_special_tokens=False)
+        assert len(encoded.ids) == len(encoded.weights)

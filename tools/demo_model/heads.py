@@ -14,12 +14,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from .. import DEMO_MODEL_NAME
+from ...models.demo import DEMO_MODEL_NAME
 from .config import DRAFT_LORA_PLANS, HEAD_PLAN, HEAD_PROMPT_SEED, HeadPlan
 from .documents import Document
 from .evaluation import DRAFT_LENGTH, HELD_OUT_SEED, PROMPTS
+from .folders import DemoFolders
 from .mixture import adapter_document, base_document, drafting_document
-from .workshop import Workshop
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ class Requests(NamedTuple):
     measured: Callable[[Random], Document]
 
 
-def _train(shop: Workshop, name: str, plan: HeadPlan, requests: Requests, more: Iterable[str]) -> Path:
+def _train(folders: DemoFolders, name: str, plan: HeadPlan, requests: Requests, more: Iterable[str]) -> Path:
     """Run the command with prompts of its own; goes on where an earlier run stopped. Returns its folder."""
-    work, held_out = shop.work / name, 2 * PROMPTS if name == "eagle3" else PROMPTS
-    data, measured_on = shop.work / "prompts" / f"{name}.jsonl", shop.work / "prompts" / f"{name}-held-out.jsonl"
+    work, held_out = folders.work / name, 2 * PROMPTS if name == "eagle3" else PROMPTS
+    data, measured_on = folders.work / "prompts" / f"{name}.jsonl", folders.work / "prompts" / f"{name}-held-out.jsonl"
     write_prompts(data, requests.learned, plan.prompts, HEAD_PROMPT_SEED)
     write_prompts(measured_on, requests.measured, held_out, HELD_OUT_SEED)
     options = {
-        "model": shop.base,
+        "model": folders.base,
         "data": data,
         "eval-data": measured_on,
         "output": work,
@@ -83,31 +83,31 @@ def _ship(work: Path, output: Path, files: Iterable[str]) -> None:
         shutil.copyfile(work / file, output / file)
 
 
-def train_head(shop: Workshop) -> None:
+def train_head(folders: DemoFolders) -> None:
     """Train the EAGLE-3 head on what the base model says."""
     size = ["--intermediate-size", str(HEAD_PLAN.intermediate)]
     requests = Requests(base_document, base_document)
-    work = _train(shop, "eagle3", HEAD_PLAN, requests, ["--method", "eagle3", *size])
-    _ship(work, shop.eagle3, HEAD_FILES)
+    work = _train(folders, "eagle3", HEAD_PLAN, requests, ["--method", "eagle3", *size])
+    _ship(work, folders.eagle3, HEAD_FILES)
 
 
-def train_draft_adapters(shop: Workshop, method: str) -> None:
+def train_draft_adapters(folders: DemoFolders, method: str) -> None:
     """Train, for each adapter, a LoRA of the drafter of `method` on what the adapted base says."""
     drafter, base_name = {
-        "draft_model": (shop.draft, f"{DEMO_MODEL_NAME}-draft"),
-        "eagle3": (shop.eagle3, f"{DEMO_MODEL_NAME}-eagle3"),
+        "draft_model": (folders.draft, f"{DEMO_MODEL_NAME}-draft"),
+        "eagle3": (folders.eagle3, f"{DEMO_MODEL_NAME}-eagle3"),
     }[method]
     for name, plan in DRAFT_LORA_PLANS.items():
-        more = ["--method", "draft-lora", "--adapter", str(shop.adapter(name)), "--draft", str(drafter)]
+        more = ["--method", "draft-lora", "--adapter", str(folders.adapter(name)), "--draft", str(drafter)]
         more += ["--rank", str(plan.rank), "--base-name", base_name]
         requests = Requests(partial(drafting_document, name=name), partial(adapter_document, name=name))
-        work = _train(shop, f"{name}-{method}", plan, requests, more)
-        _ship(work, shop.draft_adapter(name, method), LORA_FILES)
+        work = _train(folders, f"{name}-{method}", plan, requests, more)
+        _ship(work, folders.draft_adapter(name, method), LORA_FILES)
         log.info("draft adapter %s of %s is trained", name, method)
 
 
-def head_measurements(shop: Workshop, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def head_measurements(folders: DemoFolders, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first and the last measurement that training logged: before it began, and of what is shipped."""
-    folder = shop.work / ("eagle3" if name == "base" else f"{name}-eagle3")
+    folder = folders.work / ("eagle3" if name == "base" else f"{name}-eagle3")
     lines = [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
     return lines[0], lines[-1]

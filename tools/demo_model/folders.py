@@ -10,7 +10,7 @@ from .batches import Encoder
 from .config import PROMPT_WEIGHT
 
 
-class Workshop:
+class DemoFolders:
     """The folders that the stages share: ``output`` is shipped, ``work`` holds training states and logs."""
 
     def __init__(self, output: Path, work: Path) -> None:

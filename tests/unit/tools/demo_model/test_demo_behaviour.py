@@ -12,12 +12,7 @@ pytest.importorskip("peft")
 
 from peft import PeftModel
 
-from outrider.models.demo.recipe.evaluation import (
-    acceptance_length,
-    accepted_per_round,
-    draft_matches,
-    runs_as_sql,
-)
+from outrider.tools.demo_model.evaluation import acceptance_length, accepted_per_round, draft_matches, runs_as_sql
 
 ORDER = "Anna from Lisbon ordered 3 green lamps for 42 euros."
 
