@@ -7,7 +7,7 @@ import statistics
 import torch
 from torch import Tensor
 
-from ..graphs import CudaGraphs
+from ...kernels.graphs import CudaGraphs
 from .workloads import Workload
 
 _REPEATS = 10

@@ -10,25 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..lora.device_rows import TritonRows
-from ..lora.groups import RowGroups
-from ..noise.triton import gumbel_argmax
-from ..paged_attention import LayerKV, RowArrays, Shape
-from ..paged_attention.device_step import AttentionOptions, DeviceStep, KVScales
-from ..paged_attention.schedule import Planner, gpu_of
-from ..rms_norm.torch import prepare
-from ..rms_norm.triton import rms_norm
-from ..rope import Rotation
-from ..rope.triton import apply_rope
-from ..sampling.triton import launch_filter
-from ..sampling.triton_logprobs import row_stats, top_logprobs
-from ..silu_mul.triton import silu_mul
-from ..staging import upload
-from ..verification import INVARIANT, REJECTION, pack
-from ..verification.triton import verify
-from .configs import bucket
+from ...kernels.lora.device_rows import TritonRows
+from ...kernels.lora.groups import RowGroups
+from ...kernels.noise.triton import gumbel_argmax
+from ...kernels.paged_attention import LayerKV, RowArrays, Shape
+from ...kernels.paged_attention.device_step import AttentionOptions, DeviceStep, KVScales
+from ...kernels.paged_attention.schedule import Planner, gpu_of
+from ...kernels.rms_norm.torch import prepare
+from ...kernels.rms_norm.triton import rms_norm
+from ...kernels.rope import Rotation
+from ...kernels.rope.triton import apply_rope
+from ...kernels.sampling.triton import launch_filter
+from ...kernels.sampling.triton_logprobs import row_stats, top_logprobs
+from ...kernels.silu_mul.triton import silu_mul
+from ...kernels.staging import upload
+from ...kernels.tuning.configs import bucket
+from ...kernels.tuning.store import configs_of
+from ...kernels.verification import INVARIANT, REJECTION, pack
+from ...kernels.verification.triton import verify
 from .shapes import ModelShape, WorkSizes
-from .store import configs_of
 
 BLOCK_SIZE = 16
 Run = Callable[[], tuple[Tensor, ...]]

@@ -1,8 +1,9 @@
-"""`outrider tune`: find the launch configs of the Triton kernels that are fastest on this machine's GPU."""
+"""Command line of the search for the launch configs of the Triton kernels that are fastest on this machine's GPU."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,53 +11,67 @@ from typing import TYPE_CHECKING, Any
 
 from ...kernels.tuning import KINDS, VARIABLE, KernelConfigError
 from ...kernels.tuning.files import ConfigFile, DeviceName, resumed
-from ...kernels.tuning.shapes import MODELS, ModelShape, WorkSizes
-from ..core.errors import InvalidRequestError, OutriderError
-from .bench.options import list_of, positive_number
+from ...platform.cli.bench.options import list_of, positive_number
+from ...platform.core.errors import InvalidRequestError, OutriderError
+from .shapes import MODELS, ModelShape, WorkSizes
 
 if TYPE_CHECKING:
     import torch
 
-    from ...kernels.tuning.search import Found, Timer
+    from .search import Found, Timer
 
 _DESCRIPTION = f"""\
 Search the block sizes, warps, stages and splits of the Triton kernels for the shapes of a model, on this machine's
 GPU. Each candidate must give the default's results, and is taken where it is at least 2% faster.
 
-One JSON file a device is written, after each shape; the same command goes on where it ended. Use it with
+One JSON file a device is written, after each shape; the same command continues an interrupted search. Use the file with
 `outrider serve --kernel-configs DIR`, or with the variable {VARIABLE}.
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "tune",
-        help="tune the GPU kernels for a model on this machine",
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tune; returns the exit status: 0 well, 1 a typed error (one line on stderr), 2 wrong usage."""
+    namespace = build_parser().parse_args(arguments)
+    try:
+        return run(namespace)
+    except OutriderError as error:
+        print(f"tune: error: {error.message}", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python tools/tune",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     models = parser.add_mutually_exclusive_group(required=True)
-    models.add_argument("--model", metavar="PATH", help="HF directory or hub id whose sizes to tune for")
+    models.add_argument("--model", metavar="PATH", help="HF directory or hub id of the model to tune for")
     models.add_argument(
         "--shapes", type=list_of(str), metavar="NAME,NAME", help=f"sizes of published models: {', '.join(MODELS)}"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the device's file goes")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the device's file")
     parser.add_argument(
         "--kernels", type=list_of(str), metavar="NAME,NAME", help=f"only these (default: all): {', '.join(KINDS)}"
     )
     parser.add_argument(
-        "--budget-seconds", type=positive_number, metavar="N", help="begin nothing new after so long (default: no end)"
+        "--budget-seconds", type=positive_number, metavar="N", help="begin no trial after this time (default: no limit)"
     )
-    parser.set_defaults(run=run)
+    return parser
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Tune; returns the exit status."""
+    """Tune with parsed options; returns the exit status.
+
+    Raises:
+        OutriderError: an unknown name, no such model, no GPU, or an output file that cannot be continued.
+    """
     models = _models(namespace)
     kernels = _known("kernels", namespace.kernels or list(KINDS), KINDS)
     device = find_device()
-    from ...kernels.tuning.timer import CudaTimer
+    from .timer import CudaTimer
 
     return tune_models(models, kernels, device, CudaTimer(device), namespace.output, namespace.budget_seconds)
 
@@ -124,7 +139,7 @@ def tune_models(
     from tqdm import tqdm
 
     from ...kernels.paged_attention.schedule import gpu_of
-    from ...kernels.tuning.search import TRITON_VERSION, Searcher, make_jobs, tune
+    from .search import TRITON_VERSION, Searcher, make_jobs, tune
 
     name = _name(device)
     path = folder / name.file_name

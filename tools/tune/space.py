@@ -7,17 +7,16 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..compile_case import CompileCase
-from ..lora.device_rows import default_expand_config, default_shrink_config
-from ..noise.triton import DEFAULT as NOISE
-from ..paged_attention.schedule import DEFAULT_WRITE, MIN_SPLIT_KEYS, default_config
-from ..rms_norm.triton import default_config as default_norm
-from ..rope.triton import DEFAULT as ROPE
-from ..sampling.triton import default_config as default_filter
-from ..sampling.triton_logprobs import default_logprobs_config, default_stats_config
-from ..silu_mul.triton import DEFAULT as SILU
-from ..verification.triton import DEFAULT as VERIFICATION
-from .configs import (
+from ...kernels.compile_case import CompileCase
+from ...kernels.lora.device_rows import default_expand_config, default_shrink_config
+from ...kernels.noise.triton import DEFAULT as NOISE
+from ...kernels.paged_attention.schedule import DEFAULT_WRITE, MIN_SPLIT_KEYS, default_config
+from ...kernels.rms_norm.triton import default_config as default_norm
+from ...kernels.rope.triton import DEFAULT as ROPE
+from ...kernels.sampling.triton import default_config as default_filter
+from ...kernels.sampling.triton_logprobs import default_logprobs_config, default_stats_config
+from ...kernels.silu_mul.triton import DEFAULT as SILU
+from ...kernels.tuning.configs import (
     AttentionConfig,
     KernelConfig,
     LoRAExpandConfig,
@@ -25,6 +24,7 @@ from .configs import (
     RMSNormConfig,
     SiluMulConfig,
 )
+from ...kernels.verification.triton import DEFAULT as VERIFICATION
 
 Shape = tuple[int, ...]
 Fields = Mapping[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""`outrider tune`, but for the timing, and the option that uses what it writes."""
+"""`tools/tune` without the timing, and the option that uses what it writes."""
 
 import json
 import os
@@ -9,10 +9,11 @@ import torch
 
 from outrider.kernels.tuning import VARIABLE, DeviceName, KernelConfigError
 from outrider.kernels.tuning.files import ConfigEntry, ConfigFile, Times, read_configs
-from outrider.kernels.tuning.shapes import MODELS, ModelShape, WorkSizes
-from outrider.platform.cli import serve, tune
+from outrider.platform.cli import serve
 from outrider.platform.cli.main import build_parser, main
 from outrider.platform.core.errors import InvalidRequestError, OutriderError
+from outrider.tools.tune import command as tune
+from outrider.tools.tune.shapes import MODELS, ModelShape, WorkSizes
 
 TINY = ModelShape(64, 96, 4, 2, 16, 301, "float16")
 SIZES = WorkSizes(rows=(3,), logits=(2,))
@@ -26,7 +27,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "--shapes", "llama3-8b", "--output", str(tmp_path / "out")]) == 1
+    assert tune.main(["--shapes", "llama3-8b", "--output", str(tmp_path / "out")]) == 1
     assert "tuning measures the kernels on a CUDA device, and there is none" in one_line(capsys)
     assert not (tmp_path / "out").exists()
 
@@ -40,7 +41,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_what_is_unknown_is_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "--output", "out", *options]) == 1
+    assert tune.main(["--output", "out", *options]) == 1
     assert message in one_line(capsys)
 
 
@@ -55,7 +56,7 @@ def test_what_is_unknown_is_named(options: list[str], message: str, capsys: pyte
 )
 def test_wrong_usage(options: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        build_parser().parse_args(["tune", *options])
+        tune.main(options)
     assert raised.value.code == 2
 
 

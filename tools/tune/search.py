@@ -15,11 +15,11 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from .configs import KernelConfig
-from .files import ConfigEntry, ConfigFile, Key, Times, today
+from ...kernels.tuning.configs import KernelConfig
+from ...kernels.tuning.files import ConfigEntry, ConfigFile, Key, Times, today
+from ...kernels.tuning.store import Configs, using
 from .shapes import ModelShape, WorkSizes
 from .space import SPACES, Space, candidates, num_candidates
-from .store import Configs, using
 from .workloads import Workload, every_work
 
 TRITON_VERSION: str = triton.__version__
