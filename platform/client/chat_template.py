@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypedDict, cast
 
+from ..core.compat.foreign_options import take_foreign
+from ..core.compat.vllm_python import CHAT
 from ..core.errors import InvalidRequestError
-from ..core.foreign_options import take_foreign
-from ..core.vllm_python import CHAT
 from .template_checks import check_texts_arrive, check_tools_arrive
 
 _PROBE = "zqprobezq"

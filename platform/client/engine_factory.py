@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
+from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.config import EngineArgs
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.suggestions import did_you_mean
-from ..core.vllm_options import ENGINE, without_effect
 from .demo import apply_demo_defaults, is_demo
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
+from ..core.compat.foreign_options import check_foreign
+from ..core.compat.vllm_python import PROMPT
 from ..core.errors import InvalidRequestError, PromptTooLongError
-from ..core.foreign_options import check_foreign
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
@@ -28,7 +29,6 @@ from ..core.sampling_params import (
     shown,
 )
 from ..core.suggestions import did_you_mean
-from ..core.vllm_python import PROMPT
 from .chat_template import ChatOptions, render_messages
 from .shared_prefixes import SharedPrefixes
 

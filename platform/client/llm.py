@@ -11,14 +11,14 @@ from os import PathLike, fspath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
 
+from ..core.compat.foreign_options import take_foreign
+from ..core.compat.vllm_python import GENERATE, METHODS
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
-from ..core.foreign_options import take_foreign
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
-from ..core.vllm_python import GENERATE, METHODS
 from .adapter_sources import AdapterSources
 from .adapter_templates import adapter_chat_template
 from .adapters import AnyLoRA, lora_of_each, resolve_lora

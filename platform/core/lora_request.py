@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
 
+from .compat.foreign_options import take_foreign
+from .compat.vllm_python import LORA
 from .errors import InvalidRequestError
-from .foreign_options import take_foreign
 from .sampling_params import shown
-from .vllm_python import LORA
 
 MAX_PARTS = 8
 """Adapters in one mix."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from .compat.foreign_options import take_foreign
+from .compat.vllm_python import SAMPLING
 from .errors import InvalidRequestError
-from .foreign_options import take_foreign
-from .vllm_python import SAMPLING
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from .compat.foreign_options import check_foreign
+from .compat.vllm_options import SPECULATIVE
 from .errors import InvalidRequestError
-from .foreign_options import check_foreign
 from .suggestions import did_you_mean
-from .vllm_options import SPECULATIVE
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa")

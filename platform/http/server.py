@@ -24,8 +24,8 @@ from ..core.config import EngineArgs
 from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
 from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
+from ..core.text import shorten
 from .config import ServerConfig
-from .text import shorten
 
 if TYPE_CHECKING:
     import uvicorn
@@ -223,9 +223,9 @@ class _Server:
     def _uvicorn(self, app: FastAPI) -> uvicorn.Server:
         import uvicorn
 
-        from .connection_metrics import ConnectionCollector
-        from .connections import Admission, Connection, check_all
-        from .hardening import SECURITY_HEADERS, allow_connections, with_cors
+        from .observe.connection_metrics import ConnectionCollector
+        from .protect.connections import Admission, Connection, check_all
+        from .protect.hardening import SECURITY_HEADERS, allow_connections, with_cors
 
         class Server(uvicorn.Server):
             """Signals are ours, and slow clients do not stay."""
@@ -262,7 +262,7 @@ class _Server:
         return Server(options)
 
     async def _announce(self, llm: AsyncLLM) -> None:
-        from .summary import DatabaseFacts, Startup, print_summary
+        from .observe.startup_summary import DatabaseFacts, Startup, print_summary
 
         adapters: list[AdapterInfo] = []
         if llm.info.enable_lora:

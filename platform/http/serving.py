@@ -16,26 +16,26 @@ from ..client.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
 from ..core.errors import EngineDeadError, InvalidRequestError, PermissionDeniedError, ShuttingDownError
 from ..core.lora_request import LoRA
-from ..tenancy.principal import Principal
-from ..tenancy.queue_bound import Bounds, QueueBound
-from .adapter_policy import AdapterPolicy
-from .bounds import MAX_VALUES
+from ..tenancy.accounts.principal import Principal
+from ..tenancy.limits.queue_bound import Bounds, QueueBound
+from .adapters.model_registry import ModelRegistry
+from .adapters.prefix_follower import PrefixFollower
+from .adapters.source_policy import AdapterPolicy
+from .body.bounds import MAX_VALUES
 from .config import ServerConfig
-from .errors import EngineUnavailableError
-from .hardening import BODIES_IN_MEMORY, BodyMemory, give_back_memory
-from .messages import num_chars
-from .metrics import Metrics
-from .observation import current_note
-from .prefix_follower import PrefixFollower
-from .protocol import TemplateFields
-from .registry import ModelRegistry
-from .tenancy_metrics import TenancyCollector
+from .observe.metrics import Metrics
+from .observe.request_log import current_note
+from .observe.tenancy_metrics import TenancyCollector
+from .openai.chat_messages import num_chars
+from .openai.protocol import TemplateFields
+from .protect.error_responses import EngineUnavailableError
+from .protect.hardening import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
     from ..tenancy.service import Tenancy
-    from .adapter_keeper import AdapterKeeper
-    from .tracing import RequestTracer
+    from .adapters.database_sync import AdapterKeeper
+    from .observe.tracing import RequestTracer
 
 _LONG_TEXT = 1500
 """Characters above which a prompt is tokenized in a thread, so that other streams go on: about 2 ms of work."""
@@ -108,7 +108,7 @@ class Serving:
         """
         if self.tenancy is None:
             return
-        from .adapter_keeper import AdapterKeeper  # needs the database's packages
+        from .adapters.database_sync import AdapterKeeper  # needs the database's packages
 
         self.keeper = AdapterKeeper(self.models, self.tenancy)
         await self.keeper.start()
@@ -222,7 +222,7 @@ class Serving:
 def _tracer(endpoint: str | None) -> RequestTracer | None:
     if endpoint is None:
         return None
-    from .tracing import RequestTracer  # needs packages that are there only for this
+    from .observe.tracing import RequestTracer  # needs packages that are there only for this
 
     return RequestTracer(endpoint)
 

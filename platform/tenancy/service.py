@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .database import Database, parse_url
-from .directory import Directory
-from .ledger import Ledger
-from .limiter import Limiter
-from .migrations.upgrade import upgrade
-from .store import Store
+from .accounts.directory import Directory
+from .database.connection import Database, parse_url
+from .database.migrations.upgrade import upgrade
+from .database.store import Store
+from .ledger.ledger import Ledger
+from .limits.limiter import Limiter
 
 JOURNAL_MAX_BYTES = 64 << 20
 """Some 100,000 requests while the database is away."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequestError
-from ...tenancy.records import SharedPrefix
+from ...tenancy.accounts.records import SharedPrefix
 from .connection import open_store
 from .output import print_row, print_rows
 

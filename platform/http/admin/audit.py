@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 
-from ...tenancy.audit import COLUMNS, MAX_ROWS, list_audit
+from ...tenancy.database.audit import COLUMNS, MAX_ROWS, list_audit
 from .common import query, tenancy_of
 from .protocol import AuditList, AuditRow
 from .usage import CSV, Format, csv_response

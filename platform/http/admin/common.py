@@ -8,10 +8,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from ...tenancy.database import DatabaseUnavailableError
+from ...tenancy.database.connection import DatabaseUnavailableError
+from ...tenancy.database.store import Store
 from ...tenancy.service import Tenancy
-from ...tenancy.store import Store
-from ..audit import actor_of
+from ..protect.audit_log import actor_of
 from ..serving import serving_of
 from .protocol import ErrorBody
 

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...tenancy.principal import limits_of
-from ...tenancy.records import Key
-from ..body import documented, read_body
+from ...tenancy.accounts.principal import limits_of
+from ...tenancy.accounts.records import Key
+from ..body.reader import documented, read_body
 from ..serving import serving_of
 from .common import change, query, tenancy_of
 from .protocol import KeyCreate, KeyList, KeyUpdate, KeyView, NewKeyView

@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from ...core.errors import InvalidRequestError
-from ..body import documented, read_body
-from ..messages import normalize_messages
-from ..protocol import TemplateFields
+from ..body.reader import documented, read_body
+from ..openai.chat_messages import normalize_messages
+from ..openai.protocol import TemplateFields
 from ..serving import Serving, serving_of
 from .common import change, query, tenancy_of
 from .protocol import Deleted, PrefixCreate, PrefixList, PrefixView

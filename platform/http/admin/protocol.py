@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ...tenancy.principal import MAX_ALLOWED_ADAPTERS, MAX_LIMIT, Limits, Period, Scope
-from ...tenancy.records import Key, SharedPrefix, Tenant
-from ...tenancy.schema import MAX_NAME
-from ...tenancy.store import MAX_ADAPTERS, MAX_PREFIX_TOKENS, MAX_TOKEN_ID, MAX_WEIGHT
+from ...tenancy.accounts.principal import MAX_ALLOWED_ADAPTERS, MAX_LIMIT, Limits, Period, Scope
+from ...tenancy.accounts.records import Key, SharedPrefix, Tenant
+from ...tenancy.database.schema import MAX_NAME
+from ...tenancy.database.store import MAX_ADAPTERS, MAX_PREFIX_TOKENS, MAX_TOKEN_ID, MAX_WEIGHT
 from ...tenancy.times import MAX_TIME
-from ..protocol import RequestModel
+from ..body.lenient import RequestModel
 
 Count = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_LIMIT)]

@@ -14,8 +14,8 @@ from .... import __version__
 from ...core.adapter_names import label_text
 from ...core.errors import OutriderError
 from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
-from ..recent import LATENCY_SECONDS
-from ..recent import Point as RecentPoint
+from ..observe.recent import LATENCY_SECONDS
+from ..observe.recent import Point as RecentPoint
 from ..serving import Serving
 from .acceptance import AcceptanceTotals, Split, difference
 from .protocol import (
