@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ..platform.core.request import Request, Status
 from .controller import Controller, DrafterTraits
 from .device_timer import Timer
-from .drafters import USUAL_LAG, Drafters
+from .drafter_mix import USUAL_LAG, Drafters
 from .evidence import Evidence
 from .lanes import LaneKey, RowState, lane_key
 from .outcome import StepOutcome
