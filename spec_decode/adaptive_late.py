@@ -22,8 +22,8 @@ from .adaptive import AdaptiveProposer
 from .controller import DrafterTraits
 from .device_timer import HostTimer, Timer
 from .drafter_mix import USUAL_LAG, Launched
+from .drafters.base import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
 from .lanes import Lane
-from .proposer import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
 from .step_costs import DraftSize
 from .stopwatch import LONGEST_GAP, begin_all
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from ..platform.core.request import NO_DRAFTS
 from .controller import Controller
 from .device_timer import Timer
+from .drafters.base import Drafter, DraftRow, Proposal, TargetOutput
 from .evidence import Evidence
 from .lanes import RowState
-from .proposer import Drafter, DraftRow, Proposal, TargetOutput
 from .step_costs import DraftSize
 from .stopwatch import Stopwatch
 

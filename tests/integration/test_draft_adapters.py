@@ -291,7 +291,7 @@ def test_a_folder_for_each_method(engine_of, bare, drafted, tmp_path):
 def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
     engine_of, models, prompts, greedy, monkeypatch, tmp_path
 ):
-    from outrider.spec_decode.ngram import NgramProposer
+    from outrider.spec_decode.drafters.ngram import NgramProposer
 
     forgotten = []
     monkeypatch.setattr(NgramProposer, "forget_adapter", lambda self, digest: forgotten.append(digest))
