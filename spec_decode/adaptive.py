@@ -21,10 +21,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..platform.core.request import Request, Status
+from .chooser import as_draft_rows
 from .controller import Controller, DrafterTraits
 from .device_timer import Timer
 from .drafter_mix import USUAL_LAG, Drafters
-from .drafters.base import AdapterPreparer, DefersAdapters, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
+from .drafters.base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
 from .evidence import Evidence
 from .lanes import LaneKey, RowState, lane_key
 from .outcome import StepOutcome
@@ -41,7 +42,7 @@ HELD_RESTS = 4
 """Steps without drafts between two looks, while it is measured what they take."""
 
 
-class AdaptiveProposer:
+class AdaptiveProposer(Drafter):
     """Drafters composed into one. The first is the one asked for, and the only one that may own layers."""
 
     def __init__(
@@ -70,14 +71,14 @@ class AdaptiveProposer:
         self._resting: set[LaneKey] | None = None  # those of the last batch that was looked at, once they are needed
         self._paused = False  # nothing was drafted once, though drafting goes on
         self._is_put_off = False  # the last step was one to decide after, but all were at their ends
-        self._rests = Rests(are_watched=drafters[0][1].needs.watches_rests)
+        self._rests = Rests(are_watched=False)
         self._drafted = False  # in the last step that somebody asked after
         self._deciding = 0.0  # seconds in that step
         self._held: tuple[int, int] | None = None
         self._steady = SteadySteps(self._first, self._controller, self._evidence)
 
     @property
-    def needs(self) -> ProposerNeeds:
+    def needs(self) -> DrafterNeeds:
         """Those of the first drafter; the fallback needs nothing."""
         return self._first.needs
 
@@ -102,10 +103,8 @@ class AdaptiveProposer:
         self._resting = set()  # whoever comes next is looked at
 
     def adapter_leaves(self, digest: bytes) -> None:
-        """See `DefersAdapters`; for the first drafter, which alone may own layers."""
-        if isinstance(self._first, DefersAdapters):
-            self._watch_rests()
-            self._first.adapter_leaves(digest)
+        """For the first drafter, which alone may own layers."""
+        self._first.adapter_leaves(digest)
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts by the drafter and of the number that promise the best goodput; maybe none."""
@@ -198,6 +197,7 @@ class AdaptiveProposer:
 
     def rested(self, rows: Sequence[RowPlan], target: TargetOutput) -> None:
         """See `Resting`."""
+        self._first.watch(as_draft_rows(rows), target)
         self._rest -= 1
         if self._rest > 0 and not self._on_trial and self._rests.goes_on(rows, target):
             return
@@ -235,9 +235,7 @@ class AdaptiveProposer:
 
     def _watch_rests(self) -> None:
         """Look at the steps that were put off."""
-        spells = self._rests.look()
-        if spells:
-            self._first.watch_rests(spells)
+        self._rests.look()
 
     def _rest_on(self, rows: Sequence[RowPlan], target: TargetOutput) -> int:
         """For how many steps nobody need ask, still: as far as a look tells that is much shorter than a decision."""

@@ -9,7 +9,7 @@ from .adaptive import AdaptiveProposer
 from .controller import DrafterTraits
 from .device_timer import CudaTimer
 from .drafters.base import Drafter
-from .drafters.ngram import NgramProposer
+from .drafters.ngram import NgramDrafter
 
 _LOOKUP_MIN = 2
 """Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""
@@ -32,7 +32,7 @@ def make_adaptive(
         (DrafterTraits(config.method, has_passes=config.method in MODEL_METHODS), proposer)
     ]
     if drafters[0][0].has_passes:
-        lookup = NgramProposer(
+        lookup = NgramDrafter(
             max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max)), config.prompt_lookup_max
         )
         drafters.append((DrafterTraits("ngram", has_passes=False), lookup))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..platform.core.batch import RowPlan
 from ..platform.core.request import Request, Status
@@ -22,20 +21,15 @@ from .adaptive import AdaptiveProposer
 from .controller import DrafterTraits
 from .device_timer import HostTimer, Timer
 from .drafter_mix import USUAL_LAG, Launched
-from .drafters.base import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
+from .drafters.base import Drafter, DraftRow, Proposal, TargetOutput
 from .lanes import Lane
 from .step_costs import DraftSize
 from .stopwatch import LONGEST_GAP, begin_all
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..kernels.late import LateOutcome
-
 
 class LateAdaptive(AdaptiveProposer):
-    """`AdaptiveProposer` as a `LateChooser`. `propose_late` and `watch_late` may be called in another thread than the
-    rest."""
+    """`AdaptiveProposer` as a `LateChooser`. `propose` and `watch` of late steps may be called in another thread than
+    the rest."""
 
     def __init__(
         self,
@@ -45,12 +39,10 @@ class LateAdaptive(AdaptiveProposer):
         cpu_clock: Callable[[], float] | None = None,
         timer: Callable[[], Timer] | None = None,
     ) -> None:
-        """See `AdaptiveProposer`; the first drafter is a `LateDrafter`."""
+        """See `AdaptiveProposer`; the first drafter drafts on the device."""
         self._make_timer = timer or partial(HostTimer, clock)
         super().__init__(drafters, max_drafts, clock, cpu_clock, self._make_timer)
-        first = drafters[0][1]
-        assert isinstance(first, LateDrafter)
-        self._late = first
+        assert self._first.needs.drafts_on_device
         self._lanes: set[Lane] = set()  # of the batch
         self._chosen = False  # the last choice is that of the step: `propose`, if it is asked, decides nothing
         self._unbooked = 0.0  # seconds of steps since the last choice
@@ -83,18 +75,20 @@ class LateAdaptive(AdaptiveProposer):
             row.max_new_drafts = count
         return True
 
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
-        """See `LateDrafter`: by the first drafter."""
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """See `AdaptiveProposer`; late steps by the first drafter."""
+        if target.late is None:
+            return super().propose(rows, target)
         timer = self._make_timer()
-        proposals = self._late.propose_late(rows, target, late)
+        proposals = self._first.propose(rows, target)
         timer.stop()
         asked = [row.max_drafts for row in rows if row.max_drafts]
         self._timed.append((proposals, DraftSize(len(asked), max(asked)), timer))
         return proposals
 
-    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
-        """See `LateDrafter`."""
-        self._late.watch_late(rows, target, overshoot)
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """See `Drafter`."""
+        self._first.watch(rows, target)
 
     def landed(self, rows: Sequence[DraftRow], target: TargetOutput, proposals: Sequence[Proposal]) -> None:
         """See `LateChooser`."""

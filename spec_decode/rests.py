@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from .drafters.base import RestedSteps, TargetOutput
+from .drafters.base import TargetOutput
 from .outcome import StepOutcome
 from .step_costs import row_class
 
@@ -22,6 +22,17 @@ steps after it 0.15 ms more until the processor's caches have what they need."""
 WORTH_WAITING = 0.01
 """Seconds of a step up to which it is worth it to put off what is to be done after it: that takes tens of
 microseconds."""
+
+
+class RestedSteps(NamedTuple):
+    """Steps one after another, after which nobody was asked for drafts."""
+
+    rows: Sequence[RowPlan]
+    """Of the first one. In each that follows, the same sequences computed one token each."""
+    tables: list[list[int]]
+    """Block tables of the rows, as they were then; they may have grown."""
+    targets: list[TargetOutput]
+    """Of each step."""
 
 
 class Spells:
@@ -89,7 +100,7 @@ class Rests:
     )
 
     def __init__(self, *, are_watched: bool) -> None:
-        """`are_watched`: see `ProposerNeeds.watches_rests`; else steps are only counted."""
+        """`are_watched`: see `Spells`; else steps are only counted."""
         self._are_watched = are_watched
         self._spells = Spells()  # none where they are only counted
         self._waited = 0.0  # seconds since the last look

@@ -17,14 +17,13 @@ from ...kernels.staging import to_device
 from ...models.batch import ForwardBatch, LayerKV, build_batch
 from ...models.decoder import Decoder, DecoderOutput
 from ...models.graphs import PassGraphs, PassInputs
+from ...spec_decode.chooser import LateChooser, Resting
 from ...spec_decode.drafters.base import (
     AdapterPreparer,
+    Drafter,
     DraftRow,
-    LateChooser,
-    LateDrafter,
+    LateStep,
     Proposal,
-    Proposer,
-    Resting,
     TargetOutput,
 )
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
@@ -46,7 +45,7 @@ class RunnerParts(NamedTuple):
     kv: list[LayerKV]
     """The target's layers."""
     sampler: Sampler
-    proposer: Proposer
+    proposer: Drafter
     prepare_adapters: AdapterPreparer
     """For the tokens of a forward pass."""
     prepare_head: AdapterPreparer
@@ -65,8 +64,6 @@ class _Computed(NamedTuple):
     output: DecoderOutput
     logits: Tensor | None
     """[T, V] float32 where every token of the step has them; good until the next pass."""
-    place: int = -1
-    """See `TargetOutput`."""
 
 
 class _Queued(NamedTuple):
@@ -82,8 +79,6 @@ class _Queued(NamedTuple):
     proposals: list[Proposal] | None
     """Of each row, where the device drafted without the host."""
     capture_seconds: float
-    place: int
-    """See `TargetOutput`."""
 
 
 @dataclass(slots=True)
@@ -109,8 +104,6 @@ class ModelRunner:
         needs = parts.proposer.needs
         self._drafts_have_layers = bool(needs.kv_layers)
         self._aux_layers = needs.aux_layers
-        self._memory = None if self.overlaps else needs.memory
-        self._reads_rests = needs.reads_rests
         self._prepare_adapters = parts.prepare_adapters
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
@@ -165,8 +158,6 @@ class ModelRunner:
         started = time.perf_counter() - self._capture_seconds
         target = TargetOutput(queued.output.hidden, queued.output.aux, seconds)
         if plan.rests:
-            if queued.place >= 0 or not self._reads_rests:
-                target = TargetOutput(seconds=seconds, place=queued.place)  # no tensor is to live on
             return self._rested(plan, sampled, queued.prompt_logprobs, target)
         rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
         if queued.proposals is None:
@@ -248,20 +239,20 @@ class ModelRunner:
             prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
             offset += count
         seconds = self._capture_seconds - captured
-        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds, computed.place)
+        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
 
     def _draft_late(
         self, prepared: Prepared, output: DecoderOutput, outcome: LateOutcome | None, most: int
     ) -> list[Proposal]:
         """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
-        assert isinstance(self._proposer, LateDrafter)
-        rows, target = prepared.drafting, TargetOutput(output.hidden, output.aux)
+        rows, late = prepared.drafting, LateStep(outcome, prepared.rows.overshoot, most)
+        target = TargetOutput(output.hidden, output.aux, late=late)
         if not any(row.max_drafts for row in rows):
-            self._proposer.watch_late(rows, target, (prepared.rows.overshoot, most))
+            self._proposer.watch(rows, target)
             return [Proposal(NO_DRAFTS, 0) for _ in rows]
         assert outcome is not None, "rows with drafts reach their end"
         self._queue.mark()  # tokens are delivered while the device drafts
-        return self._proposer.propose_late(drafting_rows(prepared, outcome), target, outcome)
+        return self._proposer.propose(drafting_rows(prepared, outcome), target)
 
     def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles
@@ -272,10 +263,7 @@ class ModelRunner:
                 hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
                 return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
-        place = self._memory.take(len(rows.token_ids)) if self._memory is not None and prepared.rests else -1
-        if self._memory is None or place < 0:
-            return _Computed(self._model.forward(batch, self._aux_layers), None)
-        return _Computed(self._model.forward(batch, (), self._memory.copies(place)), None, place)
+        return _Computed(self._model.forward(batch, self._aux_layers), None)
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: logits of all tokens, hidden states, and those that the proposer wants."""

@@ -19,8 +19,9 @@ from ...models.demo import demo_model_path
 from ...models.graphs import PassGraphs
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.adaptive import AdaptiveProposer
-from ...spec_decode.drafters.base import DefersAdapters, LateChooser, LateDrafter, Proposer
-from ...spec_decode.drafters.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
+from ...spec_decode.chooser import LateChooser
+from ...spec_decode.drafters.base import Drafter
+from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token, make_drafter
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
@@ -55,7 +56,7 @@ def build(
     args: EngineArgs,
     *,
     progress: bool = False,
-    observe: Callable[[Proposer], Proposer] | None = None,
+    observe: Callable[[Drafter], Drafter] | None = None,
     twin_of: Decoder | None = None,
 ) -> EngineParts:
     """Resolve the options, load the weights, allocate the memory and put the parts together.
@@ -76,7 +77,7 @@ def build(
     model = _load(config, path, progress) if twin_of is None else twin_of.twin()
     _choose_threads(model, dtype)
     graphs = make_graphs(config)
-    drafter = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
+    drafter = make_drafter(config.speculative, _drafter_context(config, model, graphs, progress))
     proposer = drafter if observe is None else observe(drafter)
     adapters = _make_adapters(config, model, drafter)
     logits = None
@@ -158,7 +159,7 @@ def _warm_up(
     config: EngineConfig,
     scheduler: Scheduler,
     runner: ModelRunner,
-    drafter: Proposer,
+    drafter: Drafter,
     adapters: AdapterManager | NoAdapters,
     model: Decoder,
 ) -> None:
@@ -189,10 +190,10 @@ def _warm_up(
         warm_up(scheduler, runner, adaptive)
 
 
-def _proposer_context(
+def _drafter_context(
     config: EngineConfig, target: Decoder, graphs: PassGraphs | None, progress: bool
-) -> ProposerContext:
-    return ProposerContext(
+) -> DrafterContext:
+    return DrafterContext(
         target=target,
         model_path=config.model,
         device=config.device,
@@ -208,7 +209,7 @@ def _proposer_context(
     )
 
 
-def _make_adapters(config: EngineConfig, model: Decoder, drafter: Proposer) -> AdapterManager | NoAdapters:
+def _make_adapters(config: EngineConfig, model: Decoder, drafter: Drafter) -> AdapterManager | NoAdapters:
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
@@ -237,9 +238,9 @@ def _make_adapters(config: EngineConfig, model: Decoder, drafter: Proposer) -> A
         ) from error
 
 
-def _before_evicting(config: EngineConfig, drafter: Proposer) -> Callable[[bytes], None]:
-    """What the drafter wants to be told: see `DefersAdapters`, and `ProposerContext.asynchronous`."""
-    if config.async_scheduling or not isinstance(drafter, DefersAdapters):
+def _before_evicting(config: EngineConfig, drafter: Drafter) -> Callable[[bytes], None]:
+    """The drafter's verb for it: see `Drafter.adapter_leaves`, and `DrafterContext.asynchronous`."""
+    if config.async_scheduling:
         return lambda digest: None
     return drafter.adapter_leaves
 
@@ -253,7 +254,7 @@ def _make_sampler(config: EngineConfig) -> Sampler:
     )
 
 
-def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterManager | NoAdapters) -> Scheduler:
+def _make_scheduler(config: EngineConfig, proposer: Drafter, adapters: AdapterManager | NoAdapters) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
     gates = [adapters, PrefixNamespaces(adapters.namespace), AdmissionTimes()]
     limits = DraftLimits()
@@ -263,11 +264,11 @@ def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterM
     return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits, chooser)
 
 
-def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer: Proposer) -> DraftLimits:
+def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer: Drafter) -> DraftLimits:
     needs = proposer.needs
     limits = DraftLimits(speculative.num_speculative_tokens, extra_slots=bool(needs.kv_layers))
     # Synthetic acceptance is decided on the host.
-    on_device = isinstance(proposer, LateDrafter) and speculative.synthetic_acceptance_rates is None
+    on_device = needs.drafts_on_device and speculative.synthetic_acceptance_rates is None
     if not (config.async_scheduling and on_device):
         return limits
     if not isinstance(proposer, LateChooser):  # else another drafter may make more

@@ -22,7 +22,7 @@ from ...models.batch import SequenceRows
 from ...platform.core.request import NO_DRAFTS
 from ..verify.draft_sampling import Drafting, PassOutput, join_drafts, last_drafts
 from ..verify.verification import choose_rule
-from .base import DraftRow, Proposal
+from .base import DraftRow, LateStep, Proposal
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +94,14 @@ of these sequences' rows. See `sampled_rows`."""
 
 
 def propose_late(
-    drafter: TokenDrafter, rows: Sequence[DraftRow], late: LateOutcome, begin: BeginLate, limits: CatchUpLimits
+    drafter: TokenDrafter, rows: Sequence[DraftRow], late: LateStep, begin: BeginLate, limits: CatchUpLimits
 ) -> list[Proposal]:
-    """`propose` before the host knows the outcome of a step: see `LateDrafter.propose_late`."""
+    """`propose` before the host knows the outcome of a step."""
+    assert late.outcome is not None, "rows with drafts reach their end"
     sequences = [Drafting(row, choose_rule(row.request, limits.invariant), row.max_drafts) for row in rows]
     asking = [i for i, sequence in enumerate(sequences) if sequence.num_wanted]
     if asking:
-        drafting, of_them = [sequences[i] for i in asking], late.of(asking)
+        drafting, of_them = [sequences[i] for i in asking], late.outcome.of(asking)
         output = begin(drafting, of_them)._replace(overshoot=of_them.total)
         _draft(drafter, drafting, output, drafts_count=False)
         join_drafts(drafting)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ....models.decoder import Decoder
-from ....spec_decode.drafters.base import Proposer
+from ....spec_decode.drafters.base import Drafter
 from ...core.config import EngineArgs
 from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
@@ -169,7 +169,7 @@ class BenchEngine:
         self.mode = mode
         observers: list[StepObserver] = []
 
-        def observe(proposer: Proposer) -> Proposer:
+        def observe(proposer: Drafter) -> Drafter:
             observers.append(StepObserver(proposer))
             return observers[0]
 

@@ -6,15 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ....spec_decode.drafters.base import (
-    AdapterPreparer,
-    DraftRow,
-    Proposal,
-    Proposer,
-    ProposerNeeds,
-    Resting,
-    TargetOutput,
-)
+from ....spec_decode.chooser import Resting
+from ....spec_decode.drafters.base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
 
 if TYPE_CHECKING:
     from ....models.batch import LayerKV
@@ -42,22 +35,22 @@ class StepTimes(NamedTuple):
     """Drafts made for each row that asked for some."""
 
 
-class StepObserver:
+class StepObserver(Drafter):
     """A drafter that hands everything on to another one and takes the time. Part of measurements only.
 
-    Steps wait for it: it is no LateDrafter, for where steps overlap the host cannot tell their parts.
+    Steps wait for it: it does not draft on the device, for where steps overlap the host cannot tell their parts.
     """
 
-    def __init__(self, inner: Proposer) -> None:
+    def __init__(self, inner: Drafter) -> None:
         self._inner = inner
         self._resting = inner if isinstance(inner, Resting) else None
         self._steps: list[StepTimes] = []
         self._open = False
 
     @property
-    def needs(self) -> ProposerNeeds:
+    def needs(self) -> DrafterNeeds:
         """The wrapped drafter's."""
-        return self._inner.needs
+        return self._inner.needs._replace(drafts_on_device=False)
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Handed on."""

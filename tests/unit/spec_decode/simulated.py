@@ -18,7 +18,7 @@ from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
+from outrider.spec_decode.drafters.base import DrafterNeeds, DraftRow, NoDrafter, Proposal, TargetOutput
 
 MAX_DRAFTS = 8
 LENGTH = 200  # output tokens of a request; another with the same adapter follows it
@@ -232,7 +232,7 @@ class Draining(World):
             self.begin()
 
 
-class Simulated(NoProposer):
+class Simulated(NoDrafter):
     """A drafter that takes `base`, `each` for a pass and `row` for a draft, in milliseconds; drafts are its number."""
 
     def __init__(self, world: World, number: int, base: float, each: float, row: float = 0.01, match: float = 1.0):
@@ -258,7 +258,7 @@ class WithLayers(Simulated):
 
     @property
     def needs(self):
-        return ProposerNeeds(kv_layers=(KVLayerSpec(1, 2),))
+        return DrafterNeeds(kv_layers=(KVLayerSpec(1, 2),))
 
     def propose(self, rows, target):
         asking = [row for row in rows if row.max_drafts]
@@ -270,7 +270,7 @@ class WithLayers(Simulated):
         ]
 
 
-class Fixed(NoProposer):
+class Fixed(NoDrafter):
     """A fixed number of drafts."""
 
     rest = 0

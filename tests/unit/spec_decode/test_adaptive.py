@@ -4,7 +4,6 @@ import math
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +14,9 @@ from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.adaptive import HELD_RESTS, AdaptiveProposer
 from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
-from outrider.spec_decode.drafters.ngram import NgramProposer
-from outrider.spec_decode.rests import LONGEST_WAIT, MOST_KEPT, MOST_WAITING
+from outrider.spec_decode.drafters.base import DrafterNeeds, DraftRow, NoDrafter, Proposal, TargetOutput
+from outrider.spec_decode.drafters.ngram import NgramDrafter
+from outrider.spec_decode.rests import MOST_WAITING
 
 
 class Noting:
@@ -36,7 +35,7 @@ class Noting:
 TRAITS = (DrafterTraits("draft_model", True), DrafterTraits("ngram", False))
 
 
-class Recording(NoProposer):
+class Recording(NoDrafter):
     """Drafts its number as often as it may; says that it lags by one where it drafts nothing."""
 
     def __init__(self, number: int) -> None:
@@ -44,8 +43,8 @@ class Recording(NoProposer):
         self.rested_steps = 0
 
     @property
-    def needs(self) -> ProposerNeeds:
-        return ProposerNeeds(aux_layers=(self.number,), watches_rests=True)
+    def needs(self) -> DrafterNeeds:
+        return DrafterNeeds(aux_layers=(self.number,))
 
     def bind(self, kv, prepare_adapters):
         self.bound = kv
@@ -97,10 +96,10 @@ SHORT = TargetOutput(seconds=0.001)
 def test_a_neural_drafter_gets_a_fallback_and_a_lookup_does_not():
     neural = make_adaptive(Recording(0), parse_speculative({"method": "eagle3", "model": "m"}))
     _, fallback = neural._drafters
-    assert isinstance(fallback, NgramProposer)
+    assert isinstance(fallback, NgramDrafter)
     assert fallback._min_n == 2, "one token that repeats says little where a network was not right"
     assert neural.needs.aux_layers == (0,)
-    alone = make_adaptive(NgramProposer(1, 5), parse_speculative({"method": "ngram"}))
+    alone = make_adaptive(NgramDrafter(1, 5), parse_speculative({"method": "ngram"}))
     assert len(alone._drafters) == 1
 
 
@@ -159,58 +158,6 @@ def test_what_is_verified_is_booked_on_who_drafted_it(parts):
     assert [rates.evidence for rates in state.lane.rates] == [0.0, 1.0]
 
 
-def test_while_nothing_is_drafted_nobody_asks_until_something_is_decided(parts):
-    proposer, (first, _) = parts
-    one, controller = request(), proposer.controller
-    controller.due = lambda *args: False
-    controller._mode.drafting = False  # else it is a trial, of which each step counts
-    proposer.propose([row(one)], OUTPUT)
-    controller._next_decision = controller._step + 7
-    proposer.propose([row(one)], OUTPUT)
-    assert proposer.rest == 6, "the seventh finds that it is time"
-    measured, outputs, watched, steps = [], [], first.watched, controller._step
-    proposer.snapshot()
-    controller.costs.add_step = lambda rows, tokens, seconds: measured.append((rows, tokens, seconds))
-    controller.workload = Noting(lambda prompts, tokens, answers: outputs.append(tokens))
-    for left in (5, 4, 3, 2, 1, 0):
-        proposer.rested([plan(one)], OUTPUT)
-        assert proposer.rest == left
-    assert (first.rested_steps, first.watched) == (6, watched)
-    assert controller._step == steps + 6
-    assert controller.is_time
-    proposer.propose([row(one)], OUTPUT)
-    proposer.snapshot()
-    assert (first.watched, measured, sum(outputs)) == (watched + 1, [(1, 1, OUTPUT.seconds)] * 2, 7)
-
-
-def test_a_rest_goes_on_while_nothing_is_new_whoever_comes_and_goes(parts):
-    """New requests of a known adapter begin in it, and are counted; a look at the controller stands for a decision."""
-    proposer, (first, _) = parts
-    controller, looks, outputs = proposer.controller, [], []
-    controller.due = lambda *args: False
-    controller._mode.drafting = False  # else it is a trial, of which each step counts
-    one, other = request(), request()
-    proposer.propose([row(one)], OUTPUT)
-    controller._next_decision = controller._step + 3
-    proposer.propose([row(one)], OUTPUT)
-    controller.due = lambda *args: controller.is_time
-    proposer.snapshot()
-    controller.rest_on = lambda rows: looks.append(len(rows)) or 5
-    controller.workload = Noting(lambda prompts, tokens, answers: outputs.append((prompts, tokens)))
-    asked = first.watched
-    proposer.rested([plan(one)], OUTPUT)
-    proposer.rested([plan(one), plan(other, num_tokens=9)], OUTPUT)
-    assert (looks, proposer.rest, outputs) == ([2], 5, [(9, 3)])
-    controller._next_decision = controller._step + 5
-    one.status = Status.FINISHED
-    proposer.rested([plan(other)], OUTPUT)
-    assert (looks, proposer.rest, first.watched) == ([2], 4, asked)
-    assert set(proposer._known) == {other}
-    controller.lane((b"new", False)).num_drafts = 2
-    proposer.rested([plan(other), plan(request(b"new"))], OUTPUT)
-    assert proposer.rest == 0, "it is drafted for"
-
-
 @pytest.fixture
 def resting(parts):
     """A proposer that rests for long, its first drafter, and the request that runs."""
@@ -223,66 +170,6 @@ def resting(parts):
     controller._next_decision = controller._step + 10 * MOST_WAITING
     proposer.propose([row(one)], SHORT)
     return proposer, first, one
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_short_steps_of_a_rest_wait_whoever_they_are_of(resting, adapter):
-    proposer, first, one = resting
-    one.adapter = object() if adapter else None
-    seen = []
-    for _ in range(2 * MOST_WAITING + 1):
-        proposer.rested([plan(one)], TargetOutput(seconds=0.1 * LONGEST_WAIT / MOST_WAITING))
-        seen.append(first.rested_steps)
-    assert seen == [0] * (MOST_WAITING - 1) + [MOST_WAITING] * MOST_WAITING + [2 * MOST_WAITING] * 2
-    proposer.rested([plan(one)], OUTPUT)
-    assert first.rested_steps == 2 * MOST_WAITING + 2, "a long one ends the waiting"
-    proposer.rested([plan(one)], SHORT)
-    proposer.forget_adapter(b"x")
-    assert first.rested_steps == 2 * MOST_WAITING + 3, "nothing waits that may need it"
-
-
-def test_what_waits_is_looked_at_before_an_adapter_leaves(resting):
-    """Where the drafter computes something of it later; another does not care."""
-    proposer, first, one = resting
-    proposer.rested([plan(one)], SHORT)
-    proposer.adapter_leaves(b"x")
-    assert first.rested_steps == 0
-    left = []
-    first.adapter_leaves = lambda digest: left.append((digest, first.rested_steps))
-    proposer.adapter_leaves(b"x")
-    assert left == [(b"x", 1)]
-
-
-@pytest.mark.parametrize(
-    ("target", "most"),
-    [
-        (TargetOutput(seconds=1e-5, place=3), MOST_WAITING),
-        (TargetOutput(torch.zeros(1, 4), seconds=1e-5), MOST_KEPT),  # its memory is kept meanwhile
-        (TargetOutput(seconds=LONGEST_WAIT / 39.5), 40),  # drafts might help who came first
-    ],
-)
-def test_how_many_steps_of_a_rest_wait(resting, target, most):
-    proposer, first, one = resting
-    seen = []
-    for _ in range(2 * most):
-        proposer.rested([plan(one)], target)
-        seen.append(first.rested_steps)
-    assert seen == [0] * (most - 1) + [most] * most + [2 * most]
-
-
-def test_who_comes_with_another_adapter_ends_the_waiting(resting):
-    """Its drafts may be right where those of the others are not."""
-    proposer, first, one = resting
-    other, third = request(b"a"), request(b"a")
-    other.tokens += [4] * 5
-    proposer.rested([plan(one)], SHORT)
-    proposer.rested([plan(one), plan(other)], SHORT)
-    assert first.rested_steps == 0, "one that has begun before came with a look, or is preempted"
-    starting = RowPlan(third, 0, 3, 0, True, 0)
-    proposer.rested([plan(one), starting], SHORT)
-    assert first.rested_steps == 3
-    proposer.rested([plan(one), RowPlan(request(b"a"), 0, 3, 0, True, 0)], SHORT)
-    assert first.rested_steps == 3, "nothing is new about it"
 
 
 def test_while_drafting_goes_on_a_rest_waits_for_a_second_step_without_drafts(parts):

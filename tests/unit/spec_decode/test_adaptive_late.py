@@ -10,34 +10,38 @@ from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.adaptive_late import LateAdaptive
+from outrider.spec_decode.chooser import LateChooser
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.drafters.base import DraftRow, LateChooser, LateDrafter, NoProposer, Proposal, TargetOutput
+from outrider.spec_decode.drafters.base import DrafterNeeds, DraftRow, LateStep, NoDrafter, Proposal, TargetOutput
 
 from .simulated import Clock
 
 MOST = 4
 OUTPUT = TargetOutput(seconds=0.01)
+LATE = OUTPUT._replace(late=LateStep(None, None, 0))
 
 
-class Network(NoProposer):
+class Network(NoDrafter):
     """Drafts as many as it is asked for."""
 
     def __init__(self, clock):
         self.clock, self.num_late, self.num_watched = clock, 0, 0
 
+    @property
+    def needs(self):
+        return DrafterNeeds(drafts_on_device=True)
+
     def propose(self, rows, target):
+        if target.late is not None:
+            self.num_late += 1
+            self.clock.now += 0.002
         return [Proposal(Drafts([7] * row.max_drafts), len(row.tokens)) for row in rows]
 
-    def propose_late(self, rows, target, late):
-        self.num_late += 1
-        self.clock.now += 0.002
-        return self.propose(rows, target)
-
-    def watch_late(self, rows, target, overshoot):
-        self.num_watched += 1
+    def watch(self, rows, target):
+        self.num_watched += target.late is not None
 
 
-class Lookup(NoProposer):
+class Lookup(NoDrafter):
     def propose(self, rows, target):
         return [Proposal(Drafts([9] * row.max_drafts), len(row.tokens)) for row in rows]
 
@@ -67,7 +71,7 @@ class Engine:
             self.looked_up, looked_up = False, self.looked_up
             if any(row.max_drafts for row in drafting):
                 self.num_timed += 1
-                proposals = self.proposer.propose_late(drafting, OUTPUT, None)
+                proposals = self.proposer.propose(drafting, LATE)
             self.pending = {row.request: row.max_new_drafts for row in rows}
             self.counts.append(max(self.pending.values()))
         else:
@@ -140,9 +144,8 @@ def test_the_decision_knows_how_long_answers_are_by_now(made):
 def test_only_a_late_drafter_chooses_late():
     config = parse_speculative({"method": "medusa", "model": "m"})
     made = make_adaptive(Network(Clock()), config, asynchronous=True, kind=LateAdaptive)
-    assert isinstance(made, LateDrafter)
     assert isinstance(made, LateChooser)
-    assert not isinstance(make_adaptive(Network(Clock()), config), LateDrafter)
+    assert not isinstance(make_adaptive(Network(Clock()), config), LateChooser)
 
 
 def test_the_controllers_own_decisions_overlap_but_for_trials(made):

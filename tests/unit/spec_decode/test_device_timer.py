@@ -8,13 +8,13 @@ from outrider import SamplingParams
 from outrider.platform.core.request import Drafts, Request
 from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, TargetOutput
+from outrider.spec_decode.drafters.base import DraftRow, NoDrafter, Proposal, TargetOutput
 from outrider.spec_decode.step_costs import StepCosts
 
 from .simulated import Clock
 
 
-class Launching(NoProposer):
+class Launching(NoDrafter):
     """Takes a second of the host to launch two drafts for each row."""
 
     def __init__(self, clock):

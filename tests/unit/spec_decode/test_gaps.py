@@ -7,7 +7,7 @@ from outrider.platform.core.request import Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import HELD_RESTS, AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
+from outrider.spec_decode.drafters.base import DrafterNeeds, DraftRow, NoDrafter, Proposal, TargetOutput
 from outrider.spec_decode.probing import SETTLING
 from outrider.spec_decode.step_costs import StepCosts
 
@@ -16,7 +16,7 @@ from .simulated import Clock
 STEP, IDLE_GAP, DRAFTING_GAP, LOOK, DRAFTS = 5e-4, 6e-5, 2e-4, 3e-4, 4e-4
 
 
-class Watching(NoProposer):
+class Watching(NoDrafter):
     """Drafts, and looks at rests, which takes it a while."""
 
     def __init__(self, clock):
@@ -24,7 +24,7 @@ class Watching(NoProposer):
 
     @property
     def needs(self):
-        return ProposerNeeds(watches_rests=True)
+        return DrafterNeeds()
 
     def propose(self, rows, target):
         self.clock.now += DRAFTS if any(row.max_drafts for row in rows) else 0.0

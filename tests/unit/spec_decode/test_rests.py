@@ -12,7 +12,7 @@ from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.drafters.base import DraftRow, NoProposer, TargetOutput
+from outrider.spec_decode.drafters.base import DraftRow, NoDrafter, TargetOutput
 from outrider.spec_decode.outcome import StepOutcome
 from outrider.spec_decode.rests import LONGEST_WAIT, MOST_KEPT, MOST_TOKENS, MOST_WAITING, WORTH_WAITING, Rests, Spells
 
@@ -227,7 +227,7 @@ def test_steps_that_nobody_watches_are_only_counted_but_on_trial(is_on_trial):
             added.append(rows)
             return super().add(rows, target)
 
-    proposer = AdaptiveProposer([(DrafterTraits("draft_model", True), NoProposer())], 2, clock)
+    proposer = AdaptiveProposer([(DrafterTraits("draft_model", True), NoDrafter())], 2, clock)
     proposer._rests, controller = Counting(are_watched=False), proposer.controller
     controller.due = lambda *args: False
     controller.rest_on = lambda rows: 5
