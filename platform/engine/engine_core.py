@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from ...kernels.threads import compute_alone
 from ...models.decoder import Decoder
-from ...spec_decode.drafters.base import Proposer
+from ...spec_decode.drafters.base import Drafter
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest
@@ -33,7 +33,7 @@ class EngineCore:
         args: EngineArgs,
         *,
         progress: bool = False,
-        observe: Callable[[Proposer], Proposer] | None = None,
+        observe: Callable[[Drafter], Drafter] | None = None,
         wrap: Wrap | None = None,
         twin_of: Decoder | None = None,
     ) -> None:

@@ -1,8 +1,8 @@
 """Costs: seconds of a target step by its rows and drafts, and what a round of drafting adds.
 
 Both are tables of measured means that forget, over classes of sizes (1, 2, 3, 4, 6, 8, 12, 16, ...), and linear between
-them. All means share one drift factor, so that a machine that becomes slower or faster does not make the sizes that were
-measured lately look worse than the others.
+them. All means of step times share one drift factor, so that a machine that becomes slower or faster does not make the
+sizes that were measured lately look worse than the others.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 LEAST_CHANCE = 0.01
-"""A draft with a smaller chance to count is never made: one more token costs more than that on any processor measured."""
+"""A draft with a smaller chance to count is never made: one more token costs more than that share of a row's step."""
 
 
 class Offer(NamedTuple):
@@ -76,9 +76,7 @@ def _passes(offers: Sequence[Offer]) -> list[int]:
     return sorted({limit, *(count for count in (1, 2, 3, 4, 6, 8, 12) if count < limit)}, reverse=True) if limit else []
 
 
-def _greedy(
-    offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: int, base: float, *, fair: bool
-) -> Plan:
+def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: int, base: float, *, fair: bool) -> Plan:
     """The best plan that gives no row more than `most` drafts."""
     counts, tokens = [0] * len(offers), [1.0] * len(offers)
     heap: list[tuple[float, int]] = []  # (-worth of the next draft, index of its offer)

@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...platform.core.batch import RowPlan
+from ...platform.core.batch import RowPlan, StepPlan, StepResult
 from ...platform.core.request import Request, Status
-from ..drafters.base import DraftRow
 from .acceptance import survival
 from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, Adapters, AdapterState, RowState
 from .costs import DraftCosts, StepCosts, size_class
 from .goodput import Offer, StepPrices, best_plan
 
 SHORT_STEP = 0.003
-"""Seconds. In shorter steps a choice in each step costs more than it gains: a choice for one row takes about 0.05 ms."""
+"""Seconds. Where steps are shorter a choice in each step costs too much: one for a single row takes about 0.05 ms."""
 SHORT_INTERVAL = 1.0
 """Seconds between two choices for a class of batch sizes whose steps are short."""
 DECISION_SHARE = 0.01
@@ -233,32 +232,30 @@ class SpeculationPolicy:
 
     # ------------------------------------------------------------------ observation
 
-    def observe(self, rows: Sequence[DraftRow], seconds: float, *, is_overlapped: bool = False) -> None:
-        """Take in what a step brought, after its drafts were made. Steps come in their order.
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Take in what a step brought, after the drafts for the next one were made. Steps come in their order.
 
         Args:
-            rows: Of the step: `num_drafts` were verified, and at most `max_drafts` made for the next step.
             seconds: The target's forward pass, sampling and verification.
-            is_overlapped: Whether this step was planned while the one before ran: then what lies between the two is the
-                drafting after that one.
         """
         now = self._clock()
         self._num_steps += 1
+        rows = plan.rows
         asked = _asked(rows)
         gap = None if self._ended is None else now - self._ended - seconds
         self._ended = now
-        if rows and all(row.sampled and row.num_tokens == 1 + row.num_drafts for row in rows):
-            num_rows, num_drafts = len(rows), sum(row.num_drafts for row in rows)
-            self._steps.add(num_rows, num_drafts, seconds)
-            about = self._asked if is_overlapped else asked
+        if rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
+            self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
+            # Where the device drafts, what lies between two steps is the drafting after the first of them.
+            about = self._asked if plan.drafts_late else asked
             if about is not None and gap is not None and gap < LONGEST_GAP:
-                self._drafts.add(about[0], num_rows, about[1], gap)
+                self._drafts.add(about[0], len(rows), about[1], gap)
             self._charge_trials(rows, seconds)
         self._asked = asked
         if self._held is None:
-            self._count(rows, now)
+            self._count(rows, result, now)
 
-    def _charge_trials(self, rows: Sequence[DraftRow], seconds: float) -> None:
+    def _charge_trials(self, rows: Sequence[RowPlan], seconds: float) -> None:
         """Charge adapters on trial what the step took beyond one without drafts."""
         extra = seconds - self._steps.seconds(len(rows), 0)
         if extra <= 0.0:
@@ -267,24 +264,23 @@ class SpeculationPolicy:
         for adapter in trying.values():
             adapter.trial_cost += extra / len(trying)
 
-    def _count(self, rows: Sequence[DraftRow], now: float) -> None:
+    def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float) -> None:
+        """Count right and wrong drafts, and who had drafts."""
         counts_all = self._num_steps % SAMPLED_STEPS == 0 or not self._is_short(len(rows))
-        for row in rows:
+        for row, got in zip(rows, result.rows, strict=True):
             state = self._rows.get(row.request)
-            if state is None:
+            if state is None or got.error is not None:
                 continue
-            if row.num_drafts and (counts_all or state.trial_rounds):
-                has_ended = len(row.tokens) == row.num_valid  # a draft ended the text: those behind it were not judged
-                judged = row.num_accepted if has_ended else row.num_drafts
-                state.counts[state.proposed_by].add_round(judged, row.num_accepted)
-                state.adapter.counts[state.proposed_by].add_round(judged, row.num_accepted)
-            if row.max_drafts:
+            if counts_all or state.trial_rounds:
+                if row.num_drafts:
+                    for counts in (state.counts, state.adapter.counts):
+                        counts[state.proposed_by].add_round(row.num_drafts, got.num_accepted)
+                if row.max_new_drafts:
+                    for counts in (state.counts, state.adapter.counts):
+                        counts[row.drafter].add_offer(has_drafts=len(got.drafts.token_ids) > 0)
+            if row.max_new_drafts:
                 state.proposed_by = row.drafter
-                if counts_all or state.trial_rounds:
-                    has_drafts = row.num_proposed > 0
-                    state.counts[row.drafter].add_offer(has_drafts=has_drafts)
-                    state.adapter.counts[row.drafter].add_offer(has_drafts=has_drafts)
-            if state.trial_rounds and row.sampled:
+            if state.trial_rounds and row.samples:
                 self._count_trial(state, now)
 
     # ------------------------------------------------------------------ life
@@ -323,12 +319,12 @@ class SpeculationPolicy:
         }
 
 
-def _asked(rows: Sequence[DraftRow]) -> tuple[int, int] | None:
+def _asked(rows: Sequence[RowPlan]) -> tuple[int, int] | None:
     """(drafter, most drafts of a row) after a step; None where two drafters were asked."""
-    asked = {row.drafter: 0 for row in rows if row.max_drafts}
+    asked: dict[int, int] = {}
     for row in rows:
-        if row.max_drafts:
-            asked[row.drafter] = max(asked[row.drafter], row.max_drafts)
+        if row.max_new_drafts > asked.get(row.drafter, 0):
+            asked[row.drafter] = row.max_new_drafts
     if not asked:
         return 0, 0
     return next(iter(asked.items())) if len(asked) == 1 else None

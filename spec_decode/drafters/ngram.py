@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
-from .base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput
+from .base import Drafter, DraftRow, Proposal, TargetOutput
 
 if TYPE_CHECKING:
-    from ...models.batch import LayerKV
+    pass
 
 _FEW_PLACES = 24
 """Earlier places of the last tokens that are looked at one by one."""
@@ -99,24 +99,13 @@ class _History:
         return self._array
 
 
-class NgramProposer:
+class NgramDrafter(Drafter):
     """Drafts copied from the request's own earlier tokens. Owns no KV; they are certain: `Drafts.probs` is None."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._min_n = min_n
         self._max_n = max_n
         self._histories: dict[str, _History] = {}  # by request id; of live requests only
-
-    @property
-    def needs(self) -> ProposerNeeds:
-        """Nothing."""
-        return ProposerNeeds()
-
-    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
-        """Nothing to bind."""
-
-    def forget_adapter(self, digest: bytes) -> None:
-        """Nothing outlives a request."""
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """What followed last time; where that runs into the sequence's end, it goes on with its own copy (a loop)."""
@@ -126,9 +115,6 @@ class NgramProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Nothing is missed: histories catch up with the tokens."""
         self._forget_finished()
-
-    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
-        """Nothing is missed."""
 
     def _draft(self, row: DraftRow) -> Drafts:
         if row.max_drafts < 1 or not row.sampled:

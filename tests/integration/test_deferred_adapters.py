@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider import SamplingParams
-from outrider.spec_decode.drafters.eagle.drafter import EagleProposer
+from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
 
 SILENT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculative=False)
 
@@ -48,7 +48,7 @@ def test_where_steps_overlap_nothing_waits_for_an_adapter_that_leaves(
 ):
     """Another thread may be computing then."""
     told = []
-    monkeypatch.setattr(EagleProposer, "adapter_leaves", lambda self, digest: told.append(digest))
+    monkeypatch.setattr(EagleDrafter, "adapter_leaves", lambda self, digest: told.append(digest))
     engine = make_engine(
         enable_lora=True,
         max_lora_rank=8,

@@ -32,25 +32,24 @@ from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .. import autoregressive
 from ..autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
-from ..base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
+from ..base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
 from ..checkpoint import fill, fill_randomly, read_tensors
-from ..factory import ProposerContext
+from ..factory import DrafterContext
 from .config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
 from .head import EagleHead, LastRows
 from .hidden_store import HiddenStore
-from .state_ring import Ring
 
 if TYPE_CHECKING:
     from ....models.graphs import GraphedPass, PassGraphs, PassInputs
 
-__all__ = ["EagleProposer", "eagle_kv_bytes_per_token", "load_eagle"]
+__all__ = ["EagleDrafter", "eagle_kv_bytes_per_token", "load_eagle"]
 
 # Tensors of public files that follow from others.
 _NOT_NEEDED = ("t2d",)
 _COMPUTED = "rotary_emb.inv_freq"
 
 
-def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProposer:
+def load_eagle(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
     """Load `config.model` as an EAGLE head of the method that it names ("eagle" or "eagle3").
 
     Raises:
@@ -76,7 +75,7 @@ def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProp
         head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
         fill(path, head.weight_slots(), stored)
     autoregressive.warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
-    return EagleProposer(
+    return EagleDrafter(
         head,
         invariant=config.rejection_sample_method == "invariant",
         max_num_batched_tokens=context.max_num_batched_tokens,
@@ -93,15 +92,7 @@ def _for_random_weights(config: EagleConfig) -> EagleConfig:
     return dataclasses.replace(config, own_embedding=other, own_head=other or smaller, own_vocabulary=smaller)
 
 
-def _ring_for(head: EagleHead) -> Ring | None:
-    """Memory that the target can copy what the head reads into; None where it cannot."""
-    layers, target = head.config.aux_layers, head.target
-    if not layers or len(set(layers)) < len(layers) or not target.can_copy:
-        return None
-    return Ring(layers, head.config.target_hidden_size, target.config.dtype)
-
-
-class EagleProposer:
+class EagleDrafter(Drafter):
     """Drafts by an EAGLE head with each request's own sampling parameters, as a draft model does."""
 
     def __init__(
@@ -126,30 +117,26 @@ class EagleProposer:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._edit_logits = edit_logits
         self._eagle3 = head.config.eagle3
-        self._ring = _ring_for(head)
         self._store = HiddenStore(
             head.config.layer.hidden_size,
             head.fuse,
             head.device,
             adapts=self._eagle3,
             defers=defers_adapters,
-            ring=self._ring,
         )
         self._kv: Sequence[LayerKV] = ()
         self._limits: CatchUpLimits | None = None
         self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
-    def needs(self) -> ProposerNeeds:
+    def needs(self) -> DrafterNeeds:
         """The head's layer and the store of hidden states; what it reads of the target; its projections."""
-        return ProposerNeeds(
+        return DrafterNeeds(
             kv_layers=(self._head.kv_layer, self._store.spec),
             aux_layers=self._head.config.aux_layers,
-            memory=self._ring,
-            watches_rests=True,
-            reads_rests=True,
             linears=tuple(self._head.linears()),
             max_positions=self._head.config.layer.max_position_embeddings + 1,
+            drafts_on_device=True,
         )
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
@@ -170,11 +157,8 @@ class EagleProposer:
             drafts_count=False,
         )
 
-    def forget_adapter(self, digest: bytes) -> None:
-        """Nothing outlives a request but what its blocks hold, and the prefix cache knows whose they are."""
-
     def adapter_leaves(self, digest: bytes) -> None:
-        """See `DefersAdapters`: the hidden states of its requests are fused."""
+        """Fuse the hidden states of its requests."""
         self._store.adapter_leaves(digest)
 
     @torch.inference_mode()
@@ -190,7 +174,7 @@ class EagleProposer:
 
     @torch.inference_mode()
     def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
-        """See `LateDrafter`."""
+        """See `Drafter`."""
         assert self._limits is not None, "bind comes first"
         # Those before a row's new tokens are the step's, in the same order.
         states = self._store.keep(rows, self._states(target), (late.overshoot, late.most_overshoot))
@@ -207,12 +191,6 @@ class EagleProposer:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Keep the step's hidden states."""
         self._store.append(rows, self._states(target))
-
-    @torch.inference_mode()
-    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
-        """Keep the steps' hidden states."""
-        targets = [target for steps in spells for target in steps.targets]
-        self._store.append_rested(spells, [(t.place, self._states(t) if t.place < 0 else ()) for t in targets])
 
     @torch.inference_mode()
     def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:

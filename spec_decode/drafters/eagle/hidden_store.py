@@ -25,10 +25,8 @@ from torch import Tensor
 from ....kernels.late import late_slots
 from ....kernels.staging import to_device
 from ....models.batch import KVLayerSpec, LayerKV
-from ....platform.core.batch import RowPlan
-from ..base import AdapterPreparer, DraftRow, RestedSteps, no_adapters
-from .pending_states import Bundle, PendingStates, PlacedStates, Step, slots_of
-from .state_ring import Ring
+from ..base import AdapterPreparer, DraftRow, no_adapters
+from .pending_states import PendingStates, Step, slots_of
 
 _KEPT = 0.9
 """Share of what may wait that goes on waiting when there is too much: the oldest are written, those of requests that
@@ -40,24 +38,21 @@ Fuse = Callable[[Sequence[Tensor], Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The new positions of some sequences in one or several steps."""
+    """The new positions of some sequences in one step."""
 
     states: tuple[Tensor, ...]
-    """[T, H_target] each, of these steps."""
+    """[T, H_target] each, of the step."""
     index: np.ndarray
     """[n] which of the T..."""
     slots: np.ndarray
     """[n] ...and where they go."""
     handles: list[tuple[Any, int]]
     """(adapter, number of tokens), in the order of `index`."""
-    may_repeat: bool
-    """Whether a place may occur twice: of several steps, one may have got a block that another gave back."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all tokens of these steps, in order. Those of one step are in order."""
-        count = len(self.states[0])
-        return len(self.index) == count and (not self.may_repeat or np.array_equal(self.index, np.arange(count)))
+        """Return whether it is all tokens of the step, in order."""
+        return len(self.index) == len(self.states[0])
 
 
 class HiddenStore:
@@ -71,10 +66,9 @@ class HiddenStore:
         *,
         adapts: bool,
         defers: bool = False,
-        ring: Ring | None = None,
     ) -> None:
         """`width` elements a vector, an even number. `adapts`: whether adapters have a part in `fuse`; `defers`:
-        whether `adapter_leaves` will be called. `ring`: memory that the target may copy its hidden states into."""
+        whether `adapter_leaves` will be called."""
         self._width = width
         self._fuse = fuse
         self._device = device
@@ -83,7 +77,7 @@ class HiddenStore:
         self._prepare_adapters: AdapterPreparer = no_adapters
         self._halves: tuple[Tensor, Tensor] | None = None
         self._block_size = 0
-        self._pending = PendingStates(ring)
+        self._pending = PendingStates()
 
     @property
     def spec(self) -> KVLayerSpec:
@@ -104,13 +98,6 @@ class HiddenStore:
             self._flush_for_adapters(rows)
             self._limit()
 
-    def append_rested(self, spells: Sequence[RestedSteps], steps: Sequence[PlacedStates]) -> None:
-        """`append` of steps that verified no drafts: the hidden states of each step of all `spells`."""
-        self._pending.add_rested(spells, steps)
-        for spell in spells:
-            self._flush_for_adapters(spell.rows)
-        self._limit()
-
     def append_passing(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
         """`append` of states that are about to be read: the tensors are kept, and not changed afterwards."""
         if rows:
@@ -118,7 +105,7 @@ class HiddenStore:
             self._flush_for_adapters(rows)
             self._limit()
 
-    def _flush_for_adapters(self, rows: Sequence[DraftRow | RowPlan]) -> None:
+    def _flush_for_adapters(self, rows: Sequence[DraftRow]) -> None:
         if not self._flushes_for_adapters:
             return
         if any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
@@ -191,17 +178,16 @@ class HiddenStore:
         self._pending.popped()
         return written
 
-    def _entry(self, steps: Step | Bundle) -> _Entry | None:
-        """What is to be written of them."""
-        pieces = list(steps.pieces(self._block_size))
+    def _entry(self, step: Step) -> _Entry | None:
+        """What is to be written of a step; None: nothing."""
+        pieces = list(step.pieces(self._block_size))
         if not pieces:
             return None
         return _Entry(
-            steps.states,
+            step.states,
             _joined([piece.places for piece in pieces]),
             _joined([piece.slots for piece in pieces]),
             [(piece.adapter, len(piece.places)) for piece in pieces],
-            isinstance(steps, Bundle),
         )
 
     def read(self, slots: np.ndarray) -> Tensor:
@@ -218,7 +204,7 @@ class HiddenStore:
         # 0 · NaN is NaN.
         vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
         slots = _joined([entry.slots for entry in entries])
-        if len(entries) > 1 or entries[0].may_repeat:
+        if len(entries) > 1:
             unique, last = np.unique(slots[::-1], return_index=True)
             if len(unique) < len(slots):  # copying to one place twice has no defined order
                 slots, vectors = unique, vectors.index_select(0, self._tensor(len(slots) - 1 - last))
