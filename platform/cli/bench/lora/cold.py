@@ -13,8 +13,8 @@ import numpy as np
 
 from ....core.lora_request import LoRARequest
 from ....core.messages import EngineRequest
-from ..budget import Budget
 from ..driver import Run
+from .budget import Budget
 from .engines import Engines
 from .figures import ColdRun, cold_figures
 

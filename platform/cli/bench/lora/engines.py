@@ -13,8 +13,8 @@ from ....core.lora_request import LoRARequest
 from ....core.messages import EngineRequest
 from ....core.sampling_params import SamplingParams
 from ....engine.engine_core import EngineCore
-from ..budget import Budget
-from ..driver import Run, settle
+from ..driver import Run, freeze_heap
+from .budget import Budget
 from .cases import Case, choose
 from .figures import Run as Figures
 from .figures import boil_down
@@ -65,7 +65,7 @@ class Engines:
         """By the ranks that they have in turn."""
         self.plain = EngineCore(EngineArgs(**shared))
         self.serving = EngineCore(EngineArgs(**shared, enable_lora=True, **lora))
-        settle()
+        freeze_heap()
 
     def shutdown(self) -> None:
         """Of both."""

@@ -12,17 +12,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..... import __version__
 from .....models.config import DTYPES, read_json, stored_dtype
 from .....models.loader import resolve_model_path
 from .....models.registry import config_from_hf
 from ....core.errors import InvalidRequestError, PromptTooLongError
 from ....core.lora_request import LoRARequest
-from ..budget import Budget, BudgetSpent
 from ..machine import RANDOM_WEIGHTS, describe_machine, describe_model
-from ..session import largest_rank
 from . import cold, throughput
-from .adapters import AdapterWriter
+from .adapters import AdapterWriter, largest_rank
+from .budget import Budget, BudgetSpent
 from .cases import make_cases
 from .engines import Engines, Workload
 from .figures import rows
@@ -220,7 +218,7 @@ class Session:
             ),
             "complete": complete,
             "stopped_by": self._stopped_by,
-            "machine": describe_machine() | {"outrider": __version__},
+            "machine": describe_machine(),
             "model": self._facts.get("model", {}),
             "settings": {name: getattr(options, name) for name in names} | self._lora,
             "adapters": self._facts.get("adapters", {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..budget import Budget
+from .budget import Budget
 from .cases import Case, groups
 from .engines import Engines
 from .figures import Cell

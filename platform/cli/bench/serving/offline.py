@@ -96,7 +96,7 @@ def prompt_of(sample: Sample, tokenizer: Any) -> Any:
         return sample.prompt
     if sample.is_ids:
         return {"prompt_token_ids": sample.prompt}
-    from ..workload import encode
+    from .prompt_files import encode
 
     try:
         return {"prompt_token_ids": encode(tokenizer, sample.prompt)}
@@ -145,7 +145,7 @@ def describe(benchmark: str, options: argparse.Namespace, args: EngineArgs, info
     """The head of a report."""
     from ..machine import describe_machine, describe_model
     from .options import arguments
-    from .report import has_random_weights, outrider_version, weight_labels
+    from .report import has_random_weights, weight_labels
 
     folder = Path(info.model)
     speculative = parse_speculative(args.speculative_config)
@@ -154,7 +154,7 @@ def describe(benchmark: str, options: argparse.Namespace, args: EngineArgs, info
     return {
         "benchmark": benchmark,
         "labels": weight_labels(args.load_format == "dummy" or has_random_weights(folder), rates),
-        "machine": describe_machine() | outrider_version(),
+        "machine": describe_machine(),
         "model": {"name": name, **describe_model(info, folder), "speculation": info.speculation},
         "arguments": arguments(options),
     }

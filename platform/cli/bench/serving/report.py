@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..... import __version__
 from .....models.config import read_json
 from ....core.errors import OutriderError
 from ..machine import RANDOM_WEIGHTS
@@ -31,11 +30,6 @@ _COUNTS = {
     "total_token_throughput": "Total token throughput (tok/s):",
 }
 _ACCEPTANCE = {"acceptance_rate": "Acceptance rate (%):", "acceptance_length": "Acceptance length:"}
-
-
-def outrider_version() -> dict[str, str]:
-    """For the machine's description."""
-    return {"outrider": __version__}
 
 
 def has_random_weights(folder: Path) -> bool:

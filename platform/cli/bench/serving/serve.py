@@ -175,7 +175,7 @@ def _report(
     counted_chunks: bool,
 ) -> dict[str, Any]:
     from ..machine import describe_machine
-    from .report import has_random_weights, outrider_version, weight_labels
+    from .report import has_random_weights, weight_labels
 
     labels = weight_labels(folder is not None and has_random_weights(folder))
     if counted_chunks:
@@ -185,7 +185,7 @@ def _report(
     report: dict[str, Any] = {
         "benchmark": "serve",
         "labels": labels,
-        "machine": describe_machine() | outrider_version(),
+        "machine": describe_machine(),
         "model": {"name": model},
         "arguments": arguments(options),
         "figures": found,

@@ -17,6 +17,7 @@ import torch
 from ....core.config import EngineArgs
 from ....core.messages import EngineRequest, EngineStats, TokenDelta
 from ....engine.engine_core import EngineCore
+from .step_parts import wrap_parts
 from .timeline import IPC, STEP, WIRE, Recorder, Span
 
 FOLDER_VARIABLE = "OUTRIDER_PROFILE_DIR"
@@ -31,7 +32,8 @@ class TracedEngine:
 
     def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
         self._recorder = Recorder()
-        self._core = EngineCore(args, progress=progress, wrap=self._recorder.wrap)
+        self._core = EngineCore(args, progress=progress)
+        wrap_parts(self._core, self._recorder.wrap)
         self._step = self._recorder.wrap(STEP, self._core.step)
         self._profiler: Any = None
         self._left: float | None = None
