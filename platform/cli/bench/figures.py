@@ -16,7 +16,7 @@ from .serving.metrics import acceptance
 
 _DRAWS = 1000
 """Samples of the bootstrap."""
-_NO_ACCEPTANCE = {"acceptance_rate": None, "acceptance_length": None, "acceptance_per_position": []}
+_NO_ACCEPTANCE: dict[str, Any] = {"acceptance_rate": None, "acceptance_length": None, "acceptance_per_position": []}
 
 
 @dataclass(slots=True)
