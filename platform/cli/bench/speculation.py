@@ -61,7 +61,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table and write the files."""
     check_adapter_names([name for name, _ in namespace.lora or []])
     is_demo = namespace.model in (None, DEMO_MODEL_NAME)
     adapters = dict(namespace.lora or [])

@@ -34,7 +34,7 @@ class Task:
     adapter: LoRARequest | None = None
     """The adapter as given, with its draft weights if it has any."""
     bare: LoRARequest | None = None
-    """The same adapter without its draft weights; None when it has none."""
+    """The adapter without its draft weights; None when it has none."""
     random: bool = False
     """True for random tokens, sampled at temperature 1, which no drafter can guess."""
 

@@ -19,7 +19,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Lines of JSON: {"prompt": text} or {"messages": [...]} or {"prompt_token_ids": [...]}, each maybe with "adapter".
+    """Read lines of JSON: {"prompt": text}, {"messages": [...]} or {"prompt_token_ids": [...]}, and maybe "adapter".
 
     Raises:
         NotFoundError, InvalidRequestError: there is no such file, or a line is something else.
