@@ -121,8 +121,10 @@ class TokenDelta:
     """Prompt tokens taken from the prefix cache."""
     speculation: SpeculationCounts | None = None
     """Cumulative, where drafts are proposed at all: the client may end the sequence after any delta."""
+    num_draft_tokens: int = 0
+    """Drafts that this step verified."""
     num_accepted: int = 0
-    """Of `token_ids`, how many of the first were drafts; the others were sampled."""
+    """Accepted drafts: the first `num_accepted` of `token_ids`; the model sampled the others."""
     adapter_digest: str = ""
     """Of the version of the adapter that it runs on, in hexadecimal; with the first delta."""
     queue_seconds: float = 0.0

@@ -77,7 +77,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     drafted: list[bool] | None = None
-    """Aligned with `token_ids`: whether the token was a draft that the model accepted; the others it sampled."""
+    """Aligned with `token_ids`: True for a draft that the model accepted, False for a token that it sampled."""
+    rejected_drafts: list[int] | None = None
+    """Aligned with `token_ids`: how many drafts the step that ended with this token rejected; the token stands at the
+    place of the first of them."""
 
     def finished(self) -> bool:
         """True when this sequence is complete."""

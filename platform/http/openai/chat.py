@@ -19,7 +19,7 @@ from ..serving import Serving, new_request_id, principal_of, serving_of
 from .adapter_choice import choose_adapter, discover_adapters
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, ChunkWriter, dumps, stream_response, until_disconnect
-from .generation import Choice, Collected, collect, draft_status, generate
+from .generation import Choice, Collected, collect, draft_fields, generate
 from .job import Event, Job, now
 from .json_pieces import json_answer
 from .logprobs import chat_logprobs, pack, prompt_logprobs
@@ -122,7 +122,7 @@ def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str
     if body.return_token_ids:
         result["token_ids"] = choice.token_ids
     if body.return_draft_status:
-        result["draft_status"] = draft_status(choice)
+        result |= draft_fields(choice)
     return result
 
 
@@ -173,7 +173,7 @@ class _ChatChunks:
         if self._body.return_token_ids:
             choice["token_ids"] = output.token_ids
         if self._body.return_draft_status:
-            choice["draft_status"] = draft_status(output)
+            choice |= draft_fields(output)
         return choice
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..protect.accounting import check_call, limit_headers
 from ..serving import Serving, new_request_id, principal_of, serving_of
 from .adapter_choice import choose_adapter, discover_adapters
 from .event_stream import Chunk, ChunkWriter, dumps, stream_response, until_disconnect
-from .generation import Collected, PromptFacts, collect, draft_status, generate
+from .generation import Choice, Collected, PromptFacts, collect, draft_fields, generate
 from .job import Event, Job, now
 from .json_pieces import json_answer
 from .logprobs import (
@@ -152,7 +152,7 @@ class _Completions:
             result["prompt_token_ids"] = prompt.token_ids
             result["token_ids"] = token_ids
         if body.return_draft_status:
-            result["draft_status"] = [] if drop else draft_status(choice)
+            result |= draft_fields(Choice(choice.prompt_index) if drop else choice)
         return result
 
     def _echoed(self, prompt_index: int, prompt: PromptFacts) -> list[Token]:
@@ -223,5 +223,5 @@ class _Completions:
                 choice["prompt_token_ids"] = prompt
             choice["token_ids"] = output.token_ids
         if self._body.return_draft_status:
-            choice["draft_status"] = draft_status(output)
+            choice |= draft_fields(output)
         return choice

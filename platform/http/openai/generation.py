@@ -179,10 +179,16 @@ class Totals:
         }
 
 
-def draft_status(output: Choice | CompletionOutput) -> list[str]:
-    """`choices[].draft_status`, aligned with the tokens: what the drafter proposed and the model accepted is "drafted",
-    what the model chose itself "sampled"."""
-    return ["drafted" if drafted else "sampled" for drafted in output.drafted or [False] * len(output.token_ids)]
+def draft_fields(output: Choice | CompletionOutput) -> dict[str, list[str] | list[int]]:
+    """Fields of a choice that show its verification steps, aligned with its tokens.
+
+    `draft_status` is "drafted" for an accepted draft, "sampled" for a token that the model chose itself; a step ends
+    with a sampled token. `rejected_drafts` is the number of drafts that the step ending with the token rejected.
+    """
+    return {
+        "draft_status": ["drafted" if d else "sampled" for d in output.drafted or [False] * len(output.token_ids)],
+        "rejected_drafts": output.rejected_drafts or [0] * len(output.token_ids),
+    }
 
 
 @dataclass(slots=True)
@@ -194,6 +200,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Packed] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
+    rejected_drafts: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -239,6 +246,7 @@ async def collect(events: AsyncGenerator[Event], job: Job) -> Collected:
                 choice.token_ids += completion.token_ids
                 choice.logprobs += map(pack, completion.logprobs or ())
                 choice.drafted += completion.drafted or [False] * len(completion.token_ids)
+                choice.rejected_drafts += completion.rejected_drafts or [0] * len(completion.token_ids)
                 if completion.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
     return result

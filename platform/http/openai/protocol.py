@@ -119,7 +119,8 @@ class SamplingFields(LenientModel):
     return_metrics: bool | None = None
     """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
     return_draft_status: bool | None = None
-    """Ours: each choice, of a stream's chunks too, says of each of its tokens whether it was "drafted" or "sampled"."""
+    """Ours: each choice, also in a stream, has `draft_status` ("drafted" or "sampled") and `rejected_drafts` (a number)
+    for each of its tokens."""
 
     def check(self) -> None:
         """Refuse combinations that no single field shows."""
