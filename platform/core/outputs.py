@@ -31,7 +31,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
-    """From the arrival to the first step of the first sequence."""
+    """Seconds from the arrival to the first step of the first sequence."""
     adapter_digest: str = ""
     """Digest of the adapter's version that it runs on, in hexadecimal; "" before the first token and without one."""
     num_drafts: int = 0
@@ -40,7 +40,7 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     steps_by_k: list[int] = field(default_factory=list)
-    """How many steps verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
+    """Number of steps that verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
 
     @property
     def first_token_latency(self) -> float | None:

@@ -125,7 +125,7 @@ class Gate:
                 state[HELD_BODY].close()
 
     def _principal(self, headers: Headers) -> Principal | OutriderError:
-        """Whom the headers speak for, or why they are refused."""
+        """The principal that the headers name, or the error that refuses them."""
         try:
             principal = self._authenticator.authenticate(_key(headers))
         except OutriderError as error:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
-"""What answers that are complete get to reach their clients."""
+"""Seconds for complete answers to reach their clients."""
 KEEP_ALIVE_SECONDS = 75
 
 

@@ -1,4 +1,4 @@
-"""What the routes share: the client of the engine, the options, the model names, the metrics."""
+"""State that the routes share: the client of the engine, the options, the model names, the metrics."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ MAX_TOKENIZED = 1 << 15
 T = TypeVar("T")
 
 PRINCIPAL = "principal"
-"""In a request's state: the `Principal` behind it; None without a valid key, which only open routes see."""
+"""Key of a request's state: the `Principal` behind it; None without a valid key, which only open routes see."""
 
 HELD_BODY = "held_body"
-"""In a request's state: the `HeldBody` of one that may wait."""
+"""Key of a request's state: the `HeldBody` of a request that may wait."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -72,16 +72,16 @@ class Serving:
         if tenancy is not None:
             self.metrics.register(TenancyCollector(tenancy))
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
-        """What waits, for places and in the engine."""
+        """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
         self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
         self.keeper: AdapterKeeper | None = None
-        """Of the adapters that are loaded over HTTP, once `follow_database` has been called."""
+        """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""
         self.prefixes: PrefixFollower | None = None
-        """The same for shared prefixes."""
+        """Synchronisation of the shared prefixes, likewise."""
         self.tracer = _tracer(config.otlp_endpoint)
         self.draining = False
-        """Set by the server on SIGTERM, before the engine's client is asked to drain."""
+        """True from SIGTERM on; set before the engine's client is asked to drain."""
 
     @property
     def state(self) -> str:
@@ -96,7 +96,7 @@ class Serving:
         return MAX_VALUES
 
     def has_tenant(self, name: str) -> bool:
-        """Whether there is a tenant of that name."""
+        """True when there is a tenant of that name."""
         return self.tenancy is not None and name in self.tenancy.directory.tenants
 
     async def follow_database(self) -> None:
@@ -239,7 +239,7 @@ def serving_of(request: Request) -> Serving:
 
 
 def principal_of(request: Request) -> Principal:
-    """Whom a request to a guarded route comes from."""
+    """The principal of a request to a guarded route."""
     principal = getattr(request.state, PRINCIPAL, None)
     assert isinstance(principal, Principal), "the gate lets nobody else through"
     return principal
@@ -265,5 +265,5 @@ def new_request_id(kind: str) -> str:
 
 
 def valid_request_id(value: str) -> bool:
-    """Whether an `X-Request-Id` may be sent back as it came."""
+    """True when an `X-Request-Id` may be sent back as it came."""
     return _REQUEST_ID.fullmatch(value) is not None

@@ -20,7 +20,7 @@ class Option(NamedTuple):
     why: str
     """Why nothing comes of it, or why other values are refused."""
     flag: bool = False
-    """On the command line it has no value."""
+    """True for a flag, which has no value on the command line."""
 
 
 def ignored(why: str) -> Option:

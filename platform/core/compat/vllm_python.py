@@ -93,4 +93,4 @@ METHODS: dict[str, str] = {
     **dict.fromkeys(("start_profile", "stop_profile"), "is not there: see outrider bench latency --profile"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "is not there: " + NO_USER_CODE),
 }
-"""By the name of a method or attribute of vLLM's `LLM`: the rest of the sentence that says why it is missing."""
+"""Methods and attributes of vLLM's `LLM` -> the end of the sentence that says why each is missing."""

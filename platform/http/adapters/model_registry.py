@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_AGE = 1.0
-"""Seconds for which the engine's word on where its adapters are is good: it is asked no more often, whoever looks."""
+"""Seconds for which a list of the engine's adapters is used; it is asked no more often, however many look."""
 REFRESH_TIMEOUT = 2.0
-"""Seconds that the engine gets to say it; after that its last word is shown again."""
+"""Seconds to wait for the engine's list; after that the last one is shown again."""
 
 MAX_GONE = 10_000
 """Unloaded adapters' names that are remembered."""
@@ -73,11 +73,11 @@ class ModelRegistry:
         return self.base_names[0]
 
     def seen_by(self, principal: Principal) -> ModelView:
-        """What one client may use."""
+        """The models as `principal` sees them."""
         return ModelView(self, principal)
 
     def adapter(self, name: str) -> LoRARequest | None:
-        """What has been loaded under an engine's name, else what has been found."""
+        """The adapter loaded under an engine's name, else the one found by `discover`."""
         return self._llm.adapters.get(name) or self._found.get(name)
 
     def was_adapter(self, name: str) -> bool:
@@ -193,7 +193,7 @@ class ModelRegistry:
         self._roots[owned.name] = shown_source(owned.path if root is None else root)
 
     def has(self, name: str, tenant: str = "") -> bool:
-        """Whether an adapter has been loaded under this plain name."""
+        """True when an adapter has been loaded under this plain name."""
         return engine_name(tenant, name) in self._llm.adapters
 
     async def unload(self, name: str, mode: str = "drain", *, tenant: str = "") -> None:
@@ -267,7 +267,7 @@ class ModelRegistry:
         return is_young and self._engine_run == self._llm.num_restarts
 
     def _note_change(self) -> None:
-        """What has been done here is known; what it meant for others, such as room on the device, is not."""
+        """Have the engine asked again: a change made here may have moved other adapters, such as off the device."""
         self._num_changes += 1
         self._asked_at = None
 

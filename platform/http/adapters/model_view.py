@@ -1,4 +1,4 @@
-"""What one client sees of the models: which names it may put into `model`, and what they mean."""
+"""Models that one client may use, and the names by which it may ask for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .model_registry import ModelRegistry
 
 _OF_OTHERS = ("tier", "rows", "num_running", "num_waiting", "load_seconds")
-"""Of a shared adapter's card: what tells a tenant how much the others use it."""
+"""Fields of a shared adapter's card that would tell a tenant how much others use it."""
 
 
 class ModelView:
@@ -41,7 +41,7 @@ class ModelView:
         return self._registry.base_name
 
     def allows(self, name: str) -> bool:
-        """Whether the key may use an adapter of this plain name, whoever has it."""
+        """True when the key may use an adapter of this plain name, whoever owns it."""
         return self._key_names is None or name in self._key_names
 
     def _allows_shared(self, name: str) -> bool:

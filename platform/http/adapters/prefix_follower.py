@@ -40,7 +40,7 @@ class PrefixFollower:
             self._applying = asyncio.create_task(self._apply(), name="outrider-prefixes")
 
     async def _apply(self) -> None:
-        """Until nothing newer is wanted: one after another, so that the last one counts."""
+        """Apply the wanted prefixes, one set after another, until the newest is applied."""
         try:
             done = None
             while done != self._key:

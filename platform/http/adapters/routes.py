@@ -152,7 +152,7 @@ def _may_have_adapters(request: Request) -> Principal:
 
 
 def _owner(serving: Serving, principal: Principal, tenant: str | None) -> str:
-    """Whose adapter a call is about: the tenant's own, or what an admin says ("" is shared by all).
+    """Owner of the adapter that a call is about: the tenant itself, or what an admin says ("" for shared ones).
 
     Raises:
         PermissionDeniedError: a tenant names another one, whether or not there is one of that name.

@@ -1,4 +1,4 @@
-"""From where adapters may be loaded over HTTP.
+"""Folders and sources from which adapters may be loaded over HTTP.
 
 Those who run the server load from local folders below the allowed roots, and from other sources by their schemes. A
 tenant loads from its own folder alone, the one of its name in a root: what lies beside it is other tenants', and other
@@ -24,13 +24,13 @@ class Admitted(NamedTuple):
     """A load that is allowed."""
 
     request: LoRARequest
-    """With the real paths of local folders."""
+    """The adapter, with the real paths of local folders."""
     folders: dict[str, CheckedFolder]
-    """Those folders as they were, by the field that named them."""
+    """Folders as they were when checked, by the field that named them."""
 
 
 class AdapterPolicy:
-    """Says what a load may read."""
+    """Checks of the folders and sources that loads name."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._rules = FolderRules(real_roots([*_roots(config)]), config.lora_sources.max_adapter_bytes)
@@ -104,7 +104,7 @@ class AdapterPolicy:
 
 
 def _roots(config: ServerConfig) -> Iterator[str]:
-    """What the options name, and the folders around the adapters of the start, which may be loaded again."""
+    """Folders of the options, and those around the adapters of the start, which may be loaded again."""
     yield from config.lora_roots
     yield from config.lora_sources.directories
     for source in (*config.lora_modules.values(), *config.lora_draft_paths.values()):

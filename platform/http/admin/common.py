@@ -1,4 +1,4 @@
-"""What the routes of `/admin/v1` share: the way to the database, the documented errors."""
+"""Helpers of the routes below `/admin/v1`: the database, the documented errors."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ _SAMPLING = {
 }
 
 GENERATION_UNSUPPORTED: Mapping[str, Unsupported] = _PROMPT | _FORMATS | _SOURCES | _SAMPLING
-"""The same for the routes that generate. A field that a route has itself counts as that."""
+"""Unsupported fields of the routes that generate. A field that a route's model has is not one of them."""
 
 COMPLETION_UNSUPPORTED = {
     **GENERATION_UNSUPPORTED,

@@ -25,7 +25,7 @@ class Split(NamedTuple):
 
     @property
     def total(self) -> SpeculationCounts:
-        """Both together."""
+        """Sum of both."""
         total = SpeculationCounts()
         for part in self:
             total.add(part)
@@ -40,7 +40,7 @@ class AcceptanceTotals:
         self._seen: dict[str, SpeculationCounts] = {}  # this run's counts as of the latest snapshot
         self._has_draft: dict[str, bool] = {}
         self.by_adapter: defaultdict[str, Split] = defaultdict(lambda: Split(SpeculationCounts(), SpeculationCounts()))
-        """By the name that people see; "" is the base model."""
+        """Counts by adapter name as people see it; "" is the base model."""
 
     def update(self, stats: EngineStats) -> None:
         """Take a snapshot."""
@@ -68,7 +68,7 @@ class AcceptanceTotals:
 
 
 def difference(later: SpeculationCounts, earlier: SpeculationCounts) -> SpeculationCounts:
-    """What was counted between two moments of one run; without the numbers of steps."""
+    """Counts between two moments of one run, without the numbers of steps."""
     before = earlier.accepted_per_pos + [0] * (len(later.accepted_per_pos) - len(earlier.accepted_per_pos))
     return SpeculationCounts(
         later.num_drafts - earlier.num_drafts,

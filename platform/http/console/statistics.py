@@ -50,7 +50,7 @@ class Gauges(NamedTuple):
     kv_cache_usage: float
     lora_rows_used: int
     speculation: SpeculationCounts
-    """Of all requests, cumulative."""
+    """Counts of all requests, cumulative."""
 
 
 class Statistics:

@@ -31,7 +31,7 @@ from .request_log import PromptRecord, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
+"""Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -47,16 +47,16 @@ _WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What an engine counts, over one of its runs or several."""
+    """Counters of an engine, over one of its runs or several."""
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     lora_load_failures: int = 0
     lora_evictions: dict[str, int] = field(default_factory=dict)
-    """By the level that was left."""
+    """Evicted adapters by the level that they left."""
     speculation: dict[Labels, SpeculationCounts] = field(default_factory=dict)
-    """By (adapter, tenant)."""
+    """Counts by (adapter, tenant)."""
 
     def add(self, stats: EngineStats, labels: SeriesLabels) -> None:
         """Add one run's, as of a snapshot."""
@@ -175,12 +175,13 @@ class Metrics:
         self._stats = EngineStats()
         self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`
         self.engine_restarts = 0
-        """How often it has been started again."""
+        """Number of times that the engine has been started again."""
         registry.register(_EngineCollector(self))
         ProcessCollector(registry=registry)  # memory, CPU time, open files and start of the process of the API
 
     def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
-        """For one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for none."""
+        """Recorder for one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for
+        none."""
         note = current_note()
         record = None if note is None else note.begin(label_text(adapter))
         return RequestRecorder(self, self._labels(adapter, tenant), record)
@@ -311,7 +312,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _adapter_families(adapters: Sequence[AdapterInfo], label: Callable[[str], str]) -> Iterator[Metric]:
-    """What is known of each adapter; those beyond the bound of labels are added up."""
+    """Families of each adapter's facts; adapters beyond the bound of labels are added up."""
     loaded, requests, sizes, loads = Counts[Labels](), Counts[Labels](), Counts[Labels](), dict[Labels, float]()
     for info in adapters:
         name = label(info.name)

@@ -1,4 +1,4 @@
-"""What the last minutes were like: rates and percentiles over a sliding window, for people who look at them live.
+"""Rates and percentiles of the last minutes, over a sliding window, for people who look at them live.
 
 The histograms of `/metrics` are cumulative and coarse; here every second has its own counts, forgotten after
 `KEPT_SECONDS`. An output costs a logarithm and a few additions.
@@ -19,7 +19,7 @@ KEPT_SECONDS = 330
 RATE_SECONDS = 5
 """Seconds that a rate is a mean over: the last ones that are over."""
 LATENCY_SECONDS = 30
-"""The same for percentiles, which need more requests to mean something."""
+"""Seconds that percentiles look back: they need more requests than rates to mean something."""
 
 _GROWTH = math.log(1.05)
 """Bins are 5 % wide, so that a percentile is at most 2.5 % off."""
@@ -31,7 +31,7 @@ Labels = tuple[str, ...]
 
 
 class Quantiles(NamedTuple):
-    """Of durations, in seconds; None without any."""
+    """Quantiles of durations, in seconds; None without any."""
 
     samples: int
     p50: float | None
@@ -80,7 +80,7 @@ class Point(NamedTuple):
     """The rates of the `RATE_SECONDS`, and the percentiles of the `LATENCY_SECONDS`, before a second."""
 
     second: int
-    """Of the clock."""
+    """Second of the clock."""
     output_tokens_per_second: float
     prompt_tokens_per_second: float
     requests_per_second: float
@@ -119,7 +119,7 @@ class Recent:
         return slot
 
     def points(self, count: int = 1) -> list[Point]:
-        """What the last `count` seconds were like, the present one last."""
+        """The last `count` seconds, the present one last."""
         now = int(self._clock())
         first = now - count + 1
         rated, timed = (_Sums(self._before(first, length)) for length in (RATE_SECONDS, LATENCY_SECONDS))

@@ -1,4 +1,5 @@
-"""Watches every HTTP request from outside: one line in the log, counts of refusals, and a trace where that is on.
+"""Observation of every HTTP request from outside: one line in the log, counts of refusals, and a trace where that is
+on.
 
 What happens inside is noted in the request's `Note` by those who know it: the recorder of a generation, the error
 handlers. No text of a prompt is noted, unless the operator asks for it.
@@ -47,30 +48,30 @@ _current: ContextVar[Note | None] = ContextVar("note", default=None)
 
 @dataclass(slots=True)
 class PromptNote:
-    """How one of a request's prompts was generated from. Times: of the monotonic clock."""
+    """Facts about one prompt of a request. Times are those of the monotonic clock."""
 
     adapter: str
-    """Its label; "" for the base model."""
+    """Adapter's label; "" for the base model."""
     metrics: RequestMetrics
     end: float = 0.0
 
 
 @dataclass(slots=True)
 class Note:
-    """What is known of one HTTP request."""
+    """Facts about one HTTP request."""
 
     method: str
     path: str
     wall_time_ns: int = field(default_factory=time.time_ns)
     started: float = field(default_factory=time.monotonic)
-    """Of the monotonic clock, at the same moment."""
+    """Monotonic clock at the same moment."""
     ended: float = 0.0
     status: int = 0
     """0 until an answer has begun."""
     request_id: str = ""
     """The `X-Request-Id` of the answer."""
     id: str = ""
-    """Of the answer itself: "chatcmpl-…"."""
+    """Id of the answer: "chatcmpl-…"."""
     route: str = ""
     """The path's pattern, of which there are few."""
     principal: Principal | None = None
@@ -79,7 +80,7 @@ class Note:
     error: str = ""
     """Type of the error that it was answered with."""
     reason: str = ""
-    """The same, or the limit that was reached."""
+    """Error's type, or the limit that was reached."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Fields of the request that were ignored: the first place of each, by its path without indices."""
     prompt_tokens: int = 0
@@ -89,10 +90,10 @@ class Note:
     accepted_tokens: int = 0
     first_token_seconds: float | None = None
     finish_reasons: dict[str, None] = field(default_factory=dict)
-    """In their order."""
+    """Finish reasons in their order."""
     prompts: list[PromptNote] = field(default_factory=list)
     texts: dict[int, tuple[list[int], list[str]]] | None = None
-    """With --log-prompts: token ids of each prompt, and the pieces of its answer."""
+    """Token ids of each prompt and the pieces of its answer, with --log-prompts."""
 
     def begin(self, adapter: str) -> PromptRecord:
         """Follow a prompt."""
@@ -109,7 +110,7 @@ class Note:
         return self.prompts[0].adapter if self.prompts else ""
 
     def fields(self) -> dict[str, Any]:
-        """For the log: what there is to say."""
+        """Fields of the log line."""
         seconds = {"seconds": round(self.ended - self.started, 6)}
         if self.prompts:
             seconds["queue_seconds"] = round(self.prompts[0].metrics.queue_seconds, 6)
@@ -175,7 +176,7 @@ class PromptRecord:
 
 
 def current_note() -> Note | None:
-    """That of the request which the running code answers."""
+    """Note of the request that the running code answers."""
     return _current.get()
 
 

@@ -6,11 +6,11 @@ from ...core.adapter_names import MARK, label_text, split_engine_name
 from ...core.labels import DEFAULT_TENANT, MAX_ADAPTERS, MAX_TENANTS, OTHER, AdapterLabels, LabelValues
 
 PREFIX = "outrider:"
-"""Of every metric."""
+"""Prefix of every metric."""
 MAX_OWN_ADAPTERS = 200
 """Tenants' own adapters with a label, all tenants' together."""
 MAX_OWN_OF_ONE = 20
-"""Of one tenant: it may load and unload others all day, and must not take the labels of all."""
+"""Labels for adapters of one tenant: it may load and unload others all day, and must not take the labels of all."""
 
 Labels = tuple[str, ...]
 

@@ -32,7 +32,7 @@ from ...core.errors import InvalidRequestError
 from .request_log import QUIET, Note, PromptNote
 
 CLOSE_SECONDS = 3.0
-"""What the last spans get to reach the collector when the server ends."""
+"""Seconds for the last spans to reach the collector when the server ends."""
 _SCOPE = "outrider"
 _PATH = "/v1/traces"
 
@@ -101,7 +101,8 @@ class RequestTracer:
 
 
 def _nanoseconds(note: Note, monotonic: float) -> int:
-    """Of the wall clock, as of the request's begin: a clock that is set meanwhile changes no duration."""
+    """Wall clock time in nanoseconds, counted from the request's begin: a clock that is set meanwhile changes no
+    duration."""
     return note.wall_time_ns + int((monotonic - note.started) * 1e9)
 
 

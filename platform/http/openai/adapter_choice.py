@@ -1,4 +1,4 @@
-"""Which adapter, or weighted sum of adapters, a completion or chat request asks for."""
+"""Choice of the adapter, or weighted sum of adapters, of a completion or chat request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChosenAdapter(NamedTuple):
 
 
 async def discover_adapters(models: ModelView, body: SamplingFields) -> None:
-    """Before `choose_adapter`: find those adapters among what is asked for that nobody has loaded."""
+    """Find those of the named adapters that nobody has loaded; call it before `choose_adapter`."""
     parts = [part if isinstance(part, str) else part.name for part in body.adapters or ()]
     await models.discover(body.model, parts)
 

@@ -1,4 +1,4 @@
-"""From a checked request to the outputs of the engine: several prompts at once, counted for usage and metrics."""
+"""Generation for a checked request: several prompts at once, counted for usage and metrics."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Totals:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Ours: how speculation went; complete once the job has finished."""
+        """Ours: counts of speculation, complete once the job has finished."""
         counts = self._speculation
         rounds = counts.num_drafts
         return {
@@ -212,7 +212,7 @@ class Choice:
 
 @dataclass(slots=True)
 class PromptFacts:
-    """What the engine said of one prompt."""
+    """Token ids and log-probabilities of one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: Sequence[dict[int, Logprob] | None] | None = None

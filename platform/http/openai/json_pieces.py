@@ -34,7 +34,7 @@ class Pieces(Protocol):
     """A value of an answer that writes itself."""
 
     def pieces(self, encode: Encode) -> Iterator[str]:
-        """Its JSON; each step is short, and may be empty."""
+        """Pieces of its JSON; each step is short, and may be empty."""
 
 
 class Slices(NamedTuple):
@@ -95,7 +95,7 @@ async def json_answer(content: Mapping[str, Any], headers: Mapping[str, str] | N
 
 
 async def paused(pieces: Iterator[str]) -> AsyncIterator[str]:
-    """The same, with the event loop let go each millisecond."""
+    """The pieces, with a pause for the event loop each millisecond."""
     since = time.monotonic()
     for piece in pieces:
         yield piece

@@ -20,7 +20,7 @@ MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 """Prompts times `n`: the sequences that one request may ask for."""
 MAX_PROMPTS_X_BAD_WORDS = 4096
-"""They are checked anew for each prompt, and nothing else is served meanwhile."""
+"""Largest number of prompts times bad words: they are checked for each prompt, and nothing else is served meanwhile."""
 MAX_SEQUENCES_X_ENTRIES = 1 << 19
 """Entries of one list parameter, which are checked for each prompt and sent to the engine for each sequence."""
 
@@ -85,7 +85,7 @@ class SamplingFields(LenientModel):
     model: str | None = None
     """The base model, an adapter, or a weighted sum of adapters as "a:0.7+b:0.3"."""
     adapters: Annotated[list[str | AdapterPart], Field(fail_fast=True)] | None = None
-    """Ours: the weighted sum in full, for a `model` that is the base or not given. A bare name has weight 1."""
+    """Ours: the weighted sum as a list, for a `model` that is the base or not given. A bare name has weight 1."""
     n: int | None = None
     best_of: int | None = None
     temperature: float | None = None

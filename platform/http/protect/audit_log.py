@@ -1,4 +1,4 @@
-"""Who makes a change over HTTP; what becomes of that is said in `tenancy.audit`."""
+"""Audit of changes made over HTTP; `tenancy.database.audit` writes the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error leaves the server as `{"error": {"message", "type", "param", "code"}}`."""
+"""Error answers of the server: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EngineUnavailableError(OutriderError):
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody is left to answer; never leaves the server."""
+    """The client has closed its connection; this error never leaves the server."""
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What protects the server and its pages: headers, the origins of web pages, memory for bodies, file descriptors."""
+"""Protection of the server and its pages: headers, the origins of web pages, memory for bodies, file descriptors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECURITY_HEADERS = [
     ("x-frame-options", "DENY"),
     ("referrer-policy", "no-referrer"),
 ]
-"""Of every answer."""
+"""Headers of every answer."""
 
 BODIES_IN_MEMORY = 32
 """Longest bodies that are held at once, while they arrive and are read."""
@@ -44,7 +44,7 @@ class BodyMemory:
 
 
 class HeldBody:
-    """What one body takes of the memory, until it is let go."""
+    """Memory that one body takes, until it is closed."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
@@ -87,7 +87,8 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def allow_connections(wanted: int) -> int:
-    """How many of `wanted` connections the process may have; its limit of open files is raised where it can be."""
+    """Number of the `wanted` connections that the process may have; its limit of open files is raised where it can
+    be."""
     try:
         import resource
     except ImportError:  # not on Windows

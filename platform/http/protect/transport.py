@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 LINGER_SECONDS = 2.0
-"""What a client gets to read its answer and close, after we have closed our side."""
+"""Seconds for a client to read its answer and close, after we have closed our side."""
 
 
 class ClientTransport:
@@ -47,7 +47,7 @@ class ClientTransport:
         self._transport.resume_reading()
 
     def lingers_too_long(self, now: float) -> bool:
-        """Whether the client should have closed its side by now."""
+        """True when the client should have closed its side by now."""
         return self._lingering_since is not None and now - self._lingering_since > LINGER_SECONDS
 
     def __getattr__(self, name: str) -> Any:

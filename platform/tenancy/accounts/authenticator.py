@@ -1,4 +1,4 @@
-"""From the key that a request brings to the principal behind it."""
+"""Authentication: API key -> principal."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .authenticator import digest_of
 
 KEY_START = "sk-or-"
-"""Of every key, so that people and secret scanners recognise one."""
+"""First characters of every key, so that people and secret scanners recognise one."""
 NUM_RANDOM_BYTES = 32
 PREFIX_LENGTH = 12
 """Characters of a key that are kept in clear. The six random ones among them leave 220 random bits to guess."""

@@ -1,4 +1,4 @@
-"""What the database holds, as plain values. Times are seconds since the epoch."""
+"""Rows of the database as plain values. Times are seconds since the epoch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ DIRECTORY = "directory"
 """The name of the one revision there is."""
 MAX_WEIGHT = 1e6
 MAX_ADAPTERS = 1_000_000
-"""That a tenant may be allowed to load."""
+"""Largest number of adapters that a tenant may be allowed to load."""
 MAX_PREFIX_TOKENS = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -42,7 +42,7 @@ _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 class Store:
-    """What administrators do. Every name that is not there is a NotFoundError."""
+    """Changes that administrators make. Every name that does not exist is a NotFoundError."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time, actor: Actor | None = None) -> None:
         """`actor`: who makes the changes."""
@@ -51,7 +51,7 @@ class Store:
         self._actor = actor or Actor()
 
     def by(self, actor: Actor) -> Store:
-        """The same for changes of somebody else."""
+        """The store for changes of somebody else."""
         return Store(self._database, self._clock, actor)
 
     def note(self, action: str) -> None:
@@ -96,7 +96,7 @@ class Store:
             return _tenant(connection, name)
 
     def update_tenant(self, name: str, changes: Mapping[str, Any]) -> Tenant:
-        """Set fields of a tenant. `limits` holds those that change; one that is None is taken away.
+        """Change fields of a tenant. `limits` holds the limits that change; one that is None is taken away.
 
         Raises:
             InvalidRequestError: a field is out of its range, or cannot be changed.
@@ -175,7 +175,7 @@ class Store:
             return _key(connection, key_id)
 
     def update_key(self, key_id: str, changes: Mapping[str, Any]) -> Key:
-        """Set fields of a key, as `update_tenant` does. What it may do (scopes) never changes: make another key."""
+        """Change fields of a key, as `update_tenant` does. Its scopes never change: make another key."""
         _check_changeable(changes, ("name", "limits", "expires_at"))
         with self._changing(f"updated key {key_id}: {_shown(changes)}") as connection:
             old = _key(connection, key_id)
@@ -266,7 +266,7 @@ class Store:
         return adapter
 
     def set_adapter_pinned(self, tenant: str, name: str, pinned: bool) -> None:
-        """Of one that is remembered; nothing happens to others."""
+        """Record that an adapter is pinned or not; one that is not stored is ignored."""
         mine = (adapters.c.tenant == tenant) & (adapters.c.name == name)
         with self._changing() as connection:
             connection.execute(update(adapters).where(mine).values(pinned=pinned))
@@ -312,7 +312,7 @@ def read_revision(connection: Connection) -> int:
 
 
 def read_tenants(connection: Connection) -> list[Tenant]:
-    """Those that have not been deleted, by name."""
+    """Tenants that have not been deleted, by name."""
     query = select(tenants).where(tenants.c.deleted_at.is_(None)).order_by(tenants.c.name)
     return [_tenant_of(row) for row in connection.execute(query)]
 

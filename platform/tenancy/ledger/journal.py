@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
 MIN_SEGMENTS = 8
-"""That fit the bound: segments are smaller where it is small."""
+"""Number of segments that fit the bound: segments are smaller where it is small."""
 GROWTH_BYTES = 640
-"""What the last line of a request has at most more than its first: counts, times, digest, status."""
+"""Bytes by which the last line of a request is at most longer than its first: counts, times, digest, status."""
 
 
 class JournalError(Exception):
@@ -53,10 +53,10 @@ class _State:
 
 @dataclass(slots=True)
 class Recovered:
-    """What a journal held when it was opened."""
+    """Contents of a journal when it was opened."""
 
     rows: list[UsageRow] = field(default_factory=list)
-    """Those that had begun and not ended have status "lost"."""
+    """Rows of its requests; those that had not ended have status "lost"."""
     num_damaged: int = 0
     """Lines that could not be read."""
 
@@ -108,12 +108,12 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """On the disk, with what is reserved."""
+        """Bytes on the disk, with those that are reserved."""
         return self._num_bytes
 
     @property
     def num_requests(self) -> int:
-        """Those that the ledger does not have."""
+        """Requests that the ledger does not have."""
         return len(self._states)
 
     def problem(self) -> str | None:
@@ -174,11 +174,11 @@ class Journal:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether segments wait for the disk before they can go: `sync`, and `delete_dead` after that."""
+        """True when segments wait for the disk before they can go: call `sync`, and `delete_dead` after that."""
         return any(not segment.num_live and segment.has_unsafe_heirs(self._segments) for segment in self._segments[:-1])
 
     def sync(self) -> Callable[[], None]:
-        """What brings everything written so far to the disk, to be called in a thread; it raises OSError."""
+        """Function that brings everything written so far to the disk, to be called in a thread; it raises OSError."""
         dirty = [segment for segment in self._segments if segment.is_dirty]
         written = [(segment, segment.offset) for segment in self._segments]
         # Copies, which stay open whatever becomes of the segments meanwhile.
@@ -238,7 +238,7 @@ class Journal:
         segment.live_bytes += len(line)
 
     def _write(self, line: bytes) -> Segment:
-        """To the newest segment; one that fails is left, for another."""
+        """Write to the newest segment; one that fails is left, for another."""
         for _ in range(2):
             segment = self._segments[-1]
             try:

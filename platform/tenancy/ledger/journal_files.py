@@ -21,7 +21,7 @@ class Segment:
     size: int
     """Bytes on the disk, with those reserved."""
     offset: int = 0
-    """Where the next line goes."""
+    """Offset of the next line."""
     num_live: int = 0
     """Requests whose last line is here."""
     live_bytes: int = 0
@@ -30,9 +30,9 @@ class Segment:
     is_dirty: bool = False
     """Written to since the last `sync`."""
     synced: int = 0
-    """How much of it is known to be on the disk."""
+    """Bytes of it that are known to be on the disk."""
     heirs: list[tuple[Segment, int]] = field(default_factory=list)
-    """Where its lines have been copied to: that must be on the disk, up to there, before this one goes."""
+    """Segments and offsets that its lines have been copied to: they must be on the disk before this one goes."""
 
     @property
     def free(self) -> int:
@@ -40,13 +40,13 @@ class Segment:
         return self.size - self.offset
 
     def has_unsafe_heirs(self, in_use: Sequence[Segment]) -> bool:
-        """Whether a copy of one of its lines may not be on the disk. A segment that is no longer in use had no line
+        """True when a copy of one of its lines may not be on the disk. A segment that is no longer in use had no line
         that counted any more, or safe copies of its own."""
         return any(heir.synced < offset and heir in in_use for heir, offset in self.heirs)
 
 
 def to_line(content: bytes) -> bytes:
-    """With its checksum."""
+    """Line of `content` with its checksum."""
     return b"%08x %s\n" % (zlib.crc32(content), content)
 
 

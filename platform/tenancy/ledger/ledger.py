@@ -24,16 +24,16 @@ from .writer import LedgerWriter, TokenQuery
 logger = logging.getLogger(__name__)
 
 COMMIT_SECONDS = 2.0
-"""That an answer waits for the database; after that the journal's copy on the disk has to do."""
+"""Seconds that an answer waits for the database; after that the journal's copy on the disk has to do."""
 COUNT_SECONDS = 10.0
-"""That the database gets to say what has been used."""
+"""Seconds to wait for the sum of used tokens."""
 CLOSE_SECONDS = 10.0
-"""That the database gets for the last rows when the server ends; they stay in the journal otherwise."""
+"""Seconds to write the last rows when the server ends; the others stay in the journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatus:
-    """How the ledger is."""
+    """State of the ledger."""
 
     num_pending: int
     """Requests that have ended and are not in the database."""
@@ -181,7 +181,7 @@ class Ledger:
 
     @property
     def status(self) -> LedgerStatus:
-        """How it is now."""
+        """State at this moment."""
         oldest = next(iter(self._pending.values()), None)
         return LedgerStatus(
             num_pending=len(self._pending),

@@ -27,7 +27,8 @@ MAX_BATCH = 500
 """Rows in a transaction."""
 FIRST_RETRY_SECONDS = 0.25
 MAX_RETRY_SECONDS = 10.0
-"""Between attempts while the database is away; each waits twice as long as the one before."""
+"""Largest pause in seconds between attempts while the database is away; each pause is twice as long as the one
+before."""
 
 
 class TokenQuery(NamedTuple):

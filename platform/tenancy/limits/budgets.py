@@ -44,7 +44,7 @@ class Budget:
         self.reserved = 0
         """Tokens that running requests may still use."""
         self.read_at: float | None = None
-        """When the ledger was asked, on a clock that never goes back; None: it must be."""
+        """Time of the last answer of the ledger, on a clock that never goes back; None: it must be asked."""
         self._before_reading = 0
 
     def roll(self, now: float) -> None:
@@ -71,12 +71,12 @@ class Budget:
 
     @property
     def remaining(self) -> int:
-        """What may still be reserved."""
+        """Tokens that may still be reserved."""
         return max(0, self.limit - self.used - self.reserved)
 
     def begin_reading(self) -> tuple[int, int]:
-        """Before the ledger is asked; returns the period. Whatever ends here from now on is not in the answer, and all
-        that ended before is."""
+        """Begin to read the ledger; returns the period. A request that ends from now on is not in the answer, and all
+        that ended before are."""
         self._before_reading = self.since
         return self.start, self.end
 

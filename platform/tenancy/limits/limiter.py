@@ -1,4 +1,4 @@
-"""Who may use how much, and when: the limits of tenants and keys, enforced before a request reaches the engine.
+"""Limits of tenants and keys, enforced before a request reaches the engine.
 
 Everything is counted by this server alone, in memory; only budgets begin with what the ledger says.
 """
@@ -19,16 +19,16 @@ from .queue_bound import QueueBound
 from .scopes import ReadUsage, Scope
 
 READ_AGAIN_SECONDS = 60.0
-"""After which a budget's use is read from the ledger again: other servers may write into the same one."""
+"""Seconds after which a budget's use is read from the ledger again: other servers may write into the same one."""
 QUEUE_RETRY_SECONDS = 1.0
-"""For clients that find a queue full: nobody knows how long the requests before them take."""
+"""`Retry-After` of a full queue, in seconds: nobody knows how long the requests before take."""
 
 Reason = Literal["requests_per_minute", "tokens_per_minute", "token_budget", "max_queued_requests"]
 """Why a request was refused: the limit's name, which is the error's `param`."""
 
 
 class Clock(Protocol):
-    """Where the time comes from: intervals from a clock that never goes back, periods from the calendar."""
+    """Source of time: intervals from a clock that never goes back, periods from the calendar."""
 
     def monotonic_ns(self) -> int:
         """Nanoseconds since some moment."""
@@ -42,7 +42,7 @@ class Ticket:
 
     def __init__(self, demand: Demand, max_tokens: list[int], scopes: Sequence[Scope]) -> None:
         self.max_tokens = max_tokens
-        """For each of the prompts."""
+        """`max_tokens` of each prompt."""
         self.num_sequences = demand.num_sequences
         self.num_tokens = demand.num_tokens(max_tokens)
         self.scopes = scopes
@@ -290,7 +290,7 @@ class Limiter:
 
 
 def shown_duration(nanoseconds: int) -> str:
-    """As OpenAI's headers write it: "12ms", "1.5s", "6m0s"; never shorter than it is."""
+    """Duration as OpenAI's headers write it: "12ms", "1.5s", "6m0s"; never shorter than it is."""
     milliseconds = -(-nanoseconds // 10**6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -32,11 +32,11 @@ class Places:
 
     @property
     def num_waiting(self) -> int:
-        """How many are in the queue."""
+        """Requests in the queue."""
         return len(self._queue)
 
     def has_room(self, count: int) -> bool:
-        """Whether `take` would not wait."""
+        """True when `take` would not wait."""
         return not self._queue and self._fits(count)
 
     def _fits(self, count: int) -> bool:

@@ -10,7 +10,7 @@ down_revision: str | None = None
 
 
 def upgrade() -> None:
-    """From an empty database."""
+    """Make the tables in an empty database."""
     _make_tenants()
     _make_what_is_served()
     _make_audit()
