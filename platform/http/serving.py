@@ -18,10 +18,11 @@ from ..core.errors import EngineDeadError, InvalidRequestError, PermissionDenied
 from ..core.lora_request import LoRA
 from ..tenancy.accounts.principal import Principal
 from ..tenancy.limits.queue_bound import Bounds, QueueBound
+from .adapters.database_sync import AdapterSync, PrefixSync
 from .adapters.model_registry import ModelRegistry
-from .adapters.prefix_follower import PrefixFollower
 from .adapters.source_policy import AdapterPolicy
 from .body.bounds import MAX_VALUES
+from .body.memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .config import ServerConfig
 from .observe.metrics import Metrics
 from .observe.request_log import current_note
@@ -29,12 +30,10 @@ from .observe.tenancy_metrics import TenancyCollector
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .protect.error_responses import EngineUnavailableError
-from .protect.hardening import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
     from ..tenancy.service import Tenancy
-    from .adapters.database_sync import AdapterKeeper
     from .observe.tracing import RequestTracer
 
 _LONG_TEXT = 1500
@@ -75,9 +74,9 @@ class Serving:
         """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
         self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
-        self.keeper: AdapterKeeper | None = None
+        self.adapter_sync: AdapterSync | None = None
         """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""
-        self.prefixes: PrefixFollower | None = None
+        self.prefix_sync: PrefixSync | None = None
         """Synchronisation of the shared prefixes, likewise."""
         self.tracer = _tracer(config.otlp_endpoint)
         self.draining = False
@@ -108,12 +107,10 @@ class Serving:
         """
         if self.tenancy is None:
             return
-        from .adapters.database_sync import AdapterKeeper  # needs the database's packages
-
-        self.keeper = AdapterKeeper(self.models, self.tenancy)
-        await self.keeper.start()
-        self.prefixes = PrefixFollower(self.llm, self.tenancy.directory)
-        await self.prefixes.start()
+        self.adapter_sync = AdapterSync(self.models, self.tenancy)
+        await self.adapter_sync.start()
+        self.prefix_sync = PrefixSync(self.llm, self.tenancy.directory)
+        await self.prefix_sync.start()
 
     def begin_draining(self) -> None:
         """Take no new requests: neither those that come, nor those that wait for one of their tenant's places."""
@@ -123,7 +120,7 @@ class Serving:
 
     async def close(self) -> None:
         """Follow the database no more, and send the last traces."""
-        for follower in (self.keeper, self.prefixes):
+        for follower in (self.adapter_sync, self.prefix_sync):
             if follower is not None:
                 await follower.close()
         if self.tracer is not None:

@@ -60,15 +60,15 @@ async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_ada
         admitted.request, tenant=tenant, load_inplace=body.load_inplace, pinned=body.pinned, root=body.lora_path
     )
     try:
-        stored = None if serving.keeper is None else await _stored(serving, admitted.request, tenant, body.pinned)
+        stored = None if serving.adapter_sync is None else await _stored(serving, admitted.request, tenant, body.pinned)
         await policy.check_again(admitted)
-        if serving.keeper is not None and stored is not None:
-            await serving.keeper.remember(stored, max_adapters)
+        if serving.adapter_sync is not None and stored is not None:
+            await serving.adapter_sync.remember(stored, max_adapters)
     except AdapterError:  # nobody knows what has been read
         with contextlib.suppress(OutriderError):
             await models.unload(body.lora_name, "abort", tenant=tenant)
-            if serving.keeper is not None:
-                await serving.keeper.forget(tenant, body.lora_name)
+            if serving.adapter_sync is not None:
+                await serving.adapter_sync.forget(tenant, body.lora_name)
         raise
     except OutriderError:
         if not body.load_inplace:  # else those who use it go on, and the next load writes it down
@@ -100,7 +100,7 @@ async def unload_adapter(request: Request) -> Response:
     serving.check_ready()
     if not serving.models.seen_by(principal).allows(body.lora_name):
         raise unknown_adapter(body.lora_name)
-    remembered = serving.keeper is not None and await serving.keeper.forget(tenant, body.lora_name)
+    remembered = serving.adapter_sync is not None and await serving.adapter_sync.forget(tenant, body.lora_name)
     try:
         await serving.models.unload(body.lora_name, body.mode, tenant=tenant)
     except NotFoundError:
@@ -130,8 +130,8 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
     tenant = _owner(serving, principal_of(request), body.tenant)
     serving.check_ready()
     await serving.models.set_pinned(body.lora_name, pinned, tenant=tenant)
-    if serving.keeper is not None:
-        await serving.keeper.pin(tenant, body.lora_name, pinned)
+    if serving.adapter_sync is not None:
+        await serving.adapter_sync.pin(tenant, body.lora_name, pinned)
     await _audit(request, "pinned" if pinned else "unpinned", tenant, body.lora_name)
     return body.lora_name
 

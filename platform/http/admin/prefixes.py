@@ -44,8 +44,8 @@ async def remove_prefix(request: Request, name: str) -> Deleted:
 
 async def _applied(serving: Serving) -> None:
     """The answer says that it counts, so it must."""
-    if serving.prefixes is not None:
-        await serving.prefixes.applied()
+    if serving.prefix_sync is not None:
+        await serving.prefix_sync.applied()
 
 
 async def _tokens(serving: Serving, body: PrefixCreate) -> list[int]:

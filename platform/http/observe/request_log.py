@@ -133,8 +133,8 @@ class Note:
             "error": self.error,
             "reason": self.reason if self.reason != self.error else "",
         }
-        told: dict[str, Any] = {"method": self.method, "path": self.path, "status": self.status}
-        return told | {name: text for name, text in texts.items() if text} | counts | seconds
+        request: dict[str, Any] = {"method": self.method, "path": self.path, "status": self.status}
+        return request | {name: text for name, text in texts.items() if text} | counts | seconds
 
 
 class PromptRecord:

@@ -175,7 +175,9 @@ class Journal:
     @property
     def needs_sync(self) -> bool:
         """True when segments wait for the disk before they can go: call `sync`, and `delete_dead` after that."""
-        return any(not segment.num_live and segment.has_unsafe_heirs(self._segments) for segment in self._segments[:-1])
+        return any(
+            not segment.num_live and segment.has_unsynced_copies(self._segments) for segment in self._segments[:-1]
+        )
 
     def sync(self) -> Callable[[], None]:
         """Function that brings everything written so far to the disk, to be called in a thread; it raises OSError."""
@@ -306,15 +308,15 @@ class Journal:
             except JournalError:
                 return
             finally:  # several where the newest could not be written
-                heirs = {id(state.segment): state.segment for _, state in states if state.segment is not segment}
-                segment.heirs += [(heir, heir.offset) for heir in heirs.values()]
+                copies = {id(state.segment): state.segment for _, state in states if state.segment is not segment}
+                segment.copies += [(copy, copy.offset) for copy in copies.values()]
 
     def delete_dead(self) -> None:
         """Segments without any request's last line go. Earlier lines of a request that was forgotten may stay in
         others: should they be replayed, the database has its row already; one that was dropped has none, so what says
         so stays as long as they may."""
         for segment in self._segments[:-1]:
-            if segment.num_live or segment.has_unsafe_heirs(self._segments):
+            if segment.num_live or segment.has_unsynced_copies(self._segments):
                 continue
             if segment is self._segments[0] or not segment.denies_older:
                 self._segments.remove(segment)

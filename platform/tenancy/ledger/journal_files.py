@@ -31,7 +31,7 @@ class Segment:
     """Written to since the last `sync`."""
     synced: int = 0
     """Bytes of it that are known to be on the disk."""
-    heirs: list[tuple[Segment, int]] = field(default_factory=list)
+    copies: list[tuple[Segment, int]] = field(default_factory=list)
     """Segments and offsets that its lines have been copied to: they must be on the disk before this one goes."""
 
     @property
@@ -39,10 +39,10 @@ class Segment:
         """Bytes for further lines."""
         return self.size - self.offset
 
-    def has_unsafe_heirs(self, in_use: Sequence[Segment]) -> bool:
+    def has_unsynced_copies(self, in_use: Sequence[Segment]) -> bool:
         """True when a copy of one of its lines may not be on the disk. A segment that is no longer in use had no line
         that counted any more, or safe copies of its own."""
-        return any(heir.synced < offset and heir in in_use for heir, offset in self.heirs)
+        return any(copy.synced < offset and copy in in_use for copy, offset in self.copies)
 
 
 def to_line(content: bytes) -> bytes:

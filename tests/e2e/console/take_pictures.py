@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, Route, expect, sync_playwright
 
 from outrider.models.demo import demo_adapters, demo_eagle3_path
 
@@ -98,7 +98,7 @@ def work(url: str, key: str, requests: list[tuple[str, str]], end: threading.Eve
         for turn in range(1_000_000):
             model, text = requests[turn % len(requests)]
             body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 60}
-            http.post("/v1/chat/completions", json=body | {"temperature": 0.7, "stream": False})
+            http.post("/v1/chat/completions", json=body | {"temperature": 0.2, "stream": False})
             if end.wait(0.15):
                 return
 
@@ -114,6 +114,12 @@ def converse(page: Page) -> None:
         )
 
 
+def show_as_installed(route: Route, folder: str) -> None:
+    """Answer with the path of an installation in place of the temporary folder."""
+    answer = route.fetch()
+    route.fulfill(response=answer, body=answer.text().replace(folder, "/srv"))
+
+
 def main(target: Path) -> None:
     """Take both pictures into `target`."""
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -125,6 +131,8 @@ def main(target: Path) -> None:
             executable_path=shutil.which("chromium"), args=[*flags, "--disable-dev-shm-usage", "--disable-gpu"]
         )
         page = browser.new_context(viewport={"width": 1440, "height": 900}, reduced_motion="reduce").new_page()
+        for pattern in ("**/v1/models", "**/admin/v1/stats*"):
+            page.route(pattern, lambda route: show_as_installed(route, folder))
         page.goto(f"{url}/console")
         page.get_by_label("Admin key").fill(KEY)
         page.get_by_role("button", name="Sign in").click()
@@ -132,7 +140,7 @@ def main(target: Path) -> None:
         converse(page)
         for theme in ("light", "dark"):
             page.get_by_label("Colours").select_option(theme)
-            page.evaluate("window.scrollTo(0, 0)")
+            page.evaluate("window.scrollTo(0, 0); document.activeElement.blur()")
             time.sleep(2)
             page.screenshot(path=target / f"console-{theme}.png", full_page=True)
         end.set()
