@@ -165,23 +165,7 @@ class UnsupportedModelError(OutriderError, ValueError):
 
 
 _BY_TYPE: dict[str, type[OutriderError]] = {
-    cls.type: cls
-    for cls in (
-        OutriderError,
-        InvalidRequestError,
-        PromptTooLongError,
-        InvalidUserInputError,
-        AdapterError,
-        NotFoundError,
-        AuthenticationError,
-        PermissionDeniedError,
-        AdapterSourceError,
-        RateLimitError,
-        OverloadedError,
-        EngineDeadError,
-        ShuttingDownError,
-        UnsupportedModelError,
-    )
+    cls.type: cls for cls in [*globals().values()] if isinstance(cls, type) and issubclass(cls, OutriderError)
 }
 
 

@@ -94,14 +94,8 @@ class TenantView(BaseModel):
     @classmethod
     def of(cls, tenant: Tenant) -> TenantView:
         """As JSON."""
-        return cls(
-            name=tenant.name,
-            weight=tenant.weight,
-            limits=LimitFields.of(tenant.limits),
-            max_adapters=tenant.max_adapters,
-            disabled=tenant.disabled,
-            created_at=tenant.created_at,
-        )
+        plain = {name: getattr(tenant, name) for name in cls.model_fields}
+        return cls(**(plain | {"limits": LimitFields.of(tenant.limits)}))
 
 
 class TenantList(BaseModel):

@@ -8,6 +8,8 @@ adapter again with them shows what they bring. Counts between two snapshots arou
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from ...core.adapter_names import label_text
@@ -26,10 +28,7 @@ class Split(NamedTuple):
     @property
     def total(self) -> SpeculationCounts:
         """Sum of both."""
-        total = SpeculationCounts()
-        for part in self:
-            total.add(part)
-        return total
+        return _sum(self)
 
 
 class AcceptanceTotals:
@@ -60,11 +59,14 @@ class AcceptanceTotals:
 
     def total(self) -> SpeculationCounts:
         """All adapters and the base model."""
-        total = SpeculationCounts()
-        for split in self.by_adapter.values():
-            for part in split:
-                total.add(part)
-        return total
+        return _sum(chain.from_iterable(self.by_adapter.values()))
+
+
+def _sum(parts: Iterable[SpeculationCounts]) -> SpeculationCounts:
+    total = SpeculationCounts()
+    for part in parts:
+        total.add(part)
+    return total
 
 
 def difference(later: SpeculationCounts, earlier: SpeculationCounts) -> SpeculationCounts:

@@ -7,7 +7,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -30,9 +30,12 @@ from .recent import Recent
 from .request_log import PromptRecord, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
 
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
 
+_TPOT = "Mean time between the tokens of a finished sequence."
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
@@ -139,36 +142,24 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.", labels)
         self.generation_tokens = counter("generation_tokens", "Tokens generated.", labels)
         self.finished = counter("request_success", "Finished requests.", ("finished_reason", *labels))
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", labels, _FIRST_TOKEN
-        )
-        self.queue_time = histogram(
-            "request_queue_time_seconds", "From a request's arrival to its first step.", labels, _FIRST_TOKEN
-        )
         self.errors = counter(
             "request_errors", "HTTP requests answered with an error: its type, or the limit.", ("reason", "tenant")
         )
         self.ignored_fields = counter("ignored_request_fields", "Fields of requests that were ignored.", ("field",))
-        self.inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Between two outputs of a request.", labels, _INTER_TOKEN
+        times, gaps, ends, sizes = _FIRST_TOKEN, _INTER_TOKEN, _END_TO_END, _LENGTH
+        self.time_to_first_token, self.queue_time, self.inter_token_latency, self.end_to_end = (
+            histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", labels, times),
+            histogram("request_queue_time_seconds", "From a request's arrival to its first step.", labels, times),
+            histogram("inter_token_latency_seconds", "Between two outputs of a request.", labels, gaps),
+            histogram("e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, ends),
         )
-        self.end_to_end = histogram(
-            "e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, _END_TO_END
+        self.prefill_time, self.decode_time, self.time_per_output_token = (
+            histogram("request_prefill_time_seconds", "From a request's first step to its first token.", labels, ends),
+            histogram("request_decode_time_seconds", "From a request's first token to its last.", labels, ends),
+            histogram("request_time_per_output_token_seconds", _TPOT, labels, gaps),
         )
-        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", labels, _LENGTH)
-        self.output_length = histogram("request_generation_tokens", "Tokens of a finished sequence.", labels, _LENGTH)
-        self.prefill_time = histogram(
-            "request_prefill_time_seconds", "From a request's first step to its first token.", labels, _END_TO_END
-        )
-        self.decode_time = histogram(
-            "request_decode_time_seconds", "From a request's first token to its last.", labels, _END_TO_END
-        )
-        self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time between the tokens of a finished sequence.",
-            labels,
-            _INTER_TOKEN,
-        )
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", labels, sizes)
+        self.output_length = histogram("request_generation_tokens", "Tokens of a finished sequence.", labels, sizes)
         self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
         self.recent = Recent()
         self._labels = SeriesLabels()
@@ -247,14 +238,14 @@ class _EngineCollector:
 
 
 def _counter(name: str, help_text: str, labels: Labels, values: Mapping[Any, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(PREFIX + name, help_text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
+    return _filled(CounterMetricFamily(PREFIX + name, help_text, labels=labels), values)
 
 
 def _gauge(name: str, help_text: str, labels: Labels, values: Mapping[Any, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(PREFIX + name, help_text, labels=labels)
+    return _filled(GaugeMetricFamily(PREFIX + name, help_text, labels=labels), values)
+
+
+def _filled(family: Family, values: Mapping[Any, float]) -> Family:
     for key, value in values.items():
         family.add_metric(key, value)
     return family

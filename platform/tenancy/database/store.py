@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -26,6 +26,8 @@ from ..times import MAX_TIME
 from .audit import Actor, forget_old_notes, write_line, write_row
 from .connection import Database
 from .schema import MAX_NAME, adapters, api_keys, revisions, shared_prefixes, tenants
+
+T = TypeVar("T")
 
 DIRECTORY = "directory"
 """The name of the one revision there is."""
@@ -285,8 +287,7 @@ class Store:
         """All that are remembered, oldest first."""
         with self._database.read() as connection:
             rows = connection.execute(select(adapters).order_by(adapters.c.created_at, adapters.c.id))
-            fields = [field.name for field in dataclasses.fields(StoredAdapter)]
-            return [StoredAdapter(**{field: getattr(row, field) for field in fields}) for row in rows]
+            return [_record(StoredAdapter, row) for row in rows]
 
     # --- revisions ---
 
@@ -320,7 +321,7 @@ def read_tenants(connection: Connection) -> list[Tenant]:
 def read_prefixes(connection: Connection) -> list[SharedPrefix]:
     """All of them, by name."""
     rows = connection.execute(select(shared_prefixes).order_by(shared_prefixes.c.name))
-    return [SharedPrefix(name=row.name, token_ids=tuple(row.token_ids), created_at=row.created_at) for row in rows]
+    return [_record(SharedPrefix, row, token_ids=tuple(row.token_ids)) for row in rows]
 
 
 def _tenant(connection: Connection, name: str) -> Tenant:
@@ -331,14 +332,13 @@ def _tenant(connection: Connection, name: str) -> Tenant:
 
 
 def _tenant_of(row: Row[Any]) -> Tenant:
-    return Tenant(
-        name=row.name,
-        weight=row.weight,
-        limits=limits_of(row.limits),
-        max_adapters=row.max_adapters,
-        disabled=row.disabled,
-        created_at=row.created_at,
-    )
+    return _record(Tenant, row, limits=limits_of(row.limits))
+
+
+def _record(kind: type[T], row: Row[Any], **converted: Any) -> T:
+    """The dataclass `kind` of a row; `converted` are the fields that are not as in their columns."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in converted]  # type: ignore[arg-type]
+    return kind(**{name: getattr(row, name) for name in names}, **converted)
 
 
 def _key(connection: Connection, key_id: str) -> Key:
@@ -350,17 +350,7 @@ def _key(connection: Connection, key_id: str) -> Key:
 
 def key_of(row: Row[Any]) -> Key:
     """A row of `api_keys`."""
-    return Key(
-        id=row.id,
-        tenant=row.tenant,
-        name=row.name,
-        prefix=row.prefix,
-        scopes=tuple(row.scopes),
-        limits=limits_of(row.limits),
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-        revoked_at=row.revoked_at,
-    )
+    return _record(Key, row, scopes=tuple(row.scopes), limits=limits_of(row.limits))
 
 
 def _check_slug(name: str) -> None:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,12 +135,12 @@ def main(target: Path) -> None:
         page.goto(f"{url}/console")
         page.get_by_label("Admin key").fill(KEY)
         page.get_by_role("button", name="Sign in").click()
-        time.sleep(LOAD_SECONDS)
+        page.wait_for_timeout(1000 * LOAD_SECONDS)
         converse(page)
         for theme in ("light", "dark"):
             page.get_by_label("Colours").select_option(theme)
             page.evaluate("window.scrollTo(0, 0); document.activeElement.blur()")
-            time.sleep(2)
+            page.wait_for_timeout(2000)
             page.screenshot(path=target / f"console-{theme}.png", full_page=True)
         end.set()
         browser.close()
