@@ -41,7 +41,7 @@ _LONG_TEXT = 1500
 _HUGE_TEXT = 50_000
 """Characters whose tokenizing takes tens of megabytes, which are given back to the system at once."""
 _PIECE_CHARS = 50
-"""Each prompt, and each message, costs as much as so many characters beside its own."""
+"""Characters that a prompt or a message costs beside its own."""
 MAX_TOKENIZED = 1 << 15
 """Tokens of a text that `/tokenize` takes, or a whole context where that is more."""
 
@@ -57,14 +57,14 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Serving:
-    """One object a server, in `app.state.serving`; lives as long as the app."""
+    """Shared state of the routes, in `app.state.serving`; one object a server, which lives as long as the app."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, tenancy: Tenancy | None = None) -> None:
         self.started = time.monotonic()
         self.llm = llm
         self.config = config
         self.tenancy = tenancy
-        """None on a server without a database."""
+        """Tenants of the server; None without a database."""
         self.models = ModelRegistry(llm, config.served_model_names, config.model_aliases)
         self.adapter_policy = AdapterPolicy(config)
         self.metrics = Metrics()
@@ -99,8 +99,8 @@ class Serving:
         return self.tenancy is not None and name in self.tenancy.directory.tenants
 
     async def follow_database(self) -> None:
-        """Take the adapters and the shared prefixes that stand in the database, and every change of them. Call it when
-        the engine is ready; without a database it does nothing.
+        """Follow the adapters and the shared prefixes of the database. Call it when the engine is ready; without a
+        database it does nothing.
 
         Raises:
             DatabaseUnavailableError: the database cannot be read.
@@ -113,7 +113,7 @@ class Serving:
         await self.prefix_sync.start()
 
     def begin_draining(self) -> None:
-        """Take no new requests: neither those that come, nor those that wait for one of their tenant's places."""
+        """Refuse new requests: those that come, and those that wait for one of their tenant's places."""
         self.draining = True
         if self.tenancy is not None:
             self.tenancy.limiter.refuse_waiting(_shutting_down())
@@ -127,7 +127,7 @@ class Serving:
             await asyncio.to_thread(self.tracer.close)
 
     def check_ready(self) -> None:
-        """Refuse new work while there is nobody to do it."""
+        """Refuse new work while the engine is not ready."""
         state = self.state
         if state in ("draining", "stopped"):
             raise _shutting_down()
@@ -243,7 +243,7 @@ def principal_of(request: Request) -> Principal:
 
 
 def require_admin(request: Request) -> None:
-    """Refuse who may not run the server, before anything of the request is read.
+    """Refuse a caller that may not run the server, before anything of the request is read.
 
     Raises:
         PermissionDeniedError: the key has not the scope "admin".

@@ -26,11 +26,12 @@ logger = logging.getLogger(__name__)
 _Key = tuple[str, str]
 
 RETRY_SECONDS = 5.0
-"""After which what failed for a reason that may pass, such as an engine that starts again, is tried once more."""
+"""Seconds after which a failure that may pass, such as an engine that starts again, is tried once more."""
 
 
 class AdapterSync:
-    """One object a server with a database. Belongs to the event loop."""
+    """Synchronisation of the adapters loaded over HTTP. One object a server with a database; it belongs to the event
+    loop."""
 
     def __init__(self, models: ModelRegistry, tenancy: Tenancy) -> None:
         self._models = models
@@ -43,7 +44,7 @@ class AdapterSync:
         self._follower: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Register what is remembered, and follow changes from then on.
+        """Register the adapters of the database, and follow changes from then on.
 
         Raises:
             DatabaseUnavailableError: the database cannot be read.
@@ -53,7 +54,7 @@ class AdapterSync:
         self._follower = asyncio.create_task(self._follow(), name="outrider-adapters")
 
     async def close(self) -> None:
-        """Follow no more."""
+        """Stop to follow the database."""
         if self._follower is not None:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
@@ -61,7 +62,7 @@ class AdapterSync:
     # --- changes made here ---
 
     async def remember(self, adapter: StoredAdapter, max_adapters: int | None) -> None:
-        """Write down an adapter that has been loaded.
+        """Store an adapter that has been loaded.
 
         Raises:
             DatabaseUnavailableError: it could not be.
@@ -73,7 +74,7 @@ class AdapterSync:
             self._failed.pop((stored.tenant, stored.name), None)
 
     async def forget(self, tenant: str, name: str) -> bool:
-        """Strike out an adapter that is about to be unloaded; whether it stood there.
+        """Remove an adapter that is about to be unloaded; returns True when it was stored.
 
         Raises:
             DatabaseUnavailableError: it could not be.
@@ -85,7 +86,7 @@ class AdapterSync:
             return removed
 
     async def pin(self, tenant: str, name: str, pinned: bool) -> None:
-        """Write down whether an adapter is pinned, if it stands there.
+        """Store that an adapter is pinned or not, if it is stored.
 
         Raises:
             DatabaseUnavailableError: it could not be.
@@ -130,7 +131,7 @@ class AdapterSync:
             await self._load(row)
 
     def _not_taken(self, rows: Iterable[StoredAdapter]) -> Iterable[StoredAdapter]:
-        """Without those whose name means something else on this server: what its command line says is stronger."""
+        """Rows whose names are free on this server; its command line goes before the database."""
         for row in rows:
             key = (row.tenant, row.name)
             taken = row.name in self._models.base_names or self._models.has(row.name, row.tenant)
@@ -142,8 +143,8 @@ class AdapterSync:
                 yield row
 
     async def _load(self, row: StoredAdapter) -> None:
-        """A plain one is read when it is first asked for; one that cannot be had is tried again at the next change, and
-        sooner where that is not the adapter's fault."""
+        """Take one adapter. A plain one is read when it is first asked for. One that cannot be loaded is tried again at
+        the next change, and sooner where that is not the adapter's fault."""
         key = (row.tenant, row.name)
         request = LoRARequest(row.name, path=row.path, draft_path=row.draft_path, digest=row.digest)
         old = self._applied.get(key)
@@ -181,8 +182,8 @@ class AdapterSync:
 
 
 class PrefixSync:
-    """One object a server with a database. Belongs to the event loop, beside which the prefixes are cut up: they may
-    have millions of tokens."""
+    """Synchronisation of the shared prefixes. One object a server with a database; it belongs to the event loop, and
+    prefixes of millions of tokens are split up in a thread."""
 
     def __init__(self, llm: AsyncLLM, directory: Directory) -> None:
         self._llm = llm
@@ -192,7 +193,7 @@ class PrefixSync:
         self._applying: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take the prefixes that there are, and every change of them from then on."""
+        """Apply the present prefixes, and every change of them from then on."""
         self._directory.subscribe(self._on_change)
         await self.applied()
 
@@ -218,12 +219,12 @@ class PrefixSync:
             self._applying = None
 
     async def applied(self) -> None:
-        """Wait until what the directory has told so far counts."""
+        """Wait until all changes that the directory has announced are applied."""
         while self._applying is not None:
             await asyncio.shield(self._applying)
 
     async def close(self) -> None:
-        """Take no more."""
+        """Stop to follow the directory."""
         if self._applying is not None:
             self._applying.cancel()
             await asyncio.gather(self._applying, return_exceptions=True)

@@ -19,9 +19,9 @@ class LoadAdapterRequest(RequestModel):
     tenant: str | None = None
     """Owner of the adapter, given by admins; without one all share it. A tenant's own key implies the tenant."""
     base_model_name: str | None = None
-    """Written by clients that manage vLLM's adapters; there is one base model here."""
+    """Ignored: written by clients that manage vLLM's adapters; there is one base model here."""
     lora_int_id: int | None = None
-    """Written by vLLM's clients; adapters go by their name here."""
+    """Ignored: written by vLLM's clients; adapters go by their name here."""
 
 
 class PinAdapterRequest(RequestModel):

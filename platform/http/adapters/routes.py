@@ -53,7 +53,8 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_adapters: int | None) -> None:
-    """`max_adapters`: None where an admin loads, who reads from other folders than a tenant does."""
+    """Load and store an adapter. `max_adapters` is None where an admin loads, who reads from other folders than a
+    tenant does."""
     models, policy = serving.models, serving.adapter_policy
     admitted = await policy.admit(body, tenant=None if max_adapters is None else tenant)
     await models.load(
@@ -92,7 +93,7 @@ async def _stored(serving: Serving, request: LoRARequest, tenant: str, pinned: b
 
 @router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=documented(UnloadAdapterRequest))
 async def unload_adapter(request: Request) -> Response:
-    """Take an adapter away."""
+    """Unload an adapter."""
     principal = _may_have_adapters(request)
     serving = serving_of(request)
     body = await read_body(request, UnloadAdapterRequest, serving.config.max_body_bytes)
@@ -177,8 +178,8 @@ def _check_allowed(serving: Serving, principal: Principal, name: str) -> None:
 
 
 def _check_new_name(name: str) -> None:
-    """A new name must be one that people can read and send. It may look like a weighted sum ("a:0.7+b:0.3"): a whole
-    name always wins."""
+    """Check that people can read and send a new name. It may look like a weighted sum ("a:0.7+b:0.3"): a whole name
+    always wins."""
     if not name:
         raise InvalidUserInputError("lora_name must not be empty", param="lora_name")
     if len(name) > MAX_ADAPTER_NAME:

@@ -58,8 +58,8 @@ class AdapterPolicy:
         return self._admit(source, field) if tenant is None else self._admit_own(tenant, source, field)
 
     def _admit_own(self, tenant: str, source: str, field: str) -> tuple[str, CheckedFolder | None]:
-        """A path that does not begin with a slash is one in the tenant's folder. What is outside is refused in the
-        same words whether it exists or not."""
+        """Admit a tenant's source. A path that does not begin with a slash is one in the tenant's folder. Paths outside
+        are refused in the same words whether they exist or not."""
         outside = no_adapter(f"{field}: {shown_source(source)!r} is outside this tenant's folder of adapters", field)
         if "://" in source or "\0" in source or len(source) > MAX_PATH:
             raise outside
@@ -74,7 +74,8 @@ class AdapterPolicy:
         raise outside
 
     async def check_again(self, admitted: Admitted) -> None:
-        """AdapterError when a folder has changed since it was checked: what was read may be something else."""
+        """Check that no folder has changed since it was checked, so that it is known what has been read; AdapterError
+        otherwise."""
         for field, folder in admitted.folders.items():
             await asyncio.to_thread(self._rules.check_again, folder, field)
 

@@ -31,7 +31,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def tenancy_of(request: Request) -> Tenancy:
-    """The server's tenants: one without them has not the routes of this package."""
+    """The server's tenants. A server without them does not have the routes of this package."""
     tenancy = serving_of(request).tenancy
     assert tenancy is not None
     return tenancy

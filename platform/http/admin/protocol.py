@@ -160,7 +160,7 @@ class KeyList(BaseModel):
 
 
 class Deleted(BaseModel):
-    """Something is gone."""
+    """Confirmation that something was deleted."""
 
     name: str
     deleted: Literal[True] = True

@@ -14,9 +14,9 @@ class Unsupported(NamedTuple):
     """A field that changes the answer."""
 
     no_ops: tuple[Any, ...] = ()
-    """Values with which it does not."""
+    """Values with which it changes nothing."""
     instead: str = ""
-    """Field here that says the same: where that is given too, the foreign one is ignored."""
+    """Our field of the same meaning: where it is given too, the foreign one is ignored."""
     advice: str = "leave it out"
     """Advice in the error."""
 

@@ -8,12 +8,12 @@ import sys
 from ...core.errors import OverloadedError
 
 BODIES_IN_MEMORY = 32
-"""Longest bodies that are held at once, while they arrive and are read."""
+"""Number of bodies of the largest size that are held at once, while they arrive and are read."""
 
 
 class BodyMemory:
-    """Bounds what the bodies of all requests take together that arrive, or wait to be admitted: many clients that each
-    send a long one slowly, or send many to wait, would otherwise fill the memory."""
+    """Bound on the memory of all bodies that arrive, or wait to be admitted: many clients that each send a long one
+    slowly, or send many to wait, would otherwise fill the memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self.free = max_bytes
@@ -32,7 +32,7 @@ class HeldBody:
         self._taken = 0
 
     def take(self, num_bytes: int) -> None:
-        """A further piece has come.
+        """Take memory for a further piece.
 
         Raises:
             OverloadedError: too many long bodies are here.
@@ -49,7 +49,7 @@ class HeldBody:
 
 
 def give_back_memory() -> None:
-    """Give what has been freed back to the system; glibc keeps it else in the pieces that it was taken in."""
+    """Give freed memory back to the system; glibc would keep it in pieces."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -52,7 +52,7 @@ _SECURITY = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file."""
+    """One file of the console."""
 
     content: bytes
     compressed: bytes

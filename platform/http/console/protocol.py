@@ -52,7 +52,7 @@ class Point(BaseModel):
     kv_cache_usage: float | None = None
     lora_rows_used: int | None = None
     acceptance_rate: float | None = None
-    """Over the 30 seconds before."""
+    """Mean over the 30 seconds before."""
     acceptance_length: float | None = None
 
 

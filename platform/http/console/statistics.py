@@ -37,7 +37,7 @@ MIN_INTERVAL = 0.8
 SNAPSHOT_TIMEOUT = 2.0
 """Seconds that the engine gets for one; after that the last one is shown again."""
 MAX_HISTORY = 300
-"""Seconds."""
+"""Longest history in seconds."""
 MAX_ADAPTERS = 200
 """Adapters with numbers of their own: there may be thousands."""
 
@@ -197,7 +197,7 @@ class Statistics:
         )  # fmt: skip
 
     def _recent_acceptance(self, second: int, gauges: Gauges) -> Acceptance | None:
-        """Since the oldest snapshot of the `LATENCY_SECONDS` before."""
+        """Acceptance since the oldest snapshot of the last `LATENCY_SECONDS`."""
         before = [s for s in range(second - LATENCY_SECONDS, second) if s in self._gauges]
         return _acceptance(difference(gauges.speculation, self._gauges[before[0]].speculation)) if before else None
 

@@ -37,7 +37,7 @@ async def health(request: Request) -> Response:
 
 @router.api_route("/ping", methods=["GET", "POST"], response_model=None, include_in_schema=False)
 async def ping(request: Request) -> Response:
-    """`/health`, by the name that SageMaker asks for."""
+    """`/health` under the name that SageMaker uses."""
     return await health(request)
 
 

@@ -27,7 +27,7 @@ from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
 from ...core.outputs import RequestOutput
 from ..body.foreign_fields import HARMLESS, IDLE
 from .recent import Recent
-from .request_log import PromptRecord, current_note
+from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
@@ -45,7 +45,7 @@ _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 MAX_NAMES = 50
 """Adapters that `lora_requests_info` names in one label."""
 _WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
-"""Shown even while nobody waits for them."""
+"""Reasons that are shown even while nobody waits for them."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class EngineCounters:
     """Counts by (adapter, tenant)."""
 
     def add(self, stats: EngineStats, labels: SeriesLabels) -> None:
-        """Add one run's, as of a snapshot."""
+        """Add one run's counters, as of a snapshot."""
         self.prefix_cache_queries += stats.prefix_cache_queries
         self.prefix_cache_hits += stats.prefix_cache_hits
         self.num_preemptions += stats.num_preemptions
@@ -74,11 +74,11 @@ class EngineCounters:
 
 
 class RequestRecorder:
-    """Follows one prompt's generation."""
+    """Recorder of one prompt's generation."""
 
     __slots__ = ("_first", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_started")
 
-    def __init__(self, metrics: Metrics, labels: Labels, record: PromptRecord | None) -> None:
+    def __init__(self, metrics: Metrics, labels: Labels, record: PromptNote | None) -> None:
         self._metrics = metrics
         self._record = record
         self._labels = labels
@@ -174,7 +174,7 @@ class Metrics:
         """Recorder for one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for
         none."""
         note = current_note()
-        record = None if note is None else note.begin(label_text(adapter))
+        record = None if note is None else PromptNote(note, label_text(adapter))
         return RequestRecorder(self, self._labels(adapter, tenant), record)
 
     def on_error(self, reason: str, tenant: str) -> None:
@@ -188,7 +188,7 @@ class Metrics:
             self.ignored_fields.labels(name if name in HARMLESS or name in IDLE else OTHER).inc()
 
     def register(self, collector: Collector) -> None:
-        """Show what this collector says, too."""
+        """Add a collector to the exposition."""
         self._registry.register(collector)
 
     @property
@@ -221,7 +221,8 @@ class Metrics:
 
 
 class _EngineCollector:
-    """The engine's own counts: they live in another process, so a scrape reads the latest snapshot of them."""
+    """Collector of the engine's own counts: they live in another process, so a scrape reads the latest snapshot of
+    them."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

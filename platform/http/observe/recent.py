@@ -46,7 +46,7 @@ class Durations:
     bins: Counter[int] = field(default_factory=Counter)
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self.bins[max(0, int(math.log(max(seconds, _SMALLEST) / _SMALLEST) / _GROWTH))] += 1
 
     def quantiles(self) -> Quantiles:
@@ -66,7 +66,7 @@ class Durations:
 
 @dataclass(slots=True)
 class Slot:
-    """One second."""
+    """Counts of one second."""
 
     prompt_tokens: int = 0
     finished: int = 0
@@ -84,14 +84,14 @@ class Point(NamedTuple):
     output_tokens_per_second: float
     prompt_tokens_per_second: float
     requests_per_second: float
-    """Finished ones."""
+    """Finished prompts a second."""
     first_token: Quantiles
     inter_token: Quantiles
 
 
 class Recent:
-    """Counts of this server's last minutes. One thread only, the event loop's; but `points` may be called in another,
-    since it reads only seconds that are over, and these no longer change."""
+    """Counts of this server's last minutes. They belong to the event loop's thread; but `points` may be called in
+    another one, since it reads only seconds that are over, and these no longer change."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -35,7 +35,7 @@ class Startup:
     adapters: Sequence[AdapterInfo]
     config: ServerConfig
     port: int
-    """The one in use, also where 0 was asked for."""
+    """Port in use, also where 0 was asked for."""
     seconds: float
     """Seconds from the command to now."""
     database: DatabaseFacts | None = None

@@ -13,9 +13,9 @@ from ..observe.request_log import current_note
 from .protocol import SamplingFields
 
 MAX_ADAPTER_NAME = 256
-"""Characters of a name for which the error explains weights."""
+"""Longest name of an adapter, in characters."""
 _MAX_HINTED = 64
-"""Characters of a name that an error says twice."""
+"""Longest name that an error repeats in a hint."""
 
 
 class ChosenAdapter(NamedTuple):

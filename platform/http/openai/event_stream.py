@@ -1,4 +1,4 @@
-"""Server-sent events, and requests whose client may go away at any moment."""
+"""Server-sent events, and watches for clients that close their connection."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class ChunkWriter:
 async def events_to_sse(
     first: Event, events: AsyncGenerator[Event], encoder: ChunkEncoder, writer: ChunkWriter
 ) -> AsyncGenerator[bytes]:
-    """The body of a stream. An error ends it with an event that tells it; `[DONE]` always comes last."""
+    """Body of a stream. An error ends it with an error event; `[DONE]` always comes last."""
     totals = Totals()
 
     async def encode(event: Event) -> AsyncIterator[bytes]:

@@ -129,7 +129,7 @@ class Totals:
         self._speculation = SpeculationCounts()
 
     def add(self, event: Event) -> None:
-        """Count what is new."""
+        """Count the new tokens of an event."""
         output = event.output
         if event.prompt_index not in self._seen:
             self._seen.add(event.prompt_index)

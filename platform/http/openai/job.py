@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
 
 
 def now() -> Arrival:
-    """This moment."""
+    """The present moment as an `Arrival`."""
     return Arrival(time.time(), time.monotonic())
 
 
@@ -48,14 +48,14 @@ class Job:
     max_tokens_field: str = "max_tokens"
     """Name of the field in the request."""
     keeps_output: bool = True
-    """False: the prompt's log-probabilities are wanted, and the token that comes with them is thrown away."""
+    """False where only the prompt's log-probabilities are wanted: the one generated token is dropped."""
     principal: Principal = OPEN
     endpoint: str = ""
     model: str = ""
     """Model as asked for."""
     arrival: Arrival = field(default_factory=now)
     on_admitted: Callable[[], None] = lambda: None
-    """Called when it waits no longer for places."""
+    """Called when the job has its places and waits no longer."""
     granted: list[int] | None = None
     """`max_tokens` of each prompt that the limits leave where `params` has none."""
 
@@ -115,8 +115,8 @@ class Job:
 
 
 class Event(NamedTuple):
-    """Something new for one of a job's prompts."""
+    """New output of one of a job's prompts."""
 
     prompt_index: int
     output: RequestOutput
-    """Holds only what is new."""
+    """The tokens and texts since the previous event."""

@@ -1,4 +1,4 @@
-"""JSON answers written in pieces: while a large one is made and sent, others are served in between."""
+"""JSON answers, written in pieces so that other requests are served meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ascii_json: Encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Pieces(Protocol):
-    """A value of an answer that writes itself."""
+    """A value that writes its own JSON."""
 
     def pieces(self, encode: Encode) -> Iterator[str]:
         """Pieces of its JSON; each step is short, and may be empty."""
@@ -105,7 +105,7 @@ async def paused(pieces: Iterator[str]) -> AsyncIterator[str]:
 
 
 async def in_blocks(pieces: AsyncIterator[str], begun: list[str] | None = None) -> AsyncIterator[bytes]:
-    """Pieces, after those in `begun`, as the bytes of fewer and longer ones."""
+    """Join pieces, after those in `begun`, into blocks of bytes."""
     parts = begun or []
     size = sum(map(len, parts))
     async for piece in pieces:

@@ -46,7 +46,7 @@ def _false_is_null(value: Any) -> Any:
 
 Prompt = Annotated[Any, shape_of(str | list[int | str | list[int]]), AfterValidator(_prompt)]
 Messages = Annotated[list[Any], shape_of(list[ChatMessage])]
-"""Checked by `chat_messages`."""
+"""Messages, checked by `chat_messages`."""
 # Validation ends at the first wrong entry: a list of a wrong type gets one error.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -123,7 +123,7 @@ class SamplingFields(LenientModel):
     for each of its tokens."""
 
     def check(self) -> None:
-        """Refuse combinations that no single field shows."""
+        """Refuse wrong combinations of fields."""
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -158,7 +158,7 @@ class CompletionRequest(SamplingFields):
 
     unsupported = COMPLETION_UNSUPPORTED
     prompt: Prompt
-    """Read it through `prompts`."""
+    """The prompt in one of four forms; read it through `prompts`."""
     add_special_tokens: bool | None = None
     logprobs: Annotated[int | None, BeforeValidator(_false_is_null)] = None
     echo: bool | None = None
@@ -213,7 +213,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
 
 
 class TokenizeRequest(TemplateFields):
-    """`POST /tokenize`: of a prompt, or of messages under the chat template."""
+    """`POST /tokenize`: a prompt, or messages under the chat template."""
 
     unsupported = TEMPLATE_UNSUPPORTED
     model: str | None = None

@@ -28,7 +28,7 @@ CHECKPOINT_SECONDS = 1.0
 
 
 def limit_headers(request: Request) -> dict[str, str]:
-    """`x-ratelimit-*` of an answer to this request; none for who has no limits."""
+    """`x-ratelimit-*` headers of the answer; none for clients without limits."""
     tenancy = serving_of(request).tenancy
     return {} if tenancy is None else tenancy.limiter.headers(principal_of(request))
 
@@ -84,7 +84,7 @@ async def accounted(
 
 
 async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
-    """Let the job in, or raise why not; whoever is refused, or gone meanwhile, leaves nothing behind."""
+    """Admit the job, or raise the reason why not; a job that is refused or cancelled leaves nothing behind."""
     serving.check_ready()  # it may be draining since the prompt was tokenized, and nobody is to wait for a place then
     tenancy.ledger.check()
     limiter = tenancy.limiter
@@ -127,7 +127,7 @@ class Account:
     """An admitted job's ticket and row, until it ends: the first of `finish`, `fail` and `abort` counts."""
 
     def __init__(self, serving: Serving, tenancy: Tenancy, job: Job, ticket: Ticket) -> None:
-        """Begins the row.
+        """Begin the row.
 
         Raises:
             OverloadedError: it cannot be recorded.
@@ -154,7 +154,7 @@ class Account:
         tenancy.ledger.begin(self.row)
 
     def on_event(self, event: Event) -> None:
-        """Count what is new."""
+        """Count the new tokens of an event."""
         row, output = self.row, event.output
         moment = time.monotonic()
         if event.prompt_index not in self._metrics:
@@ -176,7 +176,7 @@ class Account:
             self._tenancy.ledger.checkpoint(row)
 
     def finish(self) -> None:
-        """All sequences are complete."""
+        """End the row: all sequences are complete."""
         self._end(self._status)
 
     def abort(self) -> None:

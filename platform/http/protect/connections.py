@@ -31,7 +31,7 @@ MAX_HEADERS = 128
 MAX_PIPELINED = 8
 """Requests that may wait on one connection behind the one that is answered."""
 MAX_REFUSED = 1024
-"""Connections above the bound that are held until they are told so; more are dropped unheard."""
+"""Connections above the bound that are held until they have their refusal; more are dropped without one."""
 MAX_DISCARDED_BYTES = 64 << 20
 """Bytes that a client may still send of a body after it was answered."""
 MIN_BODY_RATE = 16 << 10
@@ -39,13 +39,13 @@ MIN_BODY_RATE = 16 << 10
 MIN_TAKEN_BYTES = 1024
 """Bytes of an answer that a client must fetch within the timeout; a system's window updates are larger."""
 _READ_BYTES = 256 << 10
-"""The most that arrives in one piece."""
+"""Largest number of bytes that arrive in one piece."""
 _REFUSED_SECONDS = 5.0
 """Seconds for a connection above the bound to send its request."""
 _STANDSTILL_SECONDS = 5.0
 """Seconds between two checks of a connection after which this process itself was stopped, and no client is to blame."""
 _PROBES = ("/health", "/ping", "/version")
-"""Answered above the bound too: a full server is a healthy one."""
+"""Paths that are answered above the bound too: a full server is a healthy one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -288,8 +288,8 @@ def _headers_too_large() -> _Refusal:
 
 
 def _notice_dead_peers(client: Any, seconds: float) -> None:
-    """Have the system end connections whose peer answers nothing any more, or has long had no room for what is sent:
-    what has left our buffers is out of our sight. Later than we do."""
+    """Have the system end connections whose peer answers nothing any more, or has long had no room for data: data that
+    has left our buffers is out of our sight."""
     if client is None:
         return
     whole = max(1, round(seconds))

@@ -103,7 +103,7 @@ def error_response(error: OutriderError) -> Response:
 
 
 def internal_error_response() -> Response:
-    """A 500 that says nothing of the inside."""
+    """Answer with status 500 that tells nothing about the server's inside."""
     note_error(OutriderError.type)
     return JSONResponse(INTERNAL_ERROR, 500)
 

@@ -42,7 +42,7 @@ class Snapshot:
 
     revision: int = -1
     reading: int = 0
-    """Counts those of this server. Unlike the revision, which a restored backup sets back, it only grows."""
+    """Number of this server's readings. Unlike the revision, which a restored backup sets back, it only grows."""
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     prefixes: tuple[SharedPrefix, ...] = ()
     entries: Mapping[bytes, _Entry] = field(default_factory=dict, repr=False)
@@ -82,7 +82,7 @@ class Directory:
 
     @property
     def revision(self) -> int:
-        """Counts changes; -1 before the first look."""
+        """Number of changes; -1 before the first look."""
         return self._snapshot.revision
 
     @property
@@ -210,7 +210,7 @@ class Directory:
         )
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop to follow the database."""
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""API keys: what they look like, and the parts of one that are kept."""
+"""API keys: their form, and the parts of one that are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NewKey(NamedTuple):
     """A key that was just made."""
 
     id: str
-    """Names the key in public."""
+    """Public name of the key."""
     secret: str
     """The key itself: shown once, kept nowhere."""
     prefix: str

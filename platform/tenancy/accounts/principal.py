@@ -21,7 +21,7 @@ PERIODS: tuple[Period, ...] = get_args(Period)
 MAX_LIMIT = 10**15
 """Largest limit of any kind: more than anybody uses, and an integer in every JSON reader."""
 MAX_ALLOWED_ADAPTERS = 10_000
-"""Names in `allowed_adapters`."""
+"""Largest number of names in `allowed_adapters`."""
 _MAY_BE_ZERO = ("max_queued_requests", "token_budget")
 
 
@@ -42,7 +42,7 @@ class Limits:
     allowed_adapters: tuple[str, ...] | None = None
     """Names of adapters; the base model is always allowed."""
     token_budget: int | None = None
-    """Tokens a period."""
+    """Tokens that may be used in one period."""
     budget_period: Period = "month"
 
 
@@ -117,8 +117,8 @@ class Principal:
     max_adapters: int = field(default=0)
     """Adapters that the tenant may load itself, from the folders that are open for that."""
     reading: int = field(default=0, compare=False)
-    """Counts this server's readings of the database: of a tenant's principals the one with the highest has the limits
-    of now."""
+    """Number of the server's reading of the database: of a tenant's principals the one with the highest number has the
+    present limits."""
 
     @property
     def is_admin(self) -> bool:
@@ -127,4 +127,4 @@ class Principal:
 
 
 OPEN = Principal()
-"""Everybody, on a server without keys."""
+"""Principal of everybody, on a server without keys."""

@@ -54,7 +54,7 @@ class StoredAdapter:
     """An adapter that was loaded over HTTP."""
 
     tenant: str
-    """"": shared by all."""
+    """Owner; "" for an adapter that all share."""
     name: str
     path: str
     draft_path: str | None = None

@@ -29,9 +29,9 @@ class Actor:
 
     via: Literal["http", "cli"] = "http"
     key_id: str = ""
-    """"": the server's own admin key, or the command line."""
+    """Id of the key; "" for the server's own admin key, or the command line."""
     tenant: str = ""
-    """The key's."""
+    """Tenant of the key."""
     client: str = ""
     """Address of the client, or user@machine of the command line."""
 

@@ -1,5 +1,5 @@
-"""The database's address, its connections and transactions. What goes wrong leaves here as a typed error, and no
-password leaves here at all."""
+"""Connections to the database: its address, transactions, typed errors. No password appears in an error or a log
+line."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Database:
     """Connections to one database. Its methods may be called from any thread; `run` from the event loop."""
 
     def __init__(self, url: URL, *, create: bool = True) -> None:
-        """Connects nowhere yet.
+        """Prepare connections; none is made yet.
 
         Args:
             url: of `parse_url`.

@@ -57,7 +57,7 @@ class Store:
         return Store(self._database, self._clock, actor)
 
     def note(self, action: str) -> None:
-        """Write down a change that was made elsewhere. Of a tenant's the last ones are kept."""
+        """Record a change that was made elsewhere. Only a tenant's last ones are kept."""
         write_line(self._actor, action)
         with self._database.write() as connection:
             write_row(connection, self._clock(), self._actor, action)
@@ -88,12 +88,12 @@ class Store:
         return tenant
 
     def list_tenants(self) -> list[Tenant]:
-        """All of them, by name."""
+        """Tenants, sorted by name."""
         with self._database.read() as connection:
             return read_tenants(connection)
 
     def get_tenant(self, name: str) -> Tenant:
-        """One of them."""
+        """The tenant of this name."""
         with self._database.read() as connection:
             return _tenant(connection, name)
 
@@ -172,7 +172,7 @@ class Store:
             return [key_of(row) for row in connection.execute(query)]
 
     def get_key(self, key_id: str) -> Key:
-        """One of them, also when it has been revoked."""
+        """The key of this id, also when it has been revoked."""
         with self._database.read() as connection:
             return _key(connection, key_id)
 
@@ -209,7 +209,7 @@ class Store:
     # --- shared prefixes ---
 
     def add_prefix(self, name: str, token_ids: Sequence[int]) -> SharedPrefix:
-        """Declare that prompts which begin with these tokens share that beginning's KV among all tenants.
+        """Declare a shared prefix: prompts that begin with these tokens share that beginning's KV among all tenants.
 
         Raises:
             InvalidRequestError: the name or the tokens are no such.
@@ -230,12 +230,12 @@ class Store:
         return prefix
 
     def list_prefixes(self) -> list[SharedPrefix]:
-        """All of them, by name."""
+        """Shared prefixes, sorted by name."""
         with self._database.read() as connection:
             return read_prefixes(connection)
 
     def remove_prefix(self, name: str) -> None:
-        """Share it no more."""
+        """Remove a shared prefix."""
         with self._changing(f"removed the shared prefix {name}") as connection:
             done = connection.execute(delete(shared_prefixes).where(shared_prefixes.c.name == name))
             if not done.rowcount:
@@ -274,8 +274,8 @@ class Store:
             connection.execute(update(adapters).where(mine).values(pinned=pinned))
 
     def remove_adapter(self, tenant: str, name: str) -> bool:
-        """Forget an adapter; whether it was remembered. Of one that is not nobody hears: tenants may ask for any name,
-        and every change makes all servers read the directory."""
+        """Remove an adapter; returns True when it was stored. One that is not stored changes nothing: tenants may ask
+        for any name, and every change makes all servers read the directory."""
         mine = (adapters.c.tenant == tenant) & (adapters.c.name == name)
         with self._database.read() as connection:
             if connection.execute(select(adapters.c.id).where(mine)).first() is None:
@@ -284,7 +284,7 @@ class Store:
             return bool(connection.execute(delete(adapters).where(mine)).rowcount)
 
     def list_adapters(self) -> list[StoredAdapter]:
-        """All that are remembered, oldest first."""
+        """Stored adapters, oldest first."""
         with self._database.read() as connection:
             rows = connection.execute(select(adapters).order_by(adapters.c.created_at, adapters.c.id))
             return [_record(StoredAdapter, row) for row in rows]
@@ -319,7 +319,7 @@ def read_tenants(connection: Connection) -> list[Tenant]:
 
 
 def read_prefixes(connection: Connection) -> list[SharedPrefix]:
-    """All of them, by name."""
+    """Shared prefixes, sorted by name."""
     rows = connection.execute(select(shared_prefixes).order_by(shared_prefixes.c.name))
     return [_record(SharedPrefix, row, token_ids=tuple(row.token_ids)) for row in rows]
 

@@ -38,7 +38,7 @@ GROWTH_BYTES = 640
 
 
 class JournalError(Exception):
-    """The journal takes no more: it is full, or its disk is."""
+    """The journal is full, or its disk is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +163,7 @@ class Journal:
         self.forget([request_id])
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """The ledger has these."""
+        """Forget requests that the ledger has."""
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if state is not None:
@@ -257,7 +257,7 @@ class Journal:
         raise JournalError(f"the journal cannot be written: {problem}")
 
     def _make_room(self, num_bytes: int) -> None:
-        """See that the newest segment has so much room beside what is reserved."""
+        """Make sure that the newest segment has so much room beside the reserved bytes."""
         needed = self._reserved + num_bytes
         if self._segments[-1].free >= needed:
             return
@@ -293,8 +293,8 @@ class Journal:
         return segment
 
     def _compact(self, needed: int) -> None:
-        """Copy what lives of old segments to the newest, where that frees enough and leaves the room needed. The old
-        ones, which may have been promised to be safe, go when the copies are on the disk (`needs_sync`)."""
+        """Copy the live lines of old segments to the newest, where that frees enough and leaves the room needed. The
+        old ones, which may have been promised to be safe, go when the copies are on the disk (`needs_sync`)."""
         newest = self._segments[-1]
         for segment in self._segments[:-1]:
             if not segment.num_live or 4 * segment.live_bytes > 3 * segment.size:
@@ -327,7 +327,7 @@ class Journal:
     # --- reading ---
 
     def _read(self) -> None:
-        """Take over what an earlier process left."""
+        """Take over the segments of an earlier process."""
         rows: dict[str, tuple[UsageRow, bytes, Segment]] = {}
         for path in sorted(self.folder.glob("*.journal")):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

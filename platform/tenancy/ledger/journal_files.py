@@ -26,9 +26,9 @@ class Segment:
     """Requests whose last line is here."""
     live_bytes: int = 0
     denies_older: bool = False
-    """A request whose line is in an older segment was dropped here."""
+    """True when a request whose line is in an older segment was dropped here."""
     is_dirty: bool = False
-    """Written to since the last `sync`."""
+    """True when it was written to since the last `sync`."""
     synced: int = 0
     """Bytes of it that are known to be on the disk."""
     copies: list[tuple[Segment, int]] = field(default_factory=list)

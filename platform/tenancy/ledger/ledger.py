@@ -38,7 +38,7 @@ class LedgerStatus:
     num_pending: int
     """Requests that have ended and are not in the database."""
     lag_seconds: float
-    """Since the first of them ended; 0 without any."""
+    """Seconds since the first of them ended; 0 without any."""
     database_is_away: bool
     journal_bytes: int
     journal_max_bytes: int
@@ -60,10 +60,10 @@ class _Pending:
 
 
 class Ledger:
-    """One object a server; belongs to its event loop."""
+    """Ledger of one server; it belongs to the event loop."""
 
     def __init__(self, database: Database, journal: Journal) -> None:
-        """Begins to write what the journal holds to the database."""
+        """Begin to write the journal's rows to the database."""
         self._journal = journal
         self._open: dict[str, UsageRow] = {}
         self._pending: dict[str, _Pending] = {}  # in the order of their ends
@@ -195,7 +195,7 @@ class Ledger:
         )
 
     async def close(self) -> None:
-        """Write what there is. Requests that still run, of which there should be none, count as lost."""
+        """Write the last rows. Requests that still run, of which there should be none, count as lost."""
         for row in list(self._open.values()):
             self.end(row)
         if not await asyncio.to_thread(self._writer.stop, CLOSE_SECONDS):
@@ -244,7 +244,7 @@ class Ledger:
         return self._next_sync
 
     def _sync_if_needed(self) -> None:
-        """Room in the journal may wait for the disk; nobody else waits for it."""
+        """Sync where room in the journal waits for the disk; nobody else waits for it."""
         if self._journal.needs_sync:
             self._sync_soon()
 

@@ -47,7 +47,7 @@ class UsageFilter:
     start: float | None = None
     """Seconds since the epoch: requests that ended then or later."""
     end: float | None = None
-    """And before this."""
+    """Seconds since the epoch: requests that ended before."""
 
 
 def parse_groups(text: str, field: str) -> tuple[Group, ...]:

@@ -68,7 +68,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def row_to_json(row: UsageRow) -> bytes:
-    """Compact, without what has its default; one line."""
+    """One line of compact JSON, without fields at their default."""
     values = row.values()
     return json.dumps(
         {name: value for name, value in values.items() if name not in _DEFAULTS or value != _DEFAULTS[name]},

@@ -32,7 +32,7 @@ before."""
 
 
 class TokenQuery(NamedTuple):
-    """Asks for the tokens of a tenant, or of one of its keys, whose requests ended in [start, end)."""
+    """Query for the tokens of a tenant, or of one of its keys, whose requests ended in [start, end)."""
 
     tenant: str
     key_id: str
@@ -42,7 +42,7 @@ class TokenQuery(NamedTuple):
 
 
 Report = Callable[[Sequence[UsageRow], Exception | None], None]
-"""Called on the event loop: these are committed, or (with an error) will be tried again."""
+"""Report on the event loop: rows that are committed, or (with an error) will be tried again."""
 
 
 class LedgerWriter:
@@ -75,7 +75,7 @@ class LedgerWriter:
         self._items.put(query)
 
     def stop(self, seconds: float) -> bool:
-        """Try to write what there is, and end; whether that took no longer. Not on the event loop."""
+        """Try to write the waiting rows, and end; returns True when it took no longer. Not on the event loop."""
         self._items.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()

@@ -84,7 +84,7 @@ class RateBucket:
         return -(-self._debt // self._limit)
 
     def _pay(self, now: int) -> None:
-        """Let the time since the last call pay."""
+        """Pay for the time since the last call."""
         if now <= self._now:
             return
         paid = (now - self._now) * self._limit

@@ -25,7 +25,8 @@ def period_of(period: Period, now: float) -> tuple[int, int]:
 
 
 class Budget:
-    """One tenant's or key's: what the ledger says, what has ended here since, and what runs.
+    """Budget of one tenant or key: the ledger's sum, the tokens of requests that have ended here since, and those that
+    running requests reserve.
 
     The ledger is asked when the server first needs it, and again now and then, since other servers may write into the
     same one. A new period begins at zero without asking.

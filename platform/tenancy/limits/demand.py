@@ -92,7 +92,7 @@ def _check_named(demand: Demand, named: int, context: int | None, output: int | 
 
 
 def _check_sequences(demand: Demand, limits: Sequence[Limits]) -> None:
-    """More at once than there are places, or requests a minute, would never be admitted."""
+    """Refuse more sequences than there are places, or requests a minute: they would never be admitted."""
     for limit in limits:
         for name in ("max_concurrent_requests", "requests_per_minute"):
             bound = getattr(limit, name)

@@ -25,7 +25,7 @@ class Places:
         self.taken = 0
 
     def set_limit(self, limit: int | None) -> None:
-        """Change it; None: no bound. What runs goes on where there are fewer places now."""
+        """Change the bound; None: there is none. Requests that run go on where there are fewer places now."""
         if limit != self._limit:
             self._limit = limit
             self._grant()
