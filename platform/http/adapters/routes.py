@@ -17,10 +17,10 @@ from ...core.text import shorten
 from ...tenancy.accounts.principal import Principal
 from ...tenancy.accounts.records import StoredAdapter
 from ..body.reader import documented, read_body
-from ..openai.adapter_choice import MAX_ADAPTER_NAME
 from ..protect.accounting import charge_call
 from ..protect.audit_log import audit
 from ..serving import Serving, principal_of, require_admin, serving_of
+from .adapter_choice import MAX_ADAPTER_NAME
 from .model_registry import unknown_adapter
 from .protocol import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
 

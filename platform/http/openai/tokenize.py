@@ -12,10 +12,10 @@ from starlette.responses import Response
 from ...client.vocabulary import vocabulary_of
 from ...core.errors import InvalidRequestError
 from ...core.sampling_params import shown
+from ..adapters.adapter_choice import adapter_of_model
 from ..body.reader import documented, read_body
 from ..protect.accounting import charge_call
 from ..serving import principal_of, serving_of
-from .adapter_choice import adapter_of_model
 from .chat_messages import normalize_messages
 from .json_pieces import json_answer
 from .protocol import DetokenizeRequest, TokenizeRequest

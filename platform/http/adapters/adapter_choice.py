@@ -8,9 +8,9 @@ from ...core.adapter_names import public_text
 from ...core.errors import InvalidRequestError, NotFoundError
 from ...core.lora_request import MAX_PARTS, LoRA, LoRARequest, mix_of, split_mix
 from ...core.text import shorten
-from ..adapters.model_view import ModelView
 from ..observe.request_log import current_note
-from .protocol import SamplingFields
+from ..openai.protocol import SamplingFields
+from .model_view import ModelView
 
 MAX_ADAPTER_NAME = 256
 """Longest name of an adapter, in characters."""
