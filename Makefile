@@ -67,7 +67,7 @@ bench: .venv/.dev.stamp ## Measure every way of drafting on the demo model: make
 	$(BIN)/outrider bench speculation $(ARGS)
 
 demo-model: .venv/.dev.stamp ## Rebuild the demo model from its recipe
-	$(BIN)/python -m outrider.models.demo.recipe $(ARGS)
+	$(BIN)/python tools/demo_model $(ARGS)
 
 clean: ## Remove caches and build outputs; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -21,9 +21,9 @@ from ..platform.core.request import Request, Status
 from .adaptive import AdaptiveProposer
 from .controller import DrafterTraits
 from .device_timer import HostTimer, Timer
-from .drafters import USUAL_LAG, Launched
+from .drafter_mix import USUAL_LAG, Launched
+from .drafters.base import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
 from .lanes import Lane
-from .proposer import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
 from .step_costs import DraftSize
 from .stopwatch import LONGEST_GAP, begin_all
 

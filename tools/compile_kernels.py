@@ -7,7 +7,7 @@ needs more shared memory than a block can have, or that does not compile is an e
 As at run time, pointers and strides are taken to be divisible by 16: wide loads depend on it. Arguments that are not
 specialised are not, and integers that are 1 are constants: `CompileCase.ones`.
 
-With --candidates every config that `outrider tune` may try is compiled in place of the defaults. Of these only one that
+With --candidates every config that `tools/tune` may try is compiled in place of the defaults. Of these only one that
 does not compile is an error: what spills is slow, and what needs too much shared memory is passed over.
 
 Usage: python tools/compile_kernels.py [--arch 80 90 100] [--only TEXT ...] [--brief] [--candidates] [--jobs N]
@@ -85,7 +85,7 @@ def one_a_kernel(cases: dict[str, CompileCase], arch: int) -> dict[str, CompileC
 
 def find_candidates(only: Sequence[str], arch: int) -> dict[str, CompileCase]:
     """What a search on `arch` may launch, by name: those whose names contain one of `only`, if given."""
-    from outrider.kernels.tuning.space import compile_candidates
+    from outrider.tools.tune.space import compile_candidates
 
     cases = {case.name: case for _, case in compile_candidates(find_cases(), arch)}
     return {name: case for name, case in cases.items() if not only or any(text in name for text in only)}
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(MAX_SHARED), choices=sorted(MAX_SHARED))
     parser.add_argument("--only", nargs="+", default=(), metavar="TEXT", help="cases whose name contains one of these")
     parser.add_argument("--brief", action="store_true", help="one case a kernel")
-    parser.add_argument("--candidates", action="store_true", help="the configs that `outrider tune` may try")
+    parser.add_argument("--candidates", action="store_true", help="the configs that `tools/tune` may try")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""A search for kernel configs within a run's time: what `outrider tune` does, for one model."""
+"""A search for kernel configs within a run's time: what `tools/tune` does, for one model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from outrider.kernels.tuning.files import resumed
-from outrider.kernels.tuning.shapes import ModelShape as TunedShape
-from outrider.kernels.tuning.shapes import WorkSizes
+from outrider.tools.tune.shapes import ModelShape as TunedShape
+from outrider.tools.tune.shapes import WorkSizes
 
 from .models import ModelShape
 from .report import Context
@@ -21,10 +21,10 @@ def measure_tuning(context: Context, root: Path, shape: ModelShape) -> None:
         context.skip("tune", "kernels of GPUs alone")
         return
     from outrider.kernels.paged_attention.schedule import gpu_of
-    from outrider.kernels.tuning.search import TRITON_VERSION, Found, Searcher, make_jobs, tune
-    from outrider.kernels.tuning.space import SPACES
     from outrider.kernels.tuning.store import device_name
-    from outrider.kernels.tuning.timer import CudaTimer
+    from outrider.tools.tune.search import TRITON_VERSION, Found, Searcher, make_jobs, tune
+    from outrider.tools.tune.space import SPACES
+    from outrider.tools.tune.timer import CudaTimer
 
     device = torch.device(context.device, torch.cuda.current_device())
     name = device_name(device)

@@ -1,6 +1,6 @@
 """Which block sizes, warps, stages and splits the Triton kernels are launched with, by device and shape.
 
-A kernel asks `tuned(device, default, *shape)` and gets what `outrider tune` found for that shape on that device, or the
+A kernel asks `tuned(device, default, *shape)` and gets what `tools/tune` found for that shape on that device, or the
 default that stands beside the kernel. Configs are found by the shape of the model, never by the rows of a step: a
 row's rounding must not depend on the rows beside it. Importing this package imports neither torch nor Triton.
 """

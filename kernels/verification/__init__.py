@@ -9,7 +9,7 @@ Request b has k_b drafts and 1 + k_b rows of logits; row j is the distribution p
                 next token argmax_v log max(p_a - q_a, 0)[v] + G_a[v]        G_a: noise, (seed, position + a, RESIDUAL)
                 with q_k = 0, and p_a instead where p_a - q_a has no positive part
 
-a is the number of accepted drafts. Sources: see `spec_decode/verification.py`.
+a is the number of accepted drafts. Sources: see `spec_decode/verify/verification.py`.
 """
 
 from __future__ import annotations

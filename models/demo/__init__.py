@@ -1,7 +1,7 @@
 """The embedded demo model: a small Llama, its draft model and EAGLE-3 head, and three adapters with draft weights for
 both; shipped with the package.
 
-This module only knows where the files are; it imports nothing heavy. `outrider.models.demo.recipe` makes the files.
+This module only knows where the files are; it imports nothing heavy. The repository's `tools/demo_model` makes them.
 """
 
 from pathlib import Path

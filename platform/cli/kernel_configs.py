@@ -13,7 +13,7 @@ def add_kernel_configs_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kernel-configs",
         metavar="PATH",
-        help="file of `outrider tune`, or a folder of them, for the GPU kernels "
+        help="file of `tools/tune`, or a folder of them, for the GPU kernels "
         f"(default: the variable {VARIABLE}, else those that come with Outrider)",
     )
 

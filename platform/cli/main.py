@@ -11,7 +11,7 @@ from typing import Any
 
 from ... import __version__
 from ..core.errors import OutriderError
-from . import chat, serve, train_draft, tune
+from . import chat, serve, train_draft
 from .admin import command as admin
 from .bench import command as bench
 from .parser import Parser
@@ -28,7 +28,6 @@ def build_parser() -> argparse.ArgumentParser:
     admin.add_parser(commands)
     bench.add_parser(commands)
     train_draft.add_parser(commands)
-    tune.add_parser(commands)
     version = commands.add_parser("version", help="show the version")
     version.set_defaults(run=_show_version)
     return parser

@@ -67,7 +67,7 @@ class LLM:
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
-    `outrider tune`, or a folder of them, for the GPU kernels of this process, of later objects too. Not thread-safe.
+    `tools/tune`, or a folder of them, for the GPU kernels of this process, of later objects too. Not thread-safe.
 
         with LLM("Qwen/Qwen3-0.6B", enable_lora=True) as llm:
             outputs = llm.generate("Hello", SamplingParams(max_tokens=20))

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from ...kernels.threads import compute_alone
 from ...models.decoder import Decoder
-from ...spec_decode.proposer import Proposer
+from ...spec_decode.drafters.base import Proposer
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest

@@ -17,7 +17,7 @@ from ...kernels.staging import to_device
 from ...models.batch import ForwardBatch, LayerKV, build_batch
 from ...models.decoder import Decoder, DecoderOutput
 from ...models.graphs import PassGraphs, PassInputs
-from ...spec_decode.proposer import (
+from ...spec_decode.drafters.base import (
     AdapterPreparer,
     DraftRow,
     LateChooser,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.late import LateIds, LateOutcome, LateTokens, late_tokens, now_known
 from ...kernels.staging import to_device
 from ...models.batch import SequenceRows
-from ...spec_decode.proposer import DraftRow, Proposal
+from ...spec_decode.drafters.base import DraftRow, Proposal
 from ..core.batch import RowPlan, StepPlan
 from ..core.request import NO_DRAFTS, Continued, Request
 from .logits_edits import Seen, token_entries

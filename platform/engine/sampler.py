@@ -15,8 +15,8 @@ from ...kernels.dispatch import use_triton
 from ...kernels.late import LateOutcome
 from ...kernels.sampling import filter_logits, most_likely, row_stats, top_logprobs
 from ...kernels.staging import Download, upload
-from ...spec_decode.synthetic import verify_synthetic
-from ...spec_decode.verification import (
+from ...spec_decode.verify.synthetic import verify_synthetic
+from ...spec_decode.verify.verification import (
     Rule,
     Verified,
     VerifyRow,

@@ -19,8 +19,8 @@ from ...models.demo import demo_model_path
 from ...models.graphs import PassGraphs
 from ...models.loader import load_model, read_facts, resolve_model_path
 from ...spec_decode.adaptive import AdaptiveProposer
-from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
-from ...spec_decode.proposer import DefersAdapters, LateChooser, LateDrafter, Proposer
+from ...spec_decode.drafters.base import DefersAdapters, LateChooser, LateDrafter, Proposer
+from ...spec_decode.drafters.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo

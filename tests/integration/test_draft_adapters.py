@@ -291,7 +291,7 @@ def test_a_folder_for_each_method(engine_of, bare, drafted, tmp_path):
 def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
     engine_of, models, prompts, greedy, monkeypatch, tmp_path
 ):
-    from outrider.spec_decode.ngram import NgramProposer
+    from outrider.spec_decode.drafters.ngram import NgramProposer
 
     forgotten = []
     monkeypatch.setattr(NgramProposer, "forget_adapter", lambda self, digest: forgotten.append(digest))
@@ -311,9 +311,9 @@ def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
 @pytest.mark.parametrize("name", ["json", "sql", "support"])
 def test_what_the_demo_adapters_draft_weights_are_worth(name, make_engine, run, tmp_path):
     from outrider.models.demo import demo_adapters, demo_model_path
-    from outrider.models.demo.recipe.evaluation import held_out
-    from outrider.models.demo.recipe.mixture import adapter_document
-    from outrider.models.demo.recipe.tokenizer import load_tokenizer
+    from outrider.tools.demo_model.evaluation import held_out
+    from outrider.tools.demo_model.mixture import adapter_document
+    from outrider.tools.demo_model.tokenizer import load_tokenizer
 
     base = Path(demo_model_path())
     draft = base.parent / "draft"

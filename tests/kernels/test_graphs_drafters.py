@@ -24,9 +24,10 @@ from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.platform.engine.logits_edits import edit_draft_logits
-from outrider.spec_decode import drawing, medusa
-from outrider.spec_decode.factory import ProposerContext, make_proposer
-from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.drafters.base import DraftRow, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.drafters.factory import ProposerContext, make_proposer
+from outrider.spec_decode.drafters.medusa import drafter as medusa
+from outrider.spec_decode.verify import draft_sampling as drawing
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
 

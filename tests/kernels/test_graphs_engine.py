@@ -35,9 +35,10 @@ from outrider.platform.engine import sampler, setup
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.model_runner import Launched, ModelRunner
 from outrider.platform.engine.warm_up import dummy, rehearse, step
-from outrider.spec_decode import drawing, verification
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.lanes import RowState
+from outrider.spec_decode.verify import draft_sampling as drawing
+from outrider.spec_decode.verify import verification
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
 

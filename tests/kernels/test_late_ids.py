@@ -12,9 +12,9 @@ from outrider.kernels.late import LateIds, LateOutcome, LateTokens, OnDevice, la
 from outrider.kernels.verification import pack
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.engine.sampler import Pending, Ready, Sampled, Sampler, SampleRow
-from outrider.spec_decode.drawing import Drafting, draw, join_drafts, last_drafts
-from outrider.spec_decode.proposer import DraftRow
-from outrider.spec_decode.verification import Rule, choose_rule
+from outrider.spec_decode.drafters.base import DraftRow
+from outrider.spec_decode.verify.draft_sampling import Drafting, draw, join_drafts, last_drafts
+from outrider.spec_decode.verify.verification import Rule, choose_rule
 
 
 class Counted(OnDevice):

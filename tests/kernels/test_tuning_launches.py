@@ -18,11 +18,12 @@ from outrider.kernels.rope import triton as rope
 from outrider.kernels.sampling import triton as filters
 from outrider.kernels.sampling import triton_logprobs as logprobs
 from outrider.kernels.silu_mul import triton as silu
-from outrider.kernels.tuning import Configs, KernelConfig, using, workloads
-from outrider.kernels.tuning.search import Job, make_jobs
-from outrider.kernels.tuning.shapes import ModelShape, WorkSizes
-from outrider.kernels.tuning.space import SPACES, candidates
+from outrider.kernels.tuning import Configs, KernelConfig, using
 from outrider.kernels.verification import triton as verification
+from outrider.tools.tune import workloads
+from outrider.tools.tune.search import Job, make_jobs
+from outrider.tools.tune.shapes import ModelShape, WorkSizes
+from outrider.tools.tune.space import SPACES, candidates
 
 TINY = ModelShape(160, 96, 4, 2, 16, 301, "float16")
 SIZES = WorkSizes(((1, 40),), ((1, 100),), 40, (1,), (3,), (1,), ((6, 2),), ((40, 2),), 4, 1)

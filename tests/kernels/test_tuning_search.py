@@ -12,14 +12,14 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from outrider.kernels.tuning import DeviceName, KernelConfig, configs_of
-from outrider.kernels.tuning import search as search_module
 from outrider.kernels.tuning.configs import KINDS, NoiseArgmaxConfig, RMSNormConfig, SiluMulConfig
 from outrider.kernels.tuning.files import ConfigFile, read_configs
-from outrider.kernels.tuning.search import Found, Job, Searcher, make_jobs, tune
-from outrider.kernels.tuning.shapes import MODELS, ModelShape, WorkSizes
-from outrider.kernels.tuning.space import SPACES, Space, candidates, num_candidates
-from outrider.kernels.tuning.timer import num_copies
-from outrider.kernels.tuning.workloads import Workload, every_work
+from outrider.tools.tune import search as search_module
+from outrider.tools.tune.search import Found, Job, Searcher, make_jobs, tune
+from outrider.tools.tune.shapes import MODELS, ModelShape, WorkSizes
+from outrider.tools.tune.space import SPACES, Space, candidates, num_candidates
+from outrider.tools.tune.timer import num_copies
+from outrider.tools.tune.workloads import Workload, every_work
 
 TINY = ModelShape(64, 96, 4, 2, 16, 301, "float16")
 SIZES = WorkSizes(((2, 40),), ((1, 200),), 64, (1, 4), (3,), (2,), ((3, 2),), ((1030, 2),), 4, 2)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ....models.decoder import Decoder
-from ....spec_decode.proposer import Proposer
+from ....spec_decode.drafters.base import Proposer
 from ...core.config import EngineArgs
 from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ....spec_decode.proposer import (
+from ....spec_decode.drafters.base import (
     AdapterPreparer,
     DraftRow,
     Proposal,

@@ -1,0 +1,292 @@
+"""What kernels are given to do while they are tuned: random tensors of a model's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.lora.device_rows import TritonRows
+from ...kernels.lora.groups import RowGroups
+from ...kernels.noise.triton import gumbel_argmax
+from ...kernels.paged_attention import LayerKV, RowArrays, Shape
+from ...kernels.paged_attention.device_step import AttentionOptions, DeviceStep, KVScales
+from ...kernels.paged_attention.schedule import Planner, gpu_of
+from ...kernels.rms_norm.torch import prepare
+from ...kernels.rms_norm.triton import rms_norm
+from ...kernels.rope import Rotation
+from ...kernels.rope.triton import apply_rope
+from ...kernels.sampling.triton import launch_filter
+from ...kernels.sampling.triton_logprobs import row_stats, top_logprobs
+from ...kernels.silu_mul.triton import silu_mul
+from ...kernels.staging import upload
+from ...kernels.tuning.configs import bucket
+from ...kernels.tuning.store import configs_of
+from ...kernels.verification import INVARIANT, REJECTION, pack
+from ...kernels.verification.triton import verify
+from .shapes import ModelShape, WorkSizes
+
+BLOCK_SIZE = 16
+Run = Callable[[], tuple[Tensor, ...]]
+
+
+class Workload(NamedTuple):
+    """Some work of one kernel, or of one and its neighbours."""
+
+    name: str
+    make: Callable[[torch.device], Run]
+    """Makes the inputs, always the same numbers in new memory, and returns what is timed. A run may change its inputs:
+    two are alike only when each is the first of its own."""
+    num_bytes: int
+    """That it reads and writes, about."""
+
+
+class _Inputs:
+    """Random tensors, the same each time."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn(size, generator=self._generator, device=self._device, dtype=torch.float32)
+        return x.to(dtype or self._dtype)
+
+
+def _rows(num_rows: int, num_queries: int, context: int) -> RowArrays:
+    """Rows of `context` tokens, the last `num_queries` of which are computed, in scattered blocks."""
+    count = -(-context // BLOCK_SIZE)
+    blocks = np.random.default_rng(0).permutation(num_rows * count).astype(np.int64)
+    starts = np.full(num_rows, context - num_queries, dtype=np.int64)
+    position = starts[:, None] + np.arange(num_queries)
+    table = blocks.reshape(num_rows, count)
+    slots = np.take_along_axis(table, position // BLOCK_SIZE, 1) * BLOCK_SIZE + position % BLOCK_SIZE
+    each = np.arange(num_rows, dtype=np.int64)
+    lens = np.full(num_rows, num_queries, dtype=np.int64)
+    return RowArrays(slots.ravel(), lens, starts, each * num_queries, each * count, blocks)
+
+
+def _step(model: ModelShape, rows: RowArrays, device: torch.device) -> DeviceStep:
+    shape = Shape(model.heads, model.kv_heads, model.head_dim)
+    planner = Planner(shape, model.dtype.itemsize, gpu_of(device), configs=configs_of(device))
+    return DeviceStep(planner, model.dtype, BLOCK_SIZE, rows, device)
+
+
+def _cache(model: ModelShape, rows: RowArrays, make: _Inputs) -> LayerKV:
+    return LayerKV(*(make(model.kv_heads, len(rows.blocks), BLOCK_SIZE, model.head_dim) for _ in range(2)))
+
+
+def attention(model: ModelShape, num_rows: int, num_queries: int, context: int) -> Workload:
+    """`num_queries` at the end of each context."""
+
+    def make(device: torch.device) -> Run:
+        inputs, rows = _Inputs(device, model.dtype), _rows(num_rows, num_queries, context)
+        step, kv = _step(model, rows, device), _cache(model, rows, inputs)
+        tokens = num_rows * num_queries
+        q, k, v = (inputs(tokens, n, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads))
+        return lambda: (step.attend(q, k, v, kv, AttentionOptions()),)
+
+    num_bytes = 2 * num_rows * context * model.kv_heads * model.head_dim * model.dtype.itemsize
+    return Workload(f"{num_rows} x {context}, {num_queries} queries", make, num_bytes)
+
+
+def kv_write(model: ModelShape, num_rows: int) -> Workload:
+    """Rotation of queries and keys, and the write of keys and values."""
+
+    def make(device: torch.device) -> Run:
+        inputs, rows = _Inputs(device, model.dtype), _rows(num_rows, 1, 1)
+        step, kv = _step(model, rows, device), _cache(model, rows, inputs)
+        qkv = inputs(num_rows, (model.heads + 2 * model.kv_heads) * model.head_dim)
+        rotation = Rotation(inputs(num_rows, 1, model.head_dim), inputs(num_rows, 1, model.head_dim))
+        return lambda: (step.write_qkv(qkv, rotation, None, kv, KVScales()), kv.k, kv.v)
+
+    size = 2 * num_rows * (model.heads + 2 * model.kv_heads) * model.head_dim * model.dtype.itemsize
+    return Workload(f"{num_rows} rows", make, size)
+
+
+def rope(model: ModelShape, num_rows: int) -> Workload:
+    """The rotation of queries and keys alone."""
+    heads = model.heads + model.kv_heads
+
+    def make(device: torch.device) -> Run:
+        inputs = _Inputs(device, model.dtype)
+        x = inputs(num_rows, heads, model.head_dim)
+        cos, sin = inputs(num_rows, 1, model.head_dim), inputs(num_rows, 1, model.head_dim)
+        return lambda: (apply_rope(x, cos, sin),)
+
+    return Workload(f"{num_rows} rows", make, 2 * num_rows * heads * model.head_dim * model.dtype.itemsize)
+
+
+def norm(model: ModelShape, num_rows: int) -> Workload:
+    """Of hidden states."""
+
+    def make(device: torch.device) -> Run:
+        inputs = _Inputs(device, model.dtype)
+        x, weight = inputs(num_rows, model.hidden), prepare(inputs(model.hidden, dtype=torch.float32), 1e-5)
+        return lambda: (rms_norm(x, weight),)
+
+    return Workload(f"{num_rows} rows", make, 2 * num_rows * model.hidden * model.dtype.itemsize)
+
+
+def activation(model: ModelShape, num_rows: int) -> Workload:
+    """Of the gate and up projections' outputs."""
+
+    def make(device: torch.device) -> Run:
+        x = _Inputs(device, model.dtype)(num_rows, 2 * model.inner)
+        return lambda: (silu_mul(x),)
+
+    return Workload(f"{num_rows} rows", make, 3 * num_rows * model.inner * model.dtype.itemsize)
+
+
+def adapters(
+    model: ModelShape, site: tuple[int, tuple[int, ...]], num_tokens: int, num_adapters: int, rank: int
+) -> Workload:
+    """Shrink and expand of one projection; the tokens are divided among the adapters, run by run."""
+    (inputs_of_site, slices), count = site, num_adapters
+    outputs, width = sum(slices), len(slices) * inputs_of_site
+
+    def make(device: torch.device) -> Run:
+        inputs = _Inputs(device, model.dtype)
+        pool = inputs(count * rank, width + outputs).mul_(inputs_of_site**-0.5)
+        live = torch.ones(count * rank, len(slices), dtype=torch.uint8, device=device)
+        rows = TritonRows(pool[:, :width].unflatten(1, (len(slices), inputs_of_site)), pool[:, width:], slices, live)
+        cuts = [num_tokens * i // count for i in range(count + 1)]
+        runs = [(cuts[i], cuts[i + 1], range(i * rank, (i + 1) * rank)) for i in range(count)]
+        groups = RowGroups(runs, num_tokens, device)
+        x, y = inputs(num_tokens, inputs_of_site), inputs(num_tokens, outputs)
+
+        def run() -> tuple[Tensor, ...]:
+            rows.add(y, x, groups)
+            return (y,)
+
+        return run
+
+    elements = count * rank * (width + outputs) + num_tokens * (inputs_of_site + 2 * outputs)
+    sizes = "+".join(map(str, slices))
+    name = f"{inputs_of_site} to {sizes}, {num_tokens} tokens of {count} adapters"
+    return Workload(name, make, elements * model.dtype.itemsize)
+
+
+def _logits(model: ModelShape, num_rows: int, device: torch.device) -> Tensor:
+    return _Inputs(device, torch.float32)(num_rows, model.vocab).mul_(3)
+
+
+def filtering(model: ModelShape, num_rows: int) -> Workload:
+    """Half of the rows with top-k, the others with top-p."""
+
+    def make(device: torch.device) -> Run:
+        logits = _logits(model, num_rows, device)
+        out = torch.empty_like(logits)
+        even = np.arange(num_rows) % 2 == 0
+        k, p = np.where(even, 50, 0).astype(np.int64), np.where(even, 1.0, 0.9)
+        parameters = upload(device, np.full(num_rows, 0.8), k, p, np.full(num_rows, -np.inf))
+
+        def run() -> tuple[Tensor, ...]:
+            launch_filter(logits, out, parameters)
+            return (out,)
+
+        return run
+
+    return Workload(f"{num_rows} rows", make, 8 * num_rows * model.vocab)
+
+
+def stats(model: ModelShape, num_rows: int) -> Workload:
+    """Maxima and sums of exponentials."""
+
+    def make(device: torch.device) -> Run:
+        return partial(row_stats, _logits(model, num_rows, device))
+
+    return Workload(f"{num_rows} rows", make, 4 * num_rows * model.vocab)
+
+
+def logprobs(model: ModelShape, num_rows: int) -> Workload:
+    """Of the five most likely tokens."""
+
+    def make(device: torch.device) -> Run:
+        logits, chosen = _logits(model, num_rows, device), torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return lambda: top_logprobs(logits, chosen, 5)
+
+    return Workload(f"{num_rows} rows", make, 4 * num_rows * model.vocab)
+
+
+def draws(model: ModelShape, num_rows: int) -> Workload:
+    """Argmax of logits and noise."""
+
+    def make(device: torch.device) -> Run:
+        logits, keys = _logits(model, num_rows, device), torch.arange(num_rows, device=device)
+        return lambda: (gumbel_argmax(logits, keys),)
+
+    return Workload(f"{num_rows} rows", make, 4 * num_rows * model.vocab)
+
+
+def verifications(model: ModelShape, num_requests: int, num_drafts: int) -> Iterator[Workload]:
+    """Of both rules that draw."""
+
+    def make(rule: int, device: torch.device) -> Run:
+        logits = _logits(model, num_requests * (1 + num_drafts), device)
+        probs = None
+        if rule == REJECTION:
+            probs = _logits(model, num_requests * num_drafts, device).softmax(-1)
+        ids = [[7 % model.vocab] * num_drafts] * num_requests
+        count = num_requests
+        requests = pack(ids, [probs is None] * count, [rule] * count, range(count), [9] * count, device)
+        found = row_stats(logits)
+        return lambda: verify(logits, probs, requests, found)
+
+    size = 4 * num_requests * model.vocab
+    for rule, name, rows in ((INVARIANT, "invariant", 1 + num_drafts), (REJECTION, "rejection", 1 + 2 * num_drafts)):
+        yield Workload(f"{num_requests} x {num_drafts} drafts, {name}", partial(make, rule), size * rows)
+
+
+def every_work(kernel: str, model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
+    """(shape, work) of everything that `kernel` does for `model`."""
+    item = model.dtype.itemsize
+    if kernel == "attention":
+        yield from _attention_work(model, sizes)
+    elif kernel in ("lora_shrink", "lora_expand"):
+        for tile, steps in ((16, sizes.decode_adapters), (64, sizes.prompt_adapters)):
+            for site in model.projections:
+                width = site[0] if kernel == "lora_shrink" else sum(site[1])
+                for tokens, count in steps:
+                    yield (tile, bucket(width), item), adapters(model, site, tokens, count, sizes.rank)
+    elif kernel == "verification":
+        for rows in sizes.logits:
+            for work in verifications(model, rows, sizes.drafts):
+                yield (bucket(model.vocab),), work
+    elif kernel in _DENSE:
+        width_of, of_rows = _DENSE[kernel]
+        for rows in sizes.rows:
+            yield (bucket(width_of(model)), item), of_rows(model, rows)
+    else:
+        for rows in sizes.logits:
+            yield (bucket(model.vocab),), _OF_LOGITS[kernel](model, rows)
+
+
+def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
+    shape = Shape(model.heads, model.kv_heads, model.head_dim)
+    planner = Planner(shape, model.dtype.itemsize, gpu_of(torch.device("cpu")))
+    work = [(rows, queries, context) for queries in sizes.queries for rows, context in sizes.decodes]
+    work += [(rows, min(length, sizes.chunk), length) for rows, length in sizes.prompts]
+    for num_rows, num_queries, context in work:
+        layout = planner.layout(_rows(num_rows, num_queries, context))
+        (group,) = layout.groups
+        shape_of = planner.tuned_shape(group.blocks.block_m, is_long=layout.long is not None)
+        yield shape_of, attention(model, num_rows, num_queries, context)
+
+
+_DENSE: dict[str, tuple[Callable[[ModelShape], int], Callable[[ModelShape, int], Workload]]] = {
+    "kv_write": (lambda model: model.head_dim, kv_write),
+    "rope": (lambda model: model.head_dim, rope),
+    "rms_norm": (lambda model: model.hidden, norm),
+    "silu_mul": (lambda model: model.inner, activation),
+}
+_OF_LOGITS: dict[str, Callable[[ModelShape, int], Workload]] = {
+    "sampling_filter": filtering,
+    "sampling_stats": stats,
+    "sampling_logprobs": logprobs,
+    "noise_argmax": draws,
+}
