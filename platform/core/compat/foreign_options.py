@@ -43,6 +43,11 @@ def off(why: str) -> Option:
     return Option((False,), why, flag=True)
 
 
+def each(option: Option, names: str) -> dict[str, Option]:
+    """One option under several names, which have spaces between them."""
+    return dict.fromkeys(names.split(), option)
+
+
 # Reasons that several options share.
 ONE_PROCESS = "one process has the whole model"
 NO_OFFLOAD = "weights and caches are not moved to host memory"

@@ -64,7 +64,7 @@ class Accepted(Generic[BodyT]):
         job: Job,
         kind: str,
         encoder: ChunkEncoder,
-        answer: Callable[[Collected], Mapping[str, Any]],
+        answer: Callable[[Collected], dict[str, Any]],
         *,
         in_thread: bool = False,
     ) -> Response:
