@@ -53,7 +53,7 @@ class EngineArgs:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_logprobs: int = 20
-    """-1: the whole vocabulary."""
+    """Largest number of log-probabilities at a position; -1: the whole vocabulary."""
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, on any device."""
@@ -106,7 +106,7 @@ class ModelFacts:
     max_position_embeddings: int
     """Context length in tokens, with the rope scaling."""
     kv_bytes_per_token: int
-    """All layers, target and proposer, keys and values, in the dtypes that they will have."""
+    """Bytes of one token's keys and values in all layers, of target and proposer, in their data types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Adapters: how many run at once, and what the device and the host keep of them."""
+    """Limits on adapters that run, and on those that the device and the host keep."""
 
     max_loras: int
     """Largest number of distinct adapters that run at once. An adapter that nobody runs stays on the device while there
@@ -202,7 +202,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _check_types(args: EngineArgs) -> None:
-    """Refuse values that no model and no machine make right."""
+    """Refuse values that are wrong for every model and machine."""
     for name in _TEXTS:
         if getattr(args, name) is not None:
             check_text(name, getattr(args, name))
@@ -288,8 +288,8 @@ def _bytes(name: str, value: int | str | None) -> int | None:
 
 
 def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
-    """Bytes for the KV cache of what is free when weights and adapters are in place: on a GPU all but the share that is
-    not ours and a reserve for activations and captured graphs, on a CPU a quarter, 4 GiB at most."""
+    """Bytes for the KV cache when weights and adapters are in place. On a GPU: the free memory without the share that
+    is not ours and a reserve for activations and captured graphs. On a CPU: a quarter, 4 GiB at most."""
     if hardware.device == "cpu":
         return min(hardware.free_memory_bytes // 4, 4 << 30)
     not_ours = int(hardware.total_memory_bytes * (1.0 - args.gpu_memory_utilization))

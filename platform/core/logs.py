@@ -127,7 +127,7 @@ def json_formatter(process: str) -> logging.Formatter:
                 log_data.setdefault("request_id", request_id)
 
         def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-            """RFC 3339, UTC."""
+            """Time of a record as RFC 3339, in UTC."""
             seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             return f"{seconds}.{int(record.msecs):03d}Z"
 

@@ -180,7 +180,7 @@ class EngineStats:
     adapters: list[AdapterInfo] = field(default_factory=list)
     """Registered adapters that are in memory or in use; the others are on disk and cost nothing."""
     num_adapters: int = 0
-    """Registered ones, wherever they are."""
+    """Number of registered adapters, wherever they are."""
     running_adapters: list[str] = field(default_factory=list)
     waiting_adapters: list[str] = field(default_factory=list)
     lora_load_seconds: list[float] = field(default_factory=list)

@@ -16,9 +16,9 @@ class Option(NamedTuple):
     """An option that has no counterpart here."""
 
     harmless: tuple[object, ...] | None
-    """Values that ask for what is done anyway, beside None; None: every value, though nothing comes of it."""
+    """Values, beside None, that ask for what is done anyway; None: every value is taken, without an effect."""
     why: str
-    """Why nothing comes of it, or why other values are refused."""
+    """Reason why it has no effect, or why other values are refused."""
     flag: bool = False
     """True for a flag, which has no value on the command line."""
 
