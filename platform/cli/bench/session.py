@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....models.config import read_json
+from ....models.checkpoint.json_files import read_json
+from ....models.checkpoint.loader import read_facts, resolve_model_path
+from ....models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 from ....models.decoder import Decoder
-from ....models.loader import read_facts, resolve_model_path
-from ....models.tokenizer import eos_token_ids, load_tokenizer
 from ...core.config import EngineArgs
 from ...core.errors import OutriderError, PromptTooLongError
 from ...core.lora_request import LoRARequest

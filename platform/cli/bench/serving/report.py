@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..... import __version__
-from .....models.config import read_json
+from .....models.checkpoint.json_files import read_json
 from ....core.errors import OutriderError
 from ..machine import RANDOM_WEIGHTS
 from ..report import labels
