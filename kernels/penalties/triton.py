@@ -102,8 +102,8 @@ def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
             column += len(part)
     arrays = upload(logits.device, places, owners, num_after, first, entries, strengths.reshape(-1), tokens.reshape(-1))
     after = arrays.pop()
-    for part in device_tokens(parts):
-        part.fill(after)
+    for group in device_tokens(parts):
+        group.fill(after)
     # As on a CPU, p + f * n is rounded twice.
     penalty_kernel[(len(owners),)](
         logits, logits.stride(0), *arrays, after, width, **_constants(width), enable_fp_fusion=False
