@@ -13,7 +13,7 @@ from typing import Any
 from ...models.generation_config import AUTOMATIC, FILE, NOTHING, chosen_file, overriding_defaults, sampling_defaults
 from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA, LoRARequest
-from .adapter_sources import AdapterSources
+from .adapters.sources import AdapterSources
 
 
 class SamplingDefaults:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...client.chat_template import ChatOptions, render_messages
+from ...client.text.chat_template import ChatOptions, render_messages
 from ...core.errors import InvalidRequestError, NotFoundError
 from ...core.lora_request import LoRARequest
 from .prompts import DEMO_PROMPTS
