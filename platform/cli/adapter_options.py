@@ -8,7 +8,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from ..client.adapter_sources import SourceOptions
+from ..client.adapters.sources import SourceOptions
 from ..core.compat.foreign_options import check_foreign
 from ..core.compat.vllm_python import LORA
 from ..core.errors import InvalidRequestError

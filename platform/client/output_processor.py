@@ -15,8 +15,8 @@ from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .detokenizer import IncrementalDetokenizer, has_text_before
-from .vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
+from .text.detokenizer import IncrementalDetokenizer, has_text_before
+from .text.vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
 
 logger = logging.getLogger(__name__)
 

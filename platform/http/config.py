@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..client.adapter_sources import SourceOptions
+from ..client.adapters.sources import SourceOptions
 from ..core.logs import LogFormat
 
 

@@ -104,9 +104,9 @@ class _Server:
         self._tenancy: Tenancy | None = None
 
     async def run(self) -> int:
-        from ..client.adapter_sources import AdapterSources
+        from ..client.adapters.sources import AdapterSources
         from ..client.async_llm import AsyncLLM
-        from ..client.supervisor import EngineSpec
+        from ..client.process.supervisor import EngineSpec
 
         spec = EngineSpec(args=self._args, hang_timeout=self._config.engine_hang_timeout)
         llm = AsyncLLM.from_spec(spec, AdapterSources(self._config.lora_sources))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from ..client.adapter_templates import adapter_chat_template
+from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
 from ..core.errors import EngineDeadError, InvalidRequestError, PermissionDeniedError, ShuttingDownError
 from ..core.lora_request import LoRA

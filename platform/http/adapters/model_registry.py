@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...client.adapter_sources.resolver import shown_source
+from ...client.adapters.sources.resolver import shown_source
 from ...core.adapter_names import MARK, engine_name, split_engine_name
 from ...core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from ...core.lora_request import LoRARequest

@@ -12,8 +12,15 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...client.adapter_sources.folders import MAX_PATH, CheckedFolder, FolderRules, real_roots
-from ...client.adapter_sources.resolver import LOCAL_SCHEMES, is_hub_id, local_path, no_adapter, scheme_of, shown_source
+from ...client.adapters.sources.folders import MAX_PATH, CheckedFolder, FolderRules, real_roots
+from ...client.adapters.sources.resolver import (
+    LOCAL_SCHEMES,
+    is_hub_id,
+    local_path,
+    no_adapter,
+    scheme_of,
+    shown_source,
+)
 from ...core.errors import AdapterError
 from ...core.lora_request import LoRARequest
 from ..config import ServerConfig

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...client.vocabulary import TokenTexts, vocabulary_of
+from ...client.text.vocabulary import TokenTexts, vocabulary_of
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented

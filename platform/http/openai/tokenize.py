@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...client.vocabulary import vocabulary_of
+from ...client.text.vocabulary import vocabulary_of
 from ...core.errors import InvalidRequestError
 from ...core.sampling_params import shown
 from ..adapters.adapter_choice import adapter_of_model

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.platform.client.adapter_sources import AdapterSources
+from outrider.platform.client.adapters.sources import AdapterSources
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.sampling_defaults import SamplingDefaults
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
