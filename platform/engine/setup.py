@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +13,11 @@ from ...lora import reader
 from ...lora.manager import AdapterManager
 from ...lora.sites import AdapterHooks
 from ...models.batch import allocate_kv
+from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
-from ...models.graphs import PassGraphs
-from ...models.loader import load_model, read_facts, resolve_model_path
+from ...models.pass_graphs import PassGraphs
 from ...spec_decode.control.factory import Speculation, make_speculation
-from ...spec_decode.drafters.base import Drafter
 from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
@@ -51,18 +49,8 @@ class EngineParts(NamedTuple):
     adapters: AdapterManager | NoAdapters
 
 
-def build(
-    args: EngineArgs,
-    *,
-    progress: bool = False,
-    observe: Callable[[Drafter], Drafter] | None = None,
-    twin_of: Decoder | None = None,
-) -> EngineParts:
+def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     """Resolve the options, load the weights, allocate the memory and put the parts together.
-
-    Args:
-        observe: may wrap the drafter, which sees every step and its times, in one that keeps what a measurement needs.
-        twin_of: the model that another engine made of these options; its weights are used, and none are loaded.
 
     Raises:
         InvalidRequestError: an option is wrong; `param` names it. NotFoundError: no such model.
@@ -73,11 +61,11 @@ def build(
     path = _model_path(args)
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = _load(config, path, progress) if twin_of is None else twin_of.twin()
+    model = _load(config, path, progress)
     _choose_threads(model, dtype)
     graphs = make_graphs(config)
     speculation = make_speculation(config.speculative, _drafter_context(config, model, graphs, progress))
-    drafter = speculation.drafter if observe is None else observe(speculation.drafter)
+    drafter = speculation.drafter
     adapters = _make_adapters(config, model, speculation)
     logits = None
     if graphs is not None and graphs.captures(model):

@@ -11,7 +11,7 @@ from ..drafters.base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Pr
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...kernels.late import LateOutcome
+    from ...kernels.device_outcome import DeviceOutcome
     from ...models.batch import LayerKV
 
 
@@ -59,7 +59,7 @@ class DrafterGroup(Drafter):
         for drafter in self._drafters:
             drafter.watch(rows, target)
 
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
         """Drafts by the first drafter."""
         return self._first.propose_late(rows, target, late)
 

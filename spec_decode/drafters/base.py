@@ -11,7 +11,7 @@ from torch import Tensor
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Tokens
 
 if TYPE_CHECKING:
-    from ...kernels.late import LateOutcome
+    from ...kernels.device_outcome import DeviceOutcome
     from ...models.batch import KVLayerSpec, LayerKV
     from ...models.layers.linear import Linear
 
@@ -122,7 +122,7 @@ class Drafter:
         """Take in a step after which no drafts are wanted: keep what would be lost otherwise. It should cost nothing
         beside the step."""
 
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
         """`propose` on the device, for decodes and verifications alone: a row has logits for each of its 1 + k tokens,
         and what the drafter keeps of it lags by no more than these.
 
