@@ -29,8 +29,7 @@ from .prompt_pace import PromptPace
 from .row_choices import is_followed, row_choices
 from .step_budget import StepBudget
 
-# Waiting sequences that gates may prepare for while the batch is full.
-PREFETCHED = 16
+PREFETCHED = 16  # waiting sequences that gates may prepare for while the batch is full
 
 
 class Scheduler:
@@ -167,15 +166,14 @@ class Scheduler:
         while prompts:
             self._plan_prompt(prompts.popleft(), step)
         rows = list(step.rows.values())
-        if self._chooser is not None:
+        if rows and self._chooser is not None:
             self._chooser.choose(rows, requests_wait=self._turns.num_waiting > 0)
         return StepPlan(rows, is_followed(rows, self._draft_limits))
 
     def _draft_budget(self) -> int:
         """Tokens of the next step that drafts may take."""
-        if self._chooser is not None and self._chooser.plans_no_drafts:
-            return 0
-        return draft_budget(self._draft_limits, self.config, self._turns)
+        is_off = self._chooser is not None and self._chooser.plans_no_drafts
+        return 0 if is_off else draft_budget(self._draft_limits, self.config, self._turns)
 
     def _plan_prompt(self, request: Request, step: StepBudget) -> None:
         """`_plan_row`, for one that may have given way meanwhile, and even have started again."""

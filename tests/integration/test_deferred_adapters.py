@@ -17,8 +17,8 @@ def test_they_are_fused_before_their_adapter_makes_way(models, make_engine, run,
     stored, waited, evictions, fused_with = [], [], [], []
     for max_loras in (1, 2):
         engine = make_engine(enable_lora=True, max_lora_rank=8, max_loras=max_loras, speculative_config=speculative)
-        proposer = engine._runner._proposer
-        store = (proposer._first if adaptive else proposer)._store
+        drafter = engine._runner._drafter
+        store = (drafter._first if adaptive else drafter)._store
         store.flush()  # what is left of the measuring at start
         for half in store._halves:
             half.zero_()
@@ -27,8 +27,6 @@ def test_they_are_fused_before_their_adapter_makes_way(models, make_engine, run,
         for name, prompt in zip("abaab", prompts * 2, strict=False):
             (outcome,) = run(engine, [(prompt, SILENT, models.lora(name))])
             assert len(outcome.token_ids) == 20
-        if adaptive:
-            proposer._watch_rests()
         waited.append(store._pending.num_tokens)
         evictions.append(engine.stats().lora_evictions["device"])
         store.flush()
