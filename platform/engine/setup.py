@@ -260,14 +260,13 @@ def _draft_limits(config: EngineConfig, options: SpeculativeConfig, speculation:
     needs, most = speculation.drafter.needs, options.num_speculative_tokens
     if speculation.policy is None:
         most = min(most, needs.max_drafts)
-    # Synthetic acceptance is decided on the host.
-    on_device = needs.drafts_on_device and options.synthetic_acceptance_rates is None
     return DraftLimits(
         most,
         extra_slots=bool(needs.kv_layers),
-        overlaps=config.async_scheduling,
+        # The host decides about synthetic acceptance.
+        overlaps=config.async_scheduling and options.synthetic_acceptance_rates is None,
         max_positions=needs.max_positions,
-        max_drafts_late=needs.max_drafts if on_device else 0,
+        max_drafts_late=needs.max_drafts if needs.drafts_on_device else 0,
     )
 
 

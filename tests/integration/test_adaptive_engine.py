@@ -8,7 +8,7 @@ import pytest
 from outrider import SamplingParams
 from outrider.platform.engine import setup
 from outrider.platform.engine.warm_up import warm_up
-from outrider.spec_decode.control import factory
+from outrider.spec_decode.control import adapters, factory
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters.draft_model import DraftModelDrafter
 from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
@@ -67,8 +67,15 @@ def short_warm_up(monkeypatch):
     monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
 
 
+@pytest.fixture
+def early_trials(monkeypatch):
+    """Drafters are tried at once, whatever steps take on this machine."""
+    monkeypatch.setattr(adapters, "FIRST_TRIAL_SECONDS", 0.0)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+@pytest.mark.usefixtures("early_trials")
 def test_text_is_byte_equal_with_and_without(models, make_engine, plain_text, run, jobs, method, options):
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **options)
     num_drafted = 0
