@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +13,12 @@ from ...lora import reader
 from ...lora.manager import AdapterManager
 from ...lora.sites import AdapterHooks
 from ...models.batch import allocate_kv
+from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
-from ...models.graphs import PassGraphs
-from ...models.loader import load_model, read_facts, resolve_model_path
-from ...spec_decode.adaptive import AdaptiveProposer
-from ...spec_decode.chooser import LateChooser
-from ...spec_decode.drafters.base import Drafter
-from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token, make_drafter
+from ...models.pass_graphs import PassGraphs
+from ...spec_decode.control.factory import Speculation, make_speculation
+from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
@@ -52,18 +49,8 @@ class EngineParts(NamedTuple):
     adapters: AdapterManager | NoAdapters
 
 
-def build(
-    args: EngineArgs,
-    *,
-    progress: bool = False,
-    observe: Callable[[Drafter], Drafter] | None = None,
-    twin_of: Decoder | None = None,
-) -> EngineParts:
+def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     """Resolve the options, load the weights, allocate the memory and put the parts together.
-
-    Args:
-        observe: may wrap the drafter, which sees every step and its times, in one that keeps what a measurement needs.
-        twin_of: the model that another engine made of these options; its weights are used, and none are loaded.
 
     Raises:
         InvalidRequestError: an option is wrong; `param` names it. NotFoundError: no such model.
@@ -74,36 +61,37 @@ def build(
     path = _model_path(args)
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = _load(config, path, progress) if twin_of is None else twin_of.twin()
+    model = _load(config, path, progress)
     _choose_threads(model, dtype)
     graphs = make_graphs(config)
-    drafter = make_drafter(config.speculative, _drafter_context(config, model, graphs, progress))
-    proposer = drafter if observe is None else observe(drafter)
-    adapters = _make_adapters(config, model, drafter)
+    speculation = make_speculation(config.speculative, _drafter_context(config, model, graphs, progress))
+    drafter = speculation.drafter
+    adapters = _make_adapters(config, model, speculation)
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
     config = _resolve(args, path)  # again: the KV cache gets of the memory that all that was made so far has left
-    layers = [*model.kv_layers, *proposer.needs.kv_layers]
+    layers = [*model.kv_layers, *drafter.needs.kv_layers]
     cache = config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
-    proposer.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
+    drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     sampler = _make_sampler(config)
     runner = ModelRunner(
         RunnerParts(
             model,
             kv[: len(model.kv_layers)],
             sampler,
-            proposer,
+            drafter,
             adapters.prepare,
             adapters.prepare_head,
             graphs,
             logits,
             make_queue(device, asynchronous=config.async_scheduling),
+            speculation.policy,
         )
     )
-    scheduler = _make_scheduler(config, proposer, adapters)
-    _warm_up(config, scheduler, runner, drafter, adapters, model)
+    scheduler = _make_scheduler(config, speculation, adapters)
+    _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
@@ -159,35 +147,35 @@ def _warm_up(
     config: EngineConfig,
     scheduler: Scheduler,
     runner: ModelRunner,
-    drafter: Drafter,
+    speculation: Speculation,
     adapters: AdapterManager | NoAdapters,
     model: Decoder,
 ) -> None:
-    """What is better done before the first request."""
-    adaptive = drafter if isinstance(drafter, AdaptiveProposer) else None
+    """Do before the first request what it would wait for."""
+    policy = speculation.policy
     if runner.captures:
-        if adaptive is not None:
-            adaptive.hold(0, 0)  # its drafts are captured when it measures what they take
+        if policy is not None:
+            policy.hold(0, 0)  # its drafts are captured when it measures what they take
         drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
         try:
             capture_ahead(scheduler, runner, drafts)
         finally:
-            if adaptive is not None:
-                adaptive.release()
+            if policy is not None:
+                policy.release()
     if config.device != "cpu":
-        if adaptive is not None:  # as many drafts as a step may have
-            adaptive.hold(*max(adaptive.choices, key=lambda choice: choice[1]))
+        if policy is not None:  # as many drafts as a step may have
+            policy.hold(*max(policy.choices, key=lambda choice: choice[1]))
         try:
             rehearse(scheduler, runner)
             rehearse_prompts(scheduler, runner)
             if config.lora is not None and isinstance(adapters, AdapterManager):
                 method = "" if config.speculative is None else config.speculative.method
-                rehearse_adapter(scheduler, runner, adapters, model, (method, drafter.needs.linears))
+                rehearse_adapter(scheduler, runner, adapters, model, (method, speculation.drafter.needs.linears))
         finally:
-            if adaptive is not None:
-                adaptive.release()
-    if adaptive is not None:
-        warm_up(scheduler, runner, adaptive)
+            if policy is not None:
+                policy.release()
+    if policy is not None:
+        warm_up(scheduler, runner, policy)
 
 
 def _drafter_context(
@@ -209,7 +197,7 @@ def _drafter_context(
     )
 
 
-def _make_adapters(config: EngineConfig, model: Decoder, drafter: Drafter) -> AdapterManager | NoAdapters:
+def _make_adapters(config: EngineConfig, model: Decoder, speculation: Speculation) -> AdapterManager | NoAdapters:
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
@@ -217,12 +205,19 @@ def _make_adapters(config: EngineConfig, model: Decoder, drafter: Drafter) -> Ad
     """
     if config.lora is None:
         return NoAdapters()
+    drafter, policy = speculation
+
+    def forget(digest: bytes) -> None:
+        drafter.forget_adapter(digest)
+        if policy is not None:
+            policy.forget(digest)
+
     hooks = AdapterHooks(
         embedding=model.embedding,
         draft_method=config.speculative.method if config.speculative is not None else "",
         draft_linears=drafter.needs.linears,
-        on_gone=drafter.forget_adapter,
-        before_evicting=_before_evicting(config, drafter),
+        on_gone=forget,
+        before_evicting=_ignore if config.async_scheduling else drafter.adapter_leaves,
         batch_invariant=config.batch_invariant,
         reader_process=reader.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
@@ -238,11 +233,8 @@ def _make_adapters(config: EngineConfig, model: Decoder, drafter: Drafter) -> Ad
         ) from error
 
 
-def _before_evicting(config: EngineConfig, drafter: Drafter) -> Callable[[bytes], None]:
-    """The drafter's verb for it: see `Drafter.adapter_leaves`, and `DrafterContext.asynchronous`."""
-    if config.async_scheduling:
-        return lambda digest: None
-    return drafter.adapter_leaves
+def _ignore(digest: bytes) -> None:
+    """Do nothing before an adapter is evicted: where steps overlap, drafters keep nothing that needs it."""
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:
@@ -254,26 +246,28 @@ def _make_sampler(config: EngineConfig) -> Sampler:
     )
 
 
-def _make_scheduler(config: EngineConfig, proposer: Drafter, adapters: AdapterManager | NoAdapters) -> Scheduler:
+def _make_scheduler(config: EngineConfig, speculation: Speculation, adapters: AdapterManager | NoAdapters) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
     gates = [adapters, PrefixNamespaces(adapters.namespace), AdmissionTimes()]
     limits = DraftLimits()
     if config.speculative is not None:
-        limits = _draft_limits(config, config.speculative, proposer)
-    chooser = proposer if isinstance(proposer, LateChooser) else None
-    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits, chooser)
+        limits = _draft_limits(config, config.speculative, speculation)
+    cache = PrefixCache(pool, config.cache.block_size)
+    return Scheduler(config.scheduler, pool, cache, gates, limits, speculation.policy)
 
 
-def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer: Drafter) -> DraftLimits:
-    needs = proposer.needs
-    limits = DraftLimits(speculative.num_speculative_tokens, extra_slots=bool(needs.kv_layers))
-    # Synthetic acceptance is decided on the host.
-    on_device = needs.drafts_on_device and speculative.synthetic_acceptance_rates is None
-    if not (config.async_scheduling and on_device):
-        return limits
-    if not isinstance(proposer, LateChooser):  # else another drafter may make more
-        limits = limits._replace(num_drafts=min(limits.num_drafts, needs.max_drafts))
-    return limits._replace(overlaps=True, max_positions=needs.max_positions)
+def _draft_limits(config: EngineConfig, options: SpeculativeConfig, speculation: Speculation) -> DraftLimits:
+    needs, most = speculation.drafter.needs, options.num_speculative_tokens
+    if speculation.policy is None:
+        most = min(most, needs.max_drafts)
+    return DraftLimits(
+        most,
+        extra_slots=bool(needs.kv_layers),
+        # The host decides about synthetic acceptance.
+        overlaps=config.async_scheduling and options.synthetic_acceptance_rates is None,
+        max_positions=needs.max_positions,
+        max_drafts_late=needs.max_drafts if needs.drafts_on_device else 0,
+    )
 
 
 def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:

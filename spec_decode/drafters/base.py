@@ -6,7 +6,7 @@ A drafter proposes tokens, the target verifies them all in its next step. For ea
     watch(rows, target)                    after every other step
 
 The host may not know yet what a step brought, when steps overlap. A drafter that drafts all the same, from tokens and
-lengths that are on the device, declares `DrafterNeeds.drafts_on_device`; `TargetOutput.late` tells it when to.
+lengths that are on the device, declares `DrafterNeeds.drafts_on_device`; `TargetOutput.on_device` tells it when to.
 
 A new drafter is a file or a folder beside this one, and a line in `factory`.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Tokens
 
 if TYPE_CHECKING:
-    from ...kernels.late import LateOutcome
+    from ...kernels.device_outcome import DeviceOutcome
     from ...models.batch import KVLayerSpec, LayerKV
     from ...models.layers.linear import Linear
 
@@ -41,13 +41,13 @@ class Adapters(NamedTuple):
 
 
 class DraftRow(NamedTuple):
-    """One request after a step. Where only the device knows the outcome of the step (`TargetOutput.late`), all fields
-    are as if every draft had been accepted."""
+    """One request after a step. Where only the device knows the outcome (`TargetOutput.on_device`), all fields are as
+    if every draft had been accepted."""
 
     request: Request
     tokens: Tokens
     """The sequence after this step: prompt, accepted tokens and the newly sampled one. For a row that did not reach its
-    end: all tokens of the request. Not to be changed. With `TargetOutput.late` only its length means anything."""
+    end: all tokens of the request. Not to be changed. With `TargetOutput.on_device` only its length means anything."""
     num_valid: int
     """Number of leading `tokens` that have valid KV in the target after this step."""
     num_draft_valid: int
@@ -66,15 +66,17 @@ class DraftRow(NamedTuple):
     num_drafts: int = 0
     """Drafts that this step verified."""
     num_accepted: int = 0
-    """Accepted drafts of this step; unknown (0) with `TargetOutput.late`."""
+    """Accepted drafts of this step; unknown (0) with `TargetOutput.on_device`."""
+    drafter: int = 0
+    """Index of the drafter that is asked for `max_drafts`, where several are composed."""
     seen: Any = None
     """Tokens for edits of logits, where the host does not know all of them; opaque here."""
 
 
-class LateStep(NamedTuple):
+class DeviceStep(NamedTuple):
     """The outcome of a step, on the device. Every row lies at most `most_overshoot` positions before its `start`."""
 
-    outcome: LateOutcome | None
+    outcome: DeviceOutcome | None
     """Tokens and accepted drafts of all rows, each of which reaches its end; None where no row may have drafts."""
     overshoot: Tensor | None
     """[B] int64, number of positions by which each row begins before `DraftRow.start`; None: all 0."""
@@ -88,9 +90,7 @@ class TargetOutput(NamedTuple):
     """[T, H] after the final norm."""
     aux: tuple[Tensor, ...] = ()
     """[T, H] each: the hidden states entering the layers of `DrafterNeeds.aux_layers`, in that order."""
-    seconds: float = 0.0
-    """Time of the step up to here: forward, sampling and verification."""
-    late: LateStep | None = None
+    on_device: DeviceStep | None = None
     """The outcome, where the host does not know it yet."""
 
 
@@ -100,8 +100,9 @@ class Proposal(NamedTuple):
     drafts: Drafts
     num_draft_computed: int
     """Leading positions of `tokens` and then the drafts, as proposed, whose KV is valid in the drafter's own layers;
-    whoever accepts fewer drafts clips it. A drafter without layers says: all of `tokens`. With `TargetOutput.late`: the
-    number of `tokens`, to be taken for that of the true ones, or 0 where nothing was computed: then it is unchanged."""
+    whoever accepts fewer drafts clips it. A drafter without layers says: all of `tokens`.
+    With `TargetOutput.on_device`: the number of `tokens`, which stands for that of the true ones, or 0 where nothing
+    was computed, so that nothing changes."""
 
 
 class DrafterNeeds(NamedTuple):
@@ -138,8 +139,8 @@ class Drafter:
         """Make drafts for the next step: one `Proposal` for each of `rows`, all rows of the step, with at most
         `max_drafts` drafts. A drafter that lags behind may answer with none and catch up later.
 
-        With `target.late` each row has logits for its 1 + k tokens, the drafter's own layers lag by no more than these,
-        and the answer is exactly `max_drafts` drafts for each row.
+        With `target.on_device` each row has logits for its 1 + k tokens, the drafter's own layers lag by no more than
+        these, and the answer is exactly `max_drafts` drafts for each row.
         """
         raise NotImplementedError
 

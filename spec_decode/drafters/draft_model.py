@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...kernels.late import LateOutcome
+from ...kernels.device_outcome import DeviceOutcome
 from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
-from ...models.vocabulary import agreement
+from ...models.checkpoint.vocabulary import agreement
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.speculative_config import SpeculativeConfig
 from ..verify.draft_sampling import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, most_likely_ids
@@ -25,7 +25,7 @@ from .autoregressive import (
     draft_rows,
     known_rows,
     propose,
-    propose_late,
+    propose_on_device,
     sampled_rows,
     warn_of_short_reach,
 )
@@ -34,7 +34,7 @@ from .factory import DrafterContext
 
 if TYPE_CHECKING:
     from ...models.decoder import Decoder
-    from ...models.graphs import GraphedPass, PassGraphs, PassInputs
+    from ...models.pass_graphs import GraphedPass, PassGraphs, PassInputs
 
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def load_draft_model(config: SpeculativeConfig, context: DrafterContext) -> Draf
         InvalidRequestError: its vocabulary is not the target's.
         NotFoundError, UnsupportedModelError: as for any model.
     """
-    from ...models.loader import load_model, read_facts, resolve_model_path
+    from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 
     path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
     facts = read_facts(path, context.dtype)
@@ -160,16 +160,16 @@ class DraftModelDrafter(Drafter):
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
         assert self._limits is not None, "bind comes first"
-        if target.late is None:
+        if target.on_device is None:
             return propose(self, rows, self._limits)
-        return propose_late(self, rows, target.late, self._begin_late, self._limits)
+        return propose_on_device(self, rows, target.on_device, self._begin_on_device, self._limits)
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`."""
         return self._forward(sequences, known_rows(sequences, chunks))
 
-    def _begin_late(self, sequences: Sequence[Drafting], outcome: LateOutcome) -> PassOutput:
-        """See `BeginLate`."""
+    def _begin_on_device(self, sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
+        """See `BeginOnDevice`."""
         return self._forward(sequences, sampled_rows(sequences, outcome))
 
     def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ...platform.core.errors import OutriderError
 from ...platform.core.speculative_config import SpeculativeConfig
-from .base import Drafter
+from .base import Drafter, NoDrafter
 
 if TYPE_CHECKING:
     from ...models.decoder import Decoder
-    from ...models.graphs import PassGraphs
+    from ...models.pass_graphs import PassGraphs
     from ..verify.draft_sampling import EditLogits
 
 PARAM = "speculative_config"
@@ -98,19 +98,9 @@ def make_drafter(config: SpeculativeConfig | None, context: DrafterContext) -> D
         NotFoundError: its model does not exist. `param` is "speculative_config" for all of these.
     """
     if config is None:
-        from ..chooser import Off
-
-        return Off()
+        return NoDrafter()
     with _naming(config.model):
-        drafter = _FACTORIES[config.method](config, context)
-    if config.adaptive:
-        from ..adaptive import AdaptiveProposer
-        from ..adaptive_factory import make_adaptive
-        from ..adaptive_late import LateAdaptive
-
-        kind = LateAdaptive if context.asynchronous and drafter.needs.drafts_on_device else AdaptiveProposer
-        return make_adaptive(drafter, config, context.device, asynchronous=context.asynchronous, kind=kind)
-    return drafter
+        return _FACTORIES[config.method](config, context)
 
 
 def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_cache_dtype: str = "auto") -> int:
@@ -125,7 +115,7 @@ def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_ca
     """
     if config is None or config.model is None or config.method == "medusa":
         return 0
-    from ...models.loader import read_facts, resolve_model_path
+    from ...models.checkpoint.loader import read_facts, resolve_model_path
 
     with _naming(config.model):
         path = resolve_model_path(

@@ -17,8 +17,8 @@ def test_they_are_fused_before_their_adapter_makes_way(models, make_engine, run,
     stored, waited, evictions, fused_with = [], [], [], []
     for max_loras in (1, 2):
         engine = make_engine(enable_lora=True, max_lora_rank=8, max_loras=max_loras, speculative_config=speculative)
-        proposer = engine._runner._proposer
-        store = (proposer._first if adaptive else proposer).store
+        drafter = engine._runner._drafter
+        store = (drafter._first if adaptive else drafter).store
         store.flush()  # what is left of the measuring at start
         for half in store._halves:
             half.zero_()

@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.late import LateOutcome
+from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
-from ....models.config import read_json
-from ....models.graphs import PassOptions
+from ....models.checkpoint.json_files import read_json
+from ....models.pass_graphs import PassOptions
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .. import autoregressive
 from ..autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
-from ..base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, LateStep, Proposal, TargetOutput, no_adapters
+from ..base import AdapterPreparer, DeviceStep, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
 from ..checkpoint import fill, fill_randomly, read_tensors
 from ..factory import DrafterContext
 from .config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
@@ -40,7 +40,7 @@ from .head import EagleHead, LastRows
 from .hidden_store import HiddenStore
 
 if TYPE_CHECKING:
-    from ....models.graphs import GraphedPass, PassGraphs, PassInputs
+    from ....models.pass_graphs import GraphedPass, PassGraphs, PassInputs
 
 __all__ = ["EagleDrafter", "eagle_kv_bytes_per_token", "load_eagle"]
 
@@ -56,7 +56,7 @@ def load_eagle(config: SpeculativeConfig, context: DrafterContext) -> EagleDraft
         InvalidRequestError: it does not fit the target, or is no such head; with both figures.
         NotFoundError, UnsupportedModelError: as for any model.
     """
-    from ....models.loader import resolve_model_path
+    from ....models.checkpoint.loader import resolve_model_path
 
     path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
     head_config = read_eagle_config(read_json(path / "config.json"), config.method, context.target.config)
@@ -167,36 +167,36 @@ class EagleDrafter(Drafter):
         """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
         every step with all of its rows."""
         assert self._limits is not None, "bind comes first"
-        if target.late is not None:
-            return self._propose_late(rows, target, target.late)
+        if target.on_device is not None:
+            return self._propose_on_device(rows, target, target.on_device)
         self._store.append(rows, self._states(target))
         return autoregressive.propose(self, rows, self._limits)
 
-    def _propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateStep) -> list[Proposal]:
+    def _propose_on_device(self, rows: Sequence[DraftRow], target: TargetOutput, step: DeviceStep) -> list[Proposal]:
         assert self._limits is not None, "bind comes first"
         # The states before a row's new tokens are the step's, in the same order.
-        states = self._store.write(rows, self._states(target), late)
+        states = self._store.write(rows, self._states(target), step)
 
-        def begin(sequences: Sequence[Drafting], outcome: LateOutcome) -> PassOutput:
+        def begin(sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
             rows = sampled_rows(sequences, outcome, first_key=1)
             if len(rows.token_ids) == len(states):
                 return self._forward(sequences, rows, states)
-            origins = to_device(np.asarray(rows.late[0].origins), states.device)
+            origins = to_device(np.asarray(rows.device_tokens[0].origins), states.device)
             return self._forward(sequences, rows, states.index_select(0, origins))
 
-        return autoregressive.propose_late(self, rows, late, begin, self._limits)
+        return autoregressive.propose_on_device(self, rows, step, begin, self._limits)
 
     @torch.inference_mode()
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Keep the step's hidden states. Those of a late step are written at once unless all of them count, and while
-        adapters that have a part in them are there for sure."""
-        states, late = self._states(target), target.late
-        if late is None or (
-            late.overshoot is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
+        """Keep the step's hidden states. Where the host does not know which of them count, they are written at once;
+        so are those of adapters' requests, while the adapters are there for sure."""
+        states, step = self._states(target), target.on_device
+        if step is None or (
+            step.overshoot is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
         ):
             self._store.append(rows, states)
         else:
-            self._store.write(rows, states, late)
+            self._store.write(rows, states, step)
 
     def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
         if self._eagle3:

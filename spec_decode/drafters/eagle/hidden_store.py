@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.late import late_slots
+from ....kernels.device_outcome import device_slots
 from ....kernels.staging import to_device
 from ....models.batch import KVLayerSpec, LayerKV
-from ..base import AdapterPreparer, DraftRow, LateStep, no_adapters
+from ..base import AdapterPreparer, DeviceStep, DraftRow, no_adapters
 from .pending_states import PendingStates, placement, slots_of
 
 _KEPT = 0.9
@@ -87,7 +87,7 @@ class HiddenStore:
             self.flush()
 
     @torch.inference_mode()
-    def write(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], late: LateStep) -> Tensor:
+    def write(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], step: DeviceStep) -> Tensor:
         """Write the hidden states [T, H] of all T tokens of a step at once. Which of its drafts are right is not known:
         the vectors of wrong ones are overwritten by the next steps.
 
@@ -99,8 +99,8 @@ class HiddenStore:
         vectors = self._vectors(states, handles)
         starts, counts = [row.start for row in rows], [count for _, count in handles]
         tables = [row.block_table for row in rows]
-        overshoot = (late.overshoot, late.most_overshoot)
-        self._put(late_slots(tables, starts, counts, self._block_size, overshoot, self._device), vectors)
+        overshoot = (step.overshoot, step.most_overshoot)
+        self._put(device_slots(tables, starts, counts, self._block_size, overshoot, self._device), vectors)
         return vectors
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> list[int]:

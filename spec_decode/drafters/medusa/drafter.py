@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ....kernels.staging import to_device
 from ....models.batch import LayerKV
-from ....models.config import read_json
-from ....models.graphs import GraphedRows, bucket
+from ....models.checkpoint.json_files import read_json
+from ....models.pass_graphs import GraphedRows, bucket
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
 from ...verify.verification import choose_rule
@@ -23,7 +23,7 @@ from ..factory import DrafterContext
 from .heads import MedusaHeads, canonical_names, read_medusa_config, with_tensors
 
 if TYPE_CHECKING:
-    from ....models.graphs import PassGraphs
+    from ....models.pass_graphs import PassGraphs
 
 MAX_LOGITS_BYTES = 256 << 20
 """Of what captured heads keep. For more rows the device has so much to do that the host keeps ahead of it."""
@@ -38,7 +38,7 @@ def load_medusa(config: SpeculativeConfig, context: DrafterContext) -> MedusaDra
             figures. (Where no number was given, a step gets as many drafts as there are heads.)
         NotFoundError: files are missing.
     """
-    from ....models.loader import resolve_model_path
+    from ....models.checkpoint.loader import resolve_model_path
 
     path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
     heads_config = read_medusa_config(read_json(path / "config.json"), context.target.config)
@@ -108,9 +108,9 @@ class MedusaDrafter(Drafter):
             drafting, overshoot = [sequences[i] for i in order], None
             last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
             index = to_device(np.array(last), target.hidden.device)
-            if target.late is not None:
-                assert target.late.outcome is not None, "rows with drafts reach their end"
-                outcome = target.late.outcome.of(order)
+            if target.on_device is not None:
+                assert target.on_device.outcome is not None, "rows with drafts reach their end"
+                outcome = target.on_device.outcome.of(order)
                 overshoot = outcome.total
                 index = index if outcome.unused is None else index - outcome.unused
             self._draft(drafting, target.hidden.index_select(0, index), overshoot)
