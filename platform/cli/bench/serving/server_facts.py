@@ -115,5 +115,5 @@ def since(before: SpeculationCounts | None, after: SpeculationCounts | None) -> 
         after.num_drafts - before.num_drafts,
         after.num_draft_tokens - before.num_draft_tokens,
         after.num_accepted_tokens - before.num_accepted_tokens,
-        [late - early for late, early in zip(after.accepted_per_pos, earlier, strict=False)],
+        [new - old for new, old in zip(after.accepted_per_pos, earlier, strict=False)],
     )
