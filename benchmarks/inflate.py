@@ -32,8 +32,8 @@ from torch import Tensor
 from outrider.models.config import DTYPES
 from outrider.platform.cli.bench.machine import INFLATION_FILE
 from outrider.platform.core.errors import OutriderError
-from outrider.spec_decode.checkpoint import StoredTensor, read_tensors
-from outrider.spec_decode.medusa_model import canonical_names
+from outrider.spec_decode.drafters.checkpoint import StoredTensor, read_tensors
+from outrider.spec_decode.drafters.medusa.heads import canonical_names
 
 SHARD_BYTES = 2 << 30
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 from ..platform.core.request import Request, Status
 from .controller import Controller, DrafterTraits
 from .device_timer import Timer
-from .drafters import USUAL_LAG, Drafters
+from .drafter_mix import USUAL_LAG, Drafters
+from .drafters.base import AdapterPreparer, DefersAdapters, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .evidence import Evidence
 from .lanes import LaneKey, RowState, lane_key
 from .outcome import StepOutcome
-from .proposer import AdapterPreparer, DefersAdapters, Drafter, DraftRow, Proposal, ProposerNeeds, TargetOutput
 from .rests import WORTH_WAITING, Rests
 from .steady import MEASURED_ONE_IN, SteadySteps
 from .step_costs import MIXED

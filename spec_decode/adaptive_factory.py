@@ -8,8 +8,8 @@ from ..platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
 from .adaptive import AdaptiveProposer
 from .controller import DrafterTraits
 from .device_timer import CudaTimer
-from .ngram import NgramProposer
-from .proposer import Drafter
+from .drafters.base import Drafter
+from .drafters.ngram import NgramProposer
 
 _LOOKUP_MIN = 2
 """Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""

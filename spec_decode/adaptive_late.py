@@ -21,16 +21,16 @@ from ..platform.core.request import Request, Status
 from .adaptive import AdaptiveProposer
 from .controller import DrafterTraits
 from .device_timer import HostTimer, Timer
-from .drafters import USUAL_LAG, Launched
+from .drafter_mix import USUAL_LAG, Launched
+from .drafters.base import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
 from .lanes import Lane
-from .proposer import Drafter, DraftRow, LateDrafter, Proposal, TargetOutput
 from .step_costs import DraftSize
 from .stopwatch import LONGEST_GAP, begin_all
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..kernels.late import LateOutcome
+    from ..kernels.device_outcome import DeviceOutcome
 
 
 class LateAdaptive(AdaptiveProposer):
@@ -83,7 +83,7 @@ class LateAdaptive(AdaptiveProposer):
             row.max_new_drafts = count
         return True
 
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
         """See `LateDrafter`: by the first drafter."""
         timer = self._make_timer()
         proposals = self._late.propose_late(rows, target, late)

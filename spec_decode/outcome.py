@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from .drafters.base import DraftRow
 from .lanes import RowState
-from .proposer import DraftRow
 from .workload import RowSteps
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .drafters.base import RestedSteps, TargetOutput
 from .outcome import StepOutcome
-from .proposer import RestedSteps, TargetOutput
 from .step_costs import row_class
 
 if TYPE_CHECKING:

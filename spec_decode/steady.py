@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .acceptance import Outcome
+from .drafters.base import Drafter, DraftRow, Proposal, TargetOutput
 from .evidence import Evidence
 from .lanes import RowState
-from .proposer import Drafter, DraftRow, Proposal, TargetOutput
 
 if TYPE_CHECKING:
     from ..platform.core.request import Request

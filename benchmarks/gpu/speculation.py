@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider import LoRARequest
+from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
-from outrider.models.tokenizer import load_tokenizer
 from outrider.platform.cli.bench.prompts import DEMO_PROMPTS
 
 from . import load

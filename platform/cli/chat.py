@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, PromptTooLongError
-from ..http.text import shorten
+from ..core.text import shorten
 from .api_key import API_KEY_VARIABLE, key_problem
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..client.chat_template import TAKEN_VARIABLES
+from ..client.text.chat_template import TAKEN_VARIABLES
 from ..core.config import EngineArgs, check_args
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.speculative_config import parse_speculative
@@ -178,7 +178,7 @@ def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
     Raises:
         InvalidRequestError: an option is wrong whatever the model; `param` names it.
     """
-    from ..client.demo import apply_demo_defaults, is_demo
+    from ..client.demo_defaults import apply_demo_defaults, is_demo
 
     given = given_options(namespace)
     ignored = flags_without_effect(namespace, given.get("speculative_config"))

@@ -59,7 +59,7 @@ def given_database(namespace: argparse.Namespace) -> str | None:
     address: str | None = namespace.database or os.environ.get(DATABASE_VARIABLE, "").strip() or None
     if address is not None:
         try:
-            from ..tenancy.database import parse_url
+            from ..tenancy.database.connection import parse_url
         except ModuleNotFoundError as error:
             problem = f"{error.name} is not installed: pip install 'outrider[serve]'"
             raise InvalidRequestError(problem, param="database") from None

@@ -220,8 +220,8 @@ def _rank_of(adapter: str) -> int:
 def _reader(options: TrainOptions) -> Reader:
     from transformers import AutoConfig
 
-    from ...models.loader import resolve_model_path
-    from ...models.tokenizer import load_tokenizer
+    from ...models.checkpoint.loader import resolve_model_path
+    from ...models.checkpoint.tokenizer import load_tokenizer
     from ...spec_decode.training.data import Reader
 
     folder = resolve_model_path(options.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..core.vllm_options import ALIASES, ENGINE, SERVER, without_effect
+from ..core.compat.vllm_options import ALIASES, ENGINE, SERVER, without_effect
 from .engine_options import flag
 from .parser import Parser, plain
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
+from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.config import EngineArgs
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.suggestions import did_you_mean
-from ..core.vllm_options import ENGINE, without_effect
-from .demo import apply_demo_defaults, is_demo
+from .demo_defaults import apply_demo_defaults, is_demo
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +129,13 @@ def import_text_side(args: EngineArgs) -> None:
     else:
         from transformers import AutoTokenizer  # noqa: F401
 
-    from ...models import tokenizer  # noqa: F401
+    from ...models.checkpoint import tokenizer  # noqa: F401
 
 
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
     """The tokenizer and the end-of-sequence ids for a started engine."""
-    from ...models.generation_config import chosen_file
-    from ...models.tokenizer import eos_token_ids, load_tokenizer
+    from ...models.checkpoint.generation_config import chosen_file
+    from ...models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 
     tokenizer = load_tokenizer(_tokenizer_path(args, info))
     return tokenizer, sorted(eos_token_ids(info.model, tokenizer, chosen_file(args.generation_config)))
@@ -148,7 +148,7 @@ def _tokenizer_path(args: EngineArgs, info: EngineInfo) -> str | Path:
         return info.model
     if Path(name).is_dir():
         return name
-    from ...models.loader import resolve_model_path
+    from ...models.checkpoint.loader import resolve_model_path
 
     return resolve_model_path(name, revision=args.tokenizer_revision, cache_dir=args.download_dir)
 

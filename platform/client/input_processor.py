@@ -13,8 +13,9 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
+from ..core.compat.foreign_options import check_foreign
+from ..core.compat.vllm_python import PROMPT
 from ..core.errors import InvalidRequestError, PromptTooLongError
-from ..core.foreign_options import check_foreign
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import check_params, check_token_ids
@@ -28,9 +29,8 @@ from ..core.sampling_params import (
     shown,
 )
 from ..core.suggestions import did_you_mean
-from ..core.vllm_python import PROMPT
-from .chat_template import ChatOptions, render_messages
 from .shared_prefixes import SharedPrefixes
+from .text.chat_template import ChatOptions, render_messages
 
 
 class TextPrompt(TypedDict, total=False):
@@ -97,7 +97,7 @@ class InputProcessor:
 
     def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int] | None = None) -> None:
         if eos_token_ids is None:
-            from ...models.tokenizer import eos_token_ids as read_eos_token_ids
+            from ...models.checkpoint.tokenizer import eos_token_ids as read_eos_token_ids
 
             eos_token_ids = sorted(read_eos_token_ids(info.model, tokenizer))
         self.tokenizer = tokenizer

@@ -11,18 +11,16 @@ from os import PathLike, fspath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
 
+from ..core.compat.foreign_options import take_foreign
+from ..core.compat.vllm_python import GENERATE, METHODS
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
-from ..core.foreign_options import take_foreign
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
-from ..core.vllm_python import GENERATE, METHODS
-from .adapter_sources import AdapterSources
-from .adapter_templates import adapter_chat_template
-from .adapters import AnyLoRA, lora_of_each, resolve_lora
-from .chat_template import ChatOptions
+from .adapters.sources import AdapterSources
+from .adapters.spelling import AnyLoRA, lora_of_each, resolve_lora
 from .engine_factory import (
     DEFAULT_ENGINE,
     Engine,
@@ -37,6 +35,8 @@ from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
 from .sampling_defaults import SamplingDefaults
+from .text.adapter_templates import adapter_chat_template
+from .text.chat_template import ChatOptions
 
 T = TypeVar("T")
 

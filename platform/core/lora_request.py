@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
 
+from .compat.foreign_options import take_foreign
+from .compat.vllm_python import LORA
 from .errors import InvalidRequestError
-from .foreign_options import take_foreign
 from .sampling_params import shown
-from .vllm_python import LORA
 
 MAX_PARTS = 8
 """Adapters in one mix."""
@@ -55,7 +55,8 @@ class LoRARequest:
         digest: str | None = None,
         **of_vllm: Any,
     ) -> None:
-        """InvalidRequestError names the field that is wrong. `of_vllm` are the keywords of `vllm_python.LORA`."""
+        """Check and set the fields; InvalidRequestError names a wrong one. `of_vllm` are the keywords of
+        `vllm_python.LORA`."""
         path = of_vllm.pop("lora_local_path", path)
         take_foreign("LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path"))
         if not isinstance(lora_name, str) or not lora_name:

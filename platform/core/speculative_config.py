@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from .compat.foreign_options import check_foreign
+from .compat.vllm_options import SPECULATIVE
 from .errors import InvalidRequestError
-from .foreign_options import check_foreign
 from .suggestions import did_you_mean
-from .vllm_options import SPECULATIVE
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa")
@@ -41,7 +41,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 10000
     """Past outputs remembered, over all tenants and adapters; 0: each request sees itself alone."""
     suffix_decoding_max_spec_factor: float = 1.0
-    """At most this many drafts for each token of context that matched."""
+    """Largest number of drafts for each token of context that matched."""
     suffix_decoding_min_token_prob: float = 0.1
     """A draft whose estimated probability is less is not proposed."""
     rejection_sample_method: str = "standard"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...kernels.penalties import Penalised, penalise
 from ...kernels.staging import to_device
-from ...spec_decode.proposer import DraftRow
+from ...spec_decode.drafters.base import DraftRow
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from .bad_words import BadWords

@@ -14,13 +14,13 @@ from ...lora import reader
 from ...lora.manager import AdapterManager
 from ...lora.sites import AdapterHooks
 from ...models.batch import allocate_kv
+from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
-from ...models.graphs import PassGraphs
-from ...models.loader import load_model, read_facts, resolve_model_path
+from ...models.pass_graphs import PassGraphs
 from ...spec_decode.adaptive import AdaptiveProposer
-from ...spec_decode.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
-from ...spec_decode.proposer import DefersAdapters, LateChooser, LateDrafter, Proposer
+from ...spec_decode.drafters.base import DefersAdapters, LateChooser, LateDrafter, Proposer
+from ...spec_decode.drafters.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo

@@ -13,14 +13,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ... import __version__
 from ..core.errors import AuthenticationError, OutriderError
 from ..core.logs import current_request_id
-from ..tenancy.authenticator import Authenticator, StaticKeys
-from ..tenancy.principal import Principal
-from . import chat, completions, health, models, tokens
+from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
+from ..tenancy.accounts.principal import Principal
+from .adapters import routes as adapters
 from .config import ServerConfig
 from .console import routes as console
-from .errors import ClientDisconnectedError, error_response, install_error_handlers, internal_error_response
-from .observation import Observer
-from .paths import Paths
+from .observe import health
+from .observe.request_log import Observer
+from .openai import chat, completions, models, tokenize
+from .protect.error_responses import (
+    ClientDisconnectedError,
+    error_response,
+    install_error_handlers,
+    internal_error_response,
+)
+from .protect.paths import Paths
 from .serving import HELD_BODY, PRINCIPAL, Serving, valid_request_id
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ def create_app(
     # No pages for the OpenAPI document: FastAPI's run scripts of other sites, beside the console.
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
-    for module in (chat, completions, models, tokens, health, console):
+    for module in (chat, completions, models, adapters, tokenize, health, console):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)
@@ -53,11 +60,12 @@ def create_app(
 
 
 def _admin_routes(tenancy: Tenancy | None) -> APIRouter:
-    """`/admin/v1`. That of a server with tenants needs the database's packages, which no other one should load."""
+    """Routes of `/admin/v1`. On a server with tenants they need the database's packages, which no other server should
+    load."""
     if tenancy is None:
-        from .no_tenants import router
+        from .admin.no_tenants import router
     else:
-        from .admin import router
+        from .admin.routes import router
     return router
 
 
@@ -66,8 +74,8 @@ class AnswerCutError(Exception):
 
 
 class Gate:
-    """Finds out whom a request comes from, gives every answer its `X-Request-Id`, and turns what nobody caught into a
-    plain 500.
+    """Gate that every request passes: it finds the principal, gives every answer its `X-Request-Id`, and turns uncaught
+    exceptions into a plain 500.
 
     What only an admin may do is checked by its route (`require_admin`).
     """
@@ -118,7 +126,7 @@ class Gate:
                 state[HELD_BODY].close()
 
     def _principal(self, headers: Headers) -> Principal | OutriderError:
-        """Whom the headers speak for, or why they are refused."""
+        """The principal that the headers name, or the error that refuses them."""
         try:
             principal = self._authenticator.authenticate(_key(headers))
         except OutriderError as error:

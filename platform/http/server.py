@@ -24,8 +24,8 @@ from ..core.config import EngineArgs
 from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
 from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
+from ..core.text import shorten
 from .config import ServerConfig
-from .text import shorten
 
 if TYPE_CHECKING:
     import uvicorn
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
-"""What answers that are complete get to reach their clients."""
+"""Seconds for complete answers to reach their clients."""
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -104,9 +104,9 @@ class _Server:
         self._tenancy: Tenancy | None = None
 
     async def run(self) -> int:
-        from ..client.adapter_sources import AdapterSources
+        from ..client.adapters.sources import AdapterSources
         from ..client.async_llm import AsyncLLM
-        from ..client.supervisor import EngineSpec
+        from ..client.process.supervisor import EngineSpec
 
         spec = EngineSpec(args=self._args, hang_timeout=self._config.engine_hang_timeout)
         llm = AsyncLLM.from_spec(spec, AdapterSources(self._config.lora_sources))
@@ -126,7 +126,7 @@ class _Server:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first signal drains, the second one stops at once."""
+        """Handle signals: the first one drains, the second one stops at once."""
         loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
@@ -223,12 +223,12 @@ class _Server:
     def _uvicorn(self, app: FastAPI) -> uvicorn.Server:
         import uvicorn
 
-        from .connection_metrics import ConnectionCollector
-        from .connections import Admission, Connection, check_all
-        from .hardening import SECURITY_HEADERS, allow_connections, with_cors
+        from .observe.connection_metrics import ConnectionCollector
+        from .protect.connections import Admission, Connection, check_all
+        from .protect.hardening import SECURITY_HEADERS, allow_connections, with_cors
 
         class Server(uvicorn.Server):
-            """Signals are ours, and slow clients do not stay."""
+            """uvicorn's server with our signals, and without clients that are too slow."""
 
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
@@ -262,7 +262,7 @@ class _Server:
         return Server(options)
 
     async def _announce(self, llm: AsyncLLM) -> None:
-        from .summary import DatabaseFacts, Startup, print_summary
+        from .observe.startup_summary import DatabaseFacts, Startup, print_summary
 
         adapters: list[AdapterInfo] = []
         if llm.info.enable_lora:

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.models.demo import demo_adapters
-from outrider.platform.tenancy.database import Database, parse_url
-from outrider.platform.tenancy.migrations.upgrade import upgrade
-from outrider.platform.tenancy.records import StoredAdapter, Tenant
-from outrider.platform.tenancy.store import Store
+from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
+from outrider.platform.tenancy.database.connection import Database, parse_url
+from outrider.platform.tenancy.database.migrations.upgrade import upgrade
+from outrider.platform.tenancy.database.store import Store
 
 BLOCK = 16
 OPERATOR = "operator-key-of-the-tests"

@@ -7,12 +7,12 @@ import openai
 import pytest
 from sqlalchemy import select
 
-from outrider.platform.tenancy.database import Database, parse_url
-from outrider.platform.tenancy.migrations.upgrade import upgrade
-from outrider.platform.tenancy.principal import Limits
-from outrider.platform.tenancy.records import Tenant
-from outrider.platform.tenancy.schema import usage
-from outrider.platform.tenancy.store import Store
+from outrider.platform.tenancy.accounts.principal import Limits
+from outrider.platform.tenancy.accounts.records import Tenant
+from outrider.platform.tenancy.database.connection import Database, parse_url
+from outrider.platform.tenancy.database.migrations.upgrade import upgrade
+from outrider.platform.tenancy.database.schema import usage
+from outrider.platform.tenancy.database.store import Store
 
 MESSAGES = [{"role": "user", "content": "Name three colours."}]
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.platform.engine import setup
 from outrider.platform.engine.warm_up import warm_up
-from outrider.spec_decode import adaptive_factory, drawing
+from outrider.spec_decode import adaptive_factory
 from outrider.spec_decode.adaptive_late import LateAdaptive
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.stopwatch import Stopwatch
+from outrider.spec_decode.verify import draft_sampling as drawing
 from outrider.spec_decode.workload import Workload
 
 from .test_async_speculation import note_drafts

@@ -8,7 +8,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
-from outrider.spec_decode import drawing
+from outrider.spec_decode.verify import draft_sampling as drawing
 
 METHODS = ["draft_model", "eagle", "eagle3", "medusa"]
 KINDS = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider import SamplingParams
-from outrider.spec_decode.eagle import EagleProposer
+from outrider.spec_decode.drafters.eagle.drafter import EagleProposer
 
 SILENT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculative=False)
 

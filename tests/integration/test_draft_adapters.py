@@ -15,7 +15,7 @@ from outrider import LoRARequest, SamplingParams
 from outrider.lora.manager import AdapterManager
 from outrider.lora.sites import AdapterHooks
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
-from outrider.models.loader import load_model
+from outrider.models.checkpoint.loader import load_model
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.messages import EngineRequest
@@ -291,7 +291,7 @@ def test_a_folder_for_each_method(engine_of, bare, drafted, tmp_path):
 def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
     engine_of, models, prompts, greedy, monkeypatch, tmp_path
 ):
-    from outrider.spec_decode.ngram import NgramProposer
+    from outrider.spec_decode.drafters.ngram import NgramProposer
 
     forgotten = []
     monkeypatch.setattr(NgramProposer, "forget_adapter", lambda self, digest: forgotten.append(digest))

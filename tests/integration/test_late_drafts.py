@@ -6,9 +6,10 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.kernels import penalties
-from outrider.kernels.late import OnDevice
-from outrider.spec_decode import adaptive_factory, drawing
+from outrider.kernels.device_outcome import OnDevice
+from outrider.spec_decode import adaptive_factory
 from outrider.spec_decode.controller import Controller
+from outrider.spec_decode.verify import draft_sampling as drawing
 
 METHODS = ["draft_model", "eagle3", "medusa"]
 KINDS = [

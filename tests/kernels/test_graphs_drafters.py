@@ -19,14 +19,15 @@ from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import LayerKV, allocate_kv
 from outrider.models.config import DecoderConfig, RopeConfig
 from outrider.models.decoder import Decoder
-from outrider.models.graphs import GraphedRows, PassGraphs, PassLimits
+from outrider.models.pass_graphs import GraphedRows, PassGraphs, PassLimits
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.platform.engine.logits_edits import edit_draft_logits
-from outrider.spec_decode import drawing, medusa
-from outrider.spec_decode.factory import ProposerContext, make_proposer
-from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.drafters.base import DraftRow, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.drafters.factory import ProposerContext, make_proposer
+from outrider.spec_decode.drafters.medusa import drafter as medusa
+from outrider.spec_decode.verify import draft_sampling as drawing
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
 

@@ -17,8 +17,8 @@ from outrider.platform.core.request import Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.engine import sampler as sampler_module
 from outrider.platform.engine.sampler import Sampler, SampleRow
-from outrider.spec_decode import verification as rules_module
-from outrider.spec_decode.verification import Rule, VerifyRow, as_verified, choose, target_tokens, verify
+from outrider.spec_decode.verify import verification as rules_module
+from outrider.spec_decode.verify.verification import Rule, VerifyRow, as_verified, choose, target_tokens, verify
 
 INF, NAN = float("inf"), float("nan")
 RULES = [GREEDY, INVARIANT, REJECTION]

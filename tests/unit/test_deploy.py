@@ -194,8 +194,8 @@ def test_what_is_written_has_a_place_to_be(deploy):
 
 def test_probes(deploy):
     """Paths that exist and that a full server answers; a start of the engine again must not end the pod."""
-    from outrider.platform.http.connections import _PROBES
-    from outrider.platform.http.health import router
+    from outrider.platform.http.observe.health import router
+    from outrider.platform.http.protect.connections import _PROBES
 
     known = {route.path for route in router.routes}
     probes = {name: container(deploy)[name]["httpGet"]["path"] for name in container(deploy) if name.endswith("Probe")}

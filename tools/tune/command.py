@@ -112,11 +112,11 @@ def model_shape(model: str) -> ModelShape:
     Raises:
         OutriderError: no such model, or an architecture that is not served.
     """
+    from ...models.checkpoint.json_files import read_json
+    from ...models.checkpoint.loader import resolve_model_path
     from ...models.config import DTYPES, stored_dtype
     from ...models.demo import DEMO_MODEL_NAME, demo_model_path
-    from ...models.json_files import read_json
-    from ...models.loader import resolve_model_path
-    from ...models.registry import config_from_hf
+    from ...models.families import config_from_hf
 
     path = demo_model_path() if model == DEMO_MODEL_NAME else resolve_model_path(model)
     raw = read_json(Path(path) / "config.json")

@@ -19,7 +19,7 @@ def add_commands(admin: Commands) -> None:
 
 
 def _show(namespace: argparse.Namespace) -> int:
-    from ...tenancy.audit import COLUMNS, list_audit
+    from ...tenancy.database.audit import COLUMNS, list_audit
 
     with open_database(namespace) as database:
         print_rows(list_audit(database, namespace.limit), COLUMNS, namespace.format)

@@ -14,8 +14,8 @@ from ...core.errors import InvalidRequestError
 from ..tenancy_options import DATABASE_VARIABLE, given_database
 
 if TYPE_CHECKING:
-    from ...tenancy.database import Database
-    from ...tenancy.store import Store
+    from ...tenancy.database.connection import Database
+    from ...tenancy.database.store import Store
 
 
 def add_database(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def open_any_database(namespace: argparse.Namespace, *, create: bool = False) ->
     address = given_database(namespace)
     if address is None:
         raise InvalidRequestError(f"give the database: --database URL, or the variable {DATABASE_VARIABLE}")
-    from ...tenancy.database import Database, parse_url
+    from ...tenancy.database.connection import Database, parse_url
 
     database = Database(parse_url(address), create=create)
     try:
@@ -45,7 +45,7 @@ def open_any_database(namespace: argparse.Namespace, *, create: bool = False) ->
 @contextlib.contextmanager
 def open_database(namespace: argparse.Namespace) -> Iterator[Database]:
     """Open the database and check that it has the tables of this version."""
-    from ...tenancy.migrations.upgrade import check_up_to_date
+    from ...tenancy.database.migrations.upgrade import check_up_to_date
 
     with open_any_database(namespace) as database:
         check_up_to_date(database)
@@ -55,8 +55,8 @@ def open_database(namespace: argparse.Namespace) -> Iterator[Database]:
 @contextlib.contextmanager
 def open_store(namespace: argparse.Namespace) -> Iterator[Store]:
     """Open the store of tenants and keys in the database."""
-    from ...tenancy.audit import Actor
-    from ...tenancy.store import Store
+    from ...tenancy.database.audit import Actor
+    from ...tenancy.database.store import Store
 
     with open_database(namespace) as database:
         yield Store(database, actor=Actor(via="cli", client=_user()))

@@ -9,7 +9,7 @@ from .connection import open_any_database
 from .output import print_row
 
 if TYPE_CHECKING:
-    from ...tenancy.database import Database
+    from ...tenancy.database.connection import Database
     from .command import Commands
 
 
@@ -21,7 +21,7 @@ def add_commands(admin: Commands) -> None:
 
 
 def _upgrade(namespace: argparse.Namespace) -> int:
-    from ...tenancy.migrations.upgrade import revisions, upgrade
+    from ...tenancy.database.migrations.upgrade import revisions, upgrade
 
     with open_any_database(namespace, create=True) as database:
         before = upgrade(database).current
@@ -30,7 +30,7 @@ def _upgrade(namespace: argparse.Namespace) -> int:
 
 
 def _current(namespace: argparse.Namespace) -> int:
-    from ...tenancy.migrations.upgrade import revisions
+    from ...tenancy.database.migrations.upgrade import revisions
 
     with open_any_database(namespace) as database:
         found = revisions(database)

@@ -7,8 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ...tenancy.principal import SCOPES, limit_fields, limits_of
-from ...tenancy.records import Key
+from ...tenancy.accounts.principal import SCOPES, limit_fields, limits_of
+from ...tenancy.accounts.records import Key
 from ...tenancy.times import format_time, parse_duration, parse_time
 from .connection import open_store
 from .limits import add_limit_options, given_limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...tenancy.principal import PERIODS
+from ...tenancy.accounts.principal import PERIODS
 
 _COUNTS = {
     "requests_per_minute": "requests a minute",

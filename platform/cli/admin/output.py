@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...tenancy.tables import to_csv
+from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.times import format_time
 
 Row = Mapping[str, Any]

@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequestError
-from ...tenancy.principal import limit_fields, limits_of
-from ...tenancy.records import Tenant
+from ...tenancy.accounts.principal import limit_fields, limits_of
+from ...tenancy.accounts.records import Tenant
 from .connection import open_store
 from .limits import add_limit_options, given_limits
 from .output import print_row, print_rows

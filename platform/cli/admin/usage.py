@@ -40,7 +40,7 @@ def add_commands(admin: Commands) -> None:
 
 
 def _show(namespace: argparse.Namespace) -> int:
-    from ...tenancy.reports import COUNTS, UsageFilter, list_requests, parse_groups, sum_usage
+    from ...tenancy.ledger.reports import COUNTS, UsageFilter, list_requests, parse_groups, sum_usage
 
     which = UsageFilter(
         tenant=namespace.tenant,

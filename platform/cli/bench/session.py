@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....models.loader import read_facts, resolve_model_path
-from ....models.tokenizer import eos_token_ids, load_tokenizer
+from ....models.checkpoint.loader import read_facts, resolve_model_path
+from ....models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 from ...core.config import EngineArgs
 from ...core.errors import PromptTooLongError
 from ...engine.engine_core import EngineCore

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...tenancy.principal import limits_of
-from ...tenancy.records import Key
-from ..body import documented, read_body
+from ...tenancy.accounts.principal import limits_of
+from ...tenancy.accounts.records import Key
+from ..body.reader import documented, read_body
 from ..serving import serving_of
 from .common import change, query, tenancy_of
 from .protocol import KeyCreate, KeyList, KeyUpdate, KeyView, NewKeyView
@@ -61,7 +61,7 @@ async def update_key(request: Request, key_id: str) -> KeyView:
 
 @router.delete("/{key_id}")
 async def revoke_key(request: Request, key_id: str) -> KeyView:
-    """Let a key in no more: at once on this server, within a second on others. Requests that it has begun finish."""
+    """Revoke a key: at once on this server, within a second on others. Requests that it has begun finish."""
     return _view(await change(request, lambda store: store.revoke_key(key_id)))
 
 

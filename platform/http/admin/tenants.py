@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from ...tenancy.principal import limits_of
-from ...tenancy.records import Tenant
-from ..body import documented, read_body
+from ...tenancy.accounts.principal import limits_of
+from ...tenancy.accounts.records import Tenant
+from ..body.reader import documented, read_body
 from ..serving import serving_of
 from .common import change, query, tenancy_of
 from .protocol import Deleted, TenantCreate, TenantList, TenantUpdate, TenantView

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...tenancy.reports import COUNTS, GROUPS, MAX_REQUESTS, UsageFilter, list_requests, parse_groups, sum_usage
-from ...tenancy.tables import to_csv
+from ...tenancy.ledger.csv_table import to_csv
+from ...tenancy.ledger.reports import COUNTS, GROUPS, MAX_REQUESTS, UsageFilter, list_requests, parse_groups, sum_usage
 from ...tenancy.times import parse_time
 from .common import query, tenancy_of
 from .protocol import RequestList, RequestRow, UsageList, UsageRow

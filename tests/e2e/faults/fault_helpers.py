@@ -16,10 +16,10 @@ class Accounts:
     """A database with one tenant, and what its ledger says."""
 
     def __init__(self, url: str) -> None:
-        from outrider.platform.tenancy.database import Database, parse_url
-        from outrider.platform.tenancy.migrations.upgrade import upgrade
-        from outrider.platform.tenancy.records import Tenant
-        from outrider.platform.tenancy.store import Store
+        from outrider.platform.tenancy.accounts.records import Tenant
+        from outrider.platform.tenancy.database.connection import Database, parse_url
+        from outrider.platform.tenancy.database.migrations.upgrade import upgrade
+        from outrider.platform.tenancy.database.store import Store
 
         self.url = url
         self._database = Database(parse_url(url))
@@ -30,7 +30,7 @@ class Accounts:
 
     def rows(self) -> list[dict[str, Any]]:
         """The whole ledger."""
-        from outrider.platform.tenancy.schema import usage
+        from outrider.platform.tenancy.database.schema import usage
 
         with self._database.read() as connection:
             return [dict(row._mapping) for row in connection.execute(usage.select())]

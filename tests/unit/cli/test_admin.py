@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, text
 
-from outrider.models import tokenizer
+from outrider.models.checkpoint import tokenizer
 from outrider.platform.cli.admin.output import table
 from outrider.platform.cli.main import build_parser, main
-from outrider.platform.tenancy.authenticator import digest_of
-from outrider.platform.tenancy.database import Database, parse_url
-from outrider.platform.tenancy.schema import api_keys, usage
+from outrider.platform.tenancy.accounts.authenticator import digest_of
+from outrider.platform.tenancy.database.connection import Database, parse_url
+from outrider.platform.tenancy.database.schema import api_keys, usage
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_addresses_are_checked_before_the_model_is_loaded(address, capsys):
 
 
 def test_without_the_libraries(monkeypatch):
-    monkeypatch.setitem(sys.modules, "outrider.platform.tenancy.database", None)
+    monkeypatch.setitem(sys.modules, "outrider.platform.tenancy.database.connection", None)
     with pytest.raises(InvalidRequestError, match=r"pip install 'outrider\[serve\]'"):
         config("--database", "sqlite:///a.db")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
-from outrider.models.tokenizer import load_tokenizer
 from outrider.platform.cli.bench.workload import make_tasks
 from outrider.platform.cli.main import main
 

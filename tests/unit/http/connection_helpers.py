@@ -11,8 +11,8 @@ import time
 
 import uvicorn
 
-from outrider.platform.http.connections import Admission, Connection, check_all
-from outrider.platform.http.hardening import SECURITY_HEADERS
+from outrider.platform.http.protect.connections import Admission, Connection, check_all
+from outrider.platform.http.protect.hardening import SECURITY_HEADERS
 
 
 class App:

@@ -9,8 +9,7 @@ from rich.console import Console
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import AdapterInfo
 from outrider.platform.http.config import ServerConfig
-from outrider.platform.http.server import bind
-from outrider.platform.http.summary import (
+from outrider.platform.http.observe.startup_summary import (
     DatabaseFacts,
     Startup,
     address,
@@ -18,6 +17,7 @@ from outrider.platform.http.summary import (
     print_summary,
     reachable_address,
 )
+from outrider.platform.http.server import bind
 
 
 def test_two_servers_cannot_have_one_port():

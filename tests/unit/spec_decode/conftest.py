@@ -259,7 +259,7 @@ def target(tmp_path_factory) -> Target:
 @pytest.fixture(scope="session")
 def decoder(target):
     """The target as our decoder, in float32."""
-    from outrider.models.loader import load_model
+    from outrider.models.checkpoint.loader import load_model
 
     return load_model(target.path, dtype="float32")
 
@@ -274,7 +274,7 @@ def make_head(target):
 def load_head(decoder, tmp_path):
     """load_head(path or Head, method, **fields) -> the proposer, through the factory; the plain one unless adaptive."""
     from outrider.platform.core.speculative_config import parse_speculative
-    from outrider.spec_decode.factory import ProposerContext, make_proposer
+    from outrider.spec_decode.drafters.factory import ProposerContext, make_proposer
 
     def load(head, method=None, *, load_format="auto", budget=2048, max_model_len=256, **fields):
         path = head.save(tmp_path / "head") if isinstance(head, Head) else head

@@ -10,7 +10,7 @@ from outrider.models.batch import allocate_kv
 from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.proposer import DraftRow, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.drafters.base import DraftRow, Proposal, TargetOutput, no_adapters
 from outrider.spec_decode.rests import MOST_WAITING, Spells
 
 BLOCK, NUM_BLOCKS = 4, 96

@@ -15,8 +15,8 @@ from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.adaptive import HELD_RESTS, AdaptiveProposer
 from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.ngram import NgramProposer
-from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
+from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
+from outrider.spec_decode.drafters.ngram import NgramProposer
 from outrider.spec_decode.rests import LONGEST_WAIT, MOST_KEPT, MOST_WAITING
 
 

@@ -11,7 +11,7 @@ from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.adaptive_late import LateAdaptive
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.proposer import DraftRow, LateChooser, LateDrafter, NoProposer, Proposal, TargetOutput
+from outrider.spec_decode.drafters.base import DraftRow, LateChooser, LateDrafter, NoProposer, Proposal, TargetOutput
 
 from .simulated import Clock
 

@@ -10,7 +10,7 @@ from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.acceptance import HOPEFUL
 from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import Controller, DrafterTraits
-from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, TargetOutput
+from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, TargetOutput
 from outrider.spec_decode.rests import WORTH_WAITING
 from outrider.spec_decode.steady import MEASURED_ONE_IN, learn
 

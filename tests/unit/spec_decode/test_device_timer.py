@@ -8,7 +8,7 @@ from outrider import SamplingParams
 from outrider.platform.core.request import Drafts, Request
 from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
-from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, TargetOutput
+from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, TargetOutput
 from outrider.spec_decode.step_costs import StepCosts
 
 from .simulated import Clock

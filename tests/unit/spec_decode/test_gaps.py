@@ -7,8 +7,8 @@ from outrider.platform.core.request import Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import HELD_RESTS, AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
+from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
 from outrider.spec_decode.probing import SETTLING
-from outrider.spec_decode.proposer import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput
 from outrider.spec_decode.step_costs import StepCosts
 
 from .simulated import Clock

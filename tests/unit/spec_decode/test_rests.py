@@ -12,8 +12,8 @@ from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.controller import DrafterTraits
+from outrider.spec_decode.drafters.base import DraftRow, NoProposer, TargetOutput
 from outrider.spec_decode.outcome import StepOutcome
-from outrider.spec_decode.proposer import DraftRow, NoProposer, TargetOutput
 from outrider.spec_decode.rests import LONGEST_WAIT, MOST_KEPT, MOST_TOKENS, MOST_WAITING, WORTH_WAITING, Rests, Spells
 
 from .simulated import Clock

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from outrider.platform.tenancy.database import Database, parse_url
-from outrider.platform.tenancy.migrations.upgrade import upgrade
-from outrider.platform.tenancy.schema import metadata
-from outrider.platform.tenancy.store import Store
+from outrider.platform.tenancy.database.connection import Database, parse_url
+from outrider.platform.tenancy.database.migrations.upgrade import upgrade
+from outrider.platform.tenancy.database.schema import metadata
+from outrider.platform.tenancy.database.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
 

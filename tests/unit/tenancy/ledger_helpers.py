@@ -5,9 +5,9 @@ from contextlib import asynccontextmanager
 
 from sqlalchemy import select
 
-from outrider.platform.tenancy.ledger import Ledger
-from outrider.platform.tenancy.schema import usage
-from outrider.platform.tenancy.usage import UsageRow
+from outrider.platform.tenancy.database.schema import usage
+from outrider.platform.tenancy.ledger.ledger import Ledger
+from outrider.platform.tenancy.ledger.usage_row import UsageRow
 
 BYTES = 1 << 20
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .....models.config import DecoderConfig, read_json
+from .....models.checkpoint.json_files import read_json
+from .....models.config import DecoderConfig
 from ....core.errors import OutriderError
 from ....core.lora_request import LoRARequest
 

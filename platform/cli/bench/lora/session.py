@@ -12,9 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .....models.config import DTYPES, read_json, stored_dtype
-from .....models.loader import resolve_model_path
-from .....models.registry import config_from_hf
+from .....models.checkpoint.json_files import read_json
+from .....models.checkpoint.loader import resolve_model_path
+from .....models.config import DTYPES, stored_dtype
+from .....models.families import config_from_hf
 from ....core.errors import InvalidRequestError, PromptTooLongError
 from ....core.lora_request import LoRARequest
 from ..machine import RANDOM_WEIGHTS, describe_machine, describe_model

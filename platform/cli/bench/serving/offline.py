@@ -26,7 +26,7 @@ def engine_args(options: argparse.Namespace, **defaults: Any) -> EngineArgs:
     Raises:
         InvalidRequestError: an option is wrong whatever the model; `param` names it.
     """
-    from ....client.demo import apply_demo_defaults
+    from ....client.demo_defaults import apply_demo_defaults
 
     given = given_options(options)
     if options.no_speculation:

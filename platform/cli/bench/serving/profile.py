@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....client.async_llm import AsyncLLM
-from ....client.supervisor import EngineSpec
+from ....client.process.supervisor import EngineSpec
 from ....core.config import EngineArgs
 from ....core.errors import OutriderError
 from ....core.lora_request import LoRARequest

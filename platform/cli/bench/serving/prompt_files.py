@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....client.chat_template import ChatOptions, render_messages
+from ....client.text.chat_template import ChatOptions, render_messages
 from ....core.errors import InvalidRequestError, NotFoundError
 
 

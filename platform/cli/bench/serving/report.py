@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .....models.config import read_json
+from .....models.checkpoint.json_files import read_json
 from ....core.errors import OutriderError
 from ..machine import RANDOM_WEIGHTS
 from ..report import labels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from .....models.graphs import GraphedPass
+from .....models.pass_graphs import GraphedPass
 from ....engine.engine_core import EngineCore
 from ....engine.model_runner import ModelRunner
 from ....engine.sampler import Sampler

@@ -1,0 +1,27 @@
+"""The JSON files of a model directory; of their readers the API process needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...platform.core.errors import InvalidRequestError, NotFoundError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model directory.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InvalidRequestError: it is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFoundError(f"{path.parent} has no readable {path.name}", param="model") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{path} is not valid JSON: {error}", param="model") from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{path} is not a JSON object", param="model")
+    return value

@@ -1,0 +1,180 @@
+"""From a HF directory or hub id to a model that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ...platform.core.config import ModelFacts
+from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ..batch import kv_dtype
+from ..config import DTYPES, stored_dtype
+from ..decoder import Decoder
+from ..families import config_from_hf
+from ..layers.embedding import LM_HEAD
+from ..layers.weights import WeightSlot
+from .json_files import read_json
+from .weight_files import StoredTensor, load_into, misfits, read_weights
+
+_MAX_SHOWN = 200
+# Elements from which a random tensor is drawn where it goes: a processor takes a minute for some billions.
+_DRAWN_ON_DEVICE = 1 << 20
+_NO_WEIGHTS = ' (load_format="dummy" needs none)'
+_PICKLES = ["pytorch_model*.bin"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+# Draft heads are often published as pickles of tensors.
+_HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+# Buffers that old checkpoints store though they follow from the config.
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+def resolve_model_path(
+    name_or_path: str | Path, *, draft: bool = False, revision: str | None = None, cache_dir: str | None = None
+) -> Path:
+    """A local directory as it is; else a hub id, downloaded (or found in the hub's cache).
+
+    Args:
+        draft: the files are a draft head's.
+        revision: branch, tag or commit of the hub id.
+        cache_dir: the hub's cache; None: where its library keeps it.
+
+    Raises:
+        NotFoundError: it is neither.
+    """
+    name = str(name_or_path)
+    try:
+        local = Path(name_or_path).expanduser()
+        if local.is_dir():
+            return local
+        exists = local.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; "~nobody"
+        reason = getattr(error, "strerror", None) or str(error)
+        raise NotFoundError(f"model {name[:_MAX_SHOWN]!r}: {reason}", param="model") from error
+    if exists or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise NotFoundError(f"model {name!r}: there is no such directory", param="model")
+    from huggingface_hub import snapshot_download
+
+    patterns = _HUB_FILES_OF_DRAFTS if draft else _HUB_FILES
+    folder = None if cache_dir is None else Path(cache_dir).expanduser()
+    try:
+        path = Path(snapshot_download(name, revision=revision, cache_dir=folder, allow_patterns=patterns))
+        if not draft and not any(path.glob("*.safetensors")):
+            snapshot_download(name, revision=revision, cache_dir=folder, allow_patterns=_PICKLES)
+        return path
+    except Exception as error:  # the hub's errors have no common base, and its HTTP library's come through
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        at = "" if revision is None else f" at revision {revision[:_MAX_SHOWN]!r}"
+        raise NotFoundError(
+            f"model {name!r}{at} is neither a local directory nor a model that could be had from the hub: {reason}",
+            param="model",
+        ) from error
+
+
+def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto") -> ModelFacts:
+    """What `platform.core.config.resolve` needs to know, from config.json alone; None or "auto": the stored dtype.
+
+    For `kv_cache_dtype` see `models.batch.kv_dtype`.
+
+    Raises:
+        NotFoundError: there is no config.json.
+        UnsupportedModelError: a model that is not served.
+    """
+    raw = read_json(Path(path) / "config.json")
+    stored = stored_dtype(raw)
+    served = stored if served_dtype in (None, "auto") else served_dtype
+    config = config_from_hf(raw, DTYPES[served])
+    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return ModelFacts(
+        path=str(path),
+        architecture=config.architecture,
+        dtype=stored,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        kv_bytes_per_token=elements * kv_dtype(config.dtype, kv_cache_dtype).itemsize,
+    )
+
+
+@torch.inference_mode()
+def load_model(
+    path: str | Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    load_format: str = "auto",
+    *,
+    progress: bool = False,
+    seed: int = 0,
+    batch_invariant: bool = False,
+) -> Decoder:
+    """Build the model of a directory and fill it, tensor by tensor, so that little more than one copy is in memory.
+
+    Args:
+        dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
+        load_format: "auto": safetensors files, else pickles of tensors; "dummy": random weights from `seed`, of which
+            config.json suffices.
+        progress: show a progress bar on stderr.
+        batch_invariant: see `DecoderConfig`.
+
+    Raises:
+        NotFoundError: files are missing.
+        UnsupportedModelError: a model that is not served.
+        InvalidRequestError: the files do not hold the model's tensors; the message names them.
+    """
+    path = Path(path)
+    raw = read_json(path / "config.json")
+    name = stored_dtype(raw) if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
+    config = dataclasses.replace(config_from_hf(raw, DTYPES[name]), batch_invariant=batch_invariant)
+    model = Decoder(config, device)
+    slots = model.weight_slots()
+    tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
+    for tensor_name, tensor in tqdm(
+        tensors.items(), desc="Loading weights", disable=not progress, unit="tensor", leave=False
+    ):
+        load_into(slots[tensor_name], tensor_name, tensor, "model")
+    return model
+
+
+def _random_tensors(slots: Mapping[str, WeightSlot], model: Decoder, seed: int) -> dict[str, StoredTensor]:
+    """Weights that keep activations near 1; each tensor depends on the seed and its name alone, and where it is large
+    on the kind of device, which draws it itself."""
+    dtype, device = model.config.dtype, model.device
+    return {
+        name: StoredTensor(slot.shape, partial(_random, name, slot, dtype, seed, device))
+        for name, slot in slots.items()
+    }
+
+
+def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
+    where = device if math.prod(slot.shape) >= _DRAWN_ON_DEVICE else torch.device("cpu")
+    tensor = torch.ones(slot.shape, dtype=dtype, device=where)
+    if slot.scale:
+        # 32 bits: torch's generator on CPU uses no more of its seed.
+        generator = torch.Generator(where).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        tensor.normal_(0.0, slot.scale, generator=generator)
+    return tensor
+
+
+def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Decoder) -> dict[str, StoredTensor]:
+    """The slots' tensors in the order of the files, once the headers of all files have shown that everything is there.
+
+    Raises:
+        NotFoundError: a file is missing.
+        InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
+    """
+    tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+    ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
+    shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
+    problems = misfits(slots, shapes)
+    if problems:
+        raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
+    return {name: tensor for name, tensor in tensors.items() if name in slots}

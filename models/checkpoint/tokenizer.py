@@ -1,0 +1,93 @@
+"""The model's tokenizer and the tokens that end a sequence."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...platform.core.errors import InvalidRequestError, NotFoundError
+from .json_files import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory, from its files alone.
+
+    Raises:
+        NotFoundError: there is no such directory.
+        InvalidRequestError: it holds no tokenizer that transformers can load, or one that needs a package that is not
+            installed.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise NotFoundError(f"tokenizer {str(path)!r}: there is no such directory", param="tokenizer")
+    _check_packages(directory)
+    try:
+        tokenizer = _load(directory)
+    except Exception as error:  # whatever a broken or missing file makes transformers raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidRequestError(
+            f"no tokenizer could be loaded from {directory}: {reason}", param="tokenizer"
+        ) from error
+    # Lengths are checked against the model's: the library's warning of "indexing errors" counts as given.
+    getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _load(directory: Path) -> PreTrainedTokenizerBase:
+    if _is_plain(directory):
+        # `AutoTokenizer` would choose the same class, but imports torch and seconds of other things first.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+def _check_packages(directory: Path) -> None:
+    """Refuse a lone tokenizer.model that cannot be read here: transformers' own error is about something else."""
+    file = directory / "tokenizer.model"
+    if not file.is_file() or (directory / "tokenizer.json").is_file():
+        return
+    with file.open("rb") as opened:
+        # SentencePiece's files are protocol buffers; tiktoken's are lines of base64 and a number.
+        is_sentencepiece = opened.read(1) == b"\n"
+    for package in ("sentencepiece", "google.protobuf") if is_sentencepiece else ("tiktoken",):
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise InvalidRequestError(
+                f"{file} is read by {package}, which is not installed: pip install 'outrider[sentencepiece]'",
+                param="tokenizer",
+            ) from error
+
+
+def _is_plain(directory: Path) -> bool:
+    """True when tokenizer.json holds the whole tokenizer. Llama only: for others transformers may know better."""
+    files = [directory / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files):
+        return False
+    settings = read_json(files[2])
+    plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return plain and "auto_map" not in settings and read_json(files[0]).get("model_type") == "llama"
+
+
+def eos_token_ids(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, more: Path | None = None
+) -> frozenset[int]:
+    """Every token that generation_config.json, config.json, the tokenizer or the file `more` calls the end of a
+    sequence."""
+    found: set[int] = set()
+    for file in (Path(path) / "generation_config.json", Path(path) / "config.json", more):
+        if file is not None and file.is_file():
+            found |= _ids(read_json(file).get("eos_token_id"))
+    return frozenset(found | _ids(getattr(tokenizer, "eos_token_id", None)))
+
+
+def _ids(value: Any) -> set[int]:
+    values = value if isinstance(value, list) else [value]
+    return {item for item in values if isinstance(item, int) and not isinstance(item, bool)}

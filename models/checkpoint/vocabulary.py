@@ -1,0 +1,50 @@
+"""Vocabularies as tokenizer files have them, to compare two models' without loading a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...platform.core.errors import OutriderError
+from .json_files import read_json
+
+_WHOLE = "tokenizer.json"
+_SENTENCEPIECE = "tokenizer.model"
+
+
+def agreement(one: Path, other: Path) -> float | None:
+    """Share of the tokens, of the folder that has more of them, that have the same id in both folders' tokenizers.
+
+    None where a folder has no tokenizer file that can be compared.
+    """
+    if any(_same_bytes(one / name, other / name) for name in (_WHOLE, _SENTENCEPIECE)):
+        return 1.0
+    first, second = _read(one / _WHOLE), _read(other / _WHOLE)
+    if not first or not second:
+        return None
+    return len(first.items() & second.items()) / max(len(first), len(second))
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def _read(file: Path) -> dict[str, int]:
+    """Ids by token; none where it is no file of the `tokenizers` library."""
+    try:
+        raw = read_json(file)
+    except OutriderError:
+        return {}
+    model, added = raw.get("model"), raw.get("added_tokens")
+    vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score, in the order of the ids
+        vocabulary = {pair[0]: index for index, pair in enumerate(vocabulary) if isinstance(pair, list) and pair}
+    if not isinstance(vocabulary, dict):
+        return {}
+    more = added if isinstance(added, list) else []
+    named = {token.get("content"): token.get("id") for token in more if isinstance(token, dict)}
+    return {
+        token: index
+        for token, index in {**vocabulary, **named}.items()
+        if isinstance(token, str) and isinstance(index, int)
+    }

@@ -1,0 +1,350 @@
+"""Forward passes that are replayed from captured graphs: decodes, verifications, and the passes of drafters.
+
+    rows  --bucket-->  PassShape  --inputs into tensors that stay where they are-->  replay  -->  outputs
+
+A pass is a graph when its rows are few and short. Rows may differ in length (drafts that were cut short): the attention
+plan says where each begins, everything else sees tokens. What is missing to the shape are padding tokens, which have no
+slot in the cache, belong to no row and no adapter, and whose outputs nobody reads.
+
+A shape is captured when it first comes, by the very pass that is then replayed: no other code than that of a step runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.graphs import Captured, GraphBackend
+from ..kernels.paged_attention.schedule import TILE_FIELDS, Capacity
+from ..kernels.staging import staged
+from .attention import ReplayableAttention, ReplayablePlan
+from .attention.tables import RowTables
+from .batch import ForwardBatch, LayerKV, PagedModel, SequenceRows
+
+log = logging.getLogger(__name__)
+
+MAX_TOKENS = 512
+"""Of a captured pass. Beyond that the device has so much to do that the host keeps ahead of it."""
+MAX_GRAPHS = 128
+"""Of all passes: each takes some megabytes of the driver's memory."""
+OFTEN = 3
+"""Of the last quarter, a shape gets one when it has come so many times: rare ones, as ragged numbers of drafts and
+adapters bring, leave room for those that come again and again."""
+
+Preparer = Callable[[Sequence[tuple[Any, int]]], Any]
+"""From each row's (adapter handle, number of tokens) to what the adapters' layers need; its `replayable` says whether
+captured launches serve it."""
+
+
+class PassShape(NamedTuple):
+    """What a pass is padded to."""
+
+    rows: int
+    queries: int
+    """Of a row, at most."""
+    tokens: int
+    """Of all rows together."""
+
+
+def bucket(count: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `count`."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+
+
+def shape_of(query_lens: Sequence[int], max_queries: int, max_tokens: int = MAX_TOKENS) -> PassShape | None:
+    """The shape for these rows; None when they are too many or too long. Few shapes serve all: a number of rows, and
+    how many tokens they have at most and on average."""
+    longest = max(query_lens)
+    rows = bucket(len(query_lens))
+    tokens = rows * -(-sum(query_lens) // rows)
+    if longest > max_queries or tokens > max_tokens:
+        return None
+    return PassShape(rows, min(bucket(longest), max_queries), tokens)
+
+
+class PassLimits(NamedTuple):
+    """What captured passes are sized for."""
+
+    max_rows: int
+    max_positions: int
+    """Of a sequence."""
+    max_tokens: int = MAX_TOKENS
+    max_graphs: int = MAX_GRAPHS
+
+
+K = TypeVar("K")
+
+
+@dataclass(slots=True)
+class PassGraphs:
+    """What all captured passes of an engine share, and how often they came."""
+
+    backend: GraphBackend
+    limits: PassLimits
+    num_captured: int = 0
+    num_replayed: int = 0
+    capture_seconds: float = 0.0
+    """Spent on capturing so far."""
+    disabled: bool = field(default=False)
+    """A capture has failed, or there are enough: what is captured goes on, and nothing is added."""
+    _come: dict[tuple[int, Any], int] = field(default_factory=dict)
+    """How often shapes came that are not captured yet."""
+
+    def of(
+        self,
+        model: PagedModel,
+        kv: Sequence[LayerKV],
+        compute: Compute,
+        preparers: Sequence[Preparer],
+        options: PassOptions | None = None,
+    ) -> GraphedPass | None:
+        """The passes of a model over its layers `kv`; None when its attention cannot be captured."""
+        attention = model.attention
+        if not isinstance(attention, ReplayableAttention):
+            return None
+        return GraphedPass(self, model, attention, kv, compute, preparers, options or PassOptions())
+
+    def captures(self, model: PagedModel) -> bool:
+        """Whether `of` gives passes for it."""
+        return isinstance(model.attention, ReplayableAttention)
+
+    def row_logits(self, vocab_size: int, device: torch.device) -> Tensor:
+        """[rows of the largest shape, vocab_size] float32: where passes put logits of their rows' last tokens, so that
+        each graph need not keep its own. To be made before the KV cache, which gets what memory is left."""
+        return torch.empty(bucket(self.limits.max_rows), vocab_size, dtype=torch.float32, device=device)
+
+    def token_logits(self, vocab_size: int, device: torch.device) -> Tensor:
+        """[tokens of the largest shape, vocab_size] float32: the same for passes that want those of all tokens."""
+        return torch.empty(self.limits.max_tokens, vocab_size, dtype=torch.float32, device=device)
+
+    def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
+        """`work` as a graph; None when there are enough of them, or it could not be captured: said once, in the log."""
+        if self.disabled:
+            return None
+        if self.num_captured >= self.limits.max_graphs:
+            self.disabled = True
+            log.warning(
+                "%d graphs are captured, which is all that may be: steps of further shapes (numbers of requests and of "
+                "drafts, with adapters or without) are launched piece by piece",
+                self.num_captured,
+            )
+            return None
+        started = time.perf_counter()
+        try:
+            captured = self.backend.capture(work)
+        except RuntimeError as error:  # of an OutOfMemoryError too
+            self.disabled = True
+            log.warning("a graph could not be captured, which costs speed: no more are tried (%s)", error)
+            return None
+        self.num_captured += 1
+        self.capture_seconds += time.perf_counter() - started
+        return captured
+
+    def _comes_often(self, owner: int, key: Any) -> bool:
+        """Whether a shape is worth one of the graphs that are left; counts that it came."""
+        if 4 * self.num_captured < 3 * self.limits.max_graphs or self.disabled:
+            return True
+        self._come[owner, key] = times = self._come.get((owner, key), 0) + 1
+        if times < OFTEN:
+            return False
+        del self._come[owner, key]
+        return True
+
+    def run(self, kept: dict[K, Captured], key: K, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+        """What the graph of this key in `kept` gives, captured from `work` if it is not there yet; None when it cannot
+        be."""
+        captured = kept.get(key)
+        if captured is None:
+            captured = self._capture(work) if self._comes_often(id(kept), key) else None
+            if captured is None:
+                return None
+            kept[key] = captured
+        captured.replay()
+        self.num_replayed += 1
+        return captured.outputs
+
+
+class PassOptions(NamedTuple):
+    """What differs between a decoder's passes and those of a drafter's head."""
+
+    first_key: int = 0
+    """Positions before it hold no keys."""
+    state_size: int = 0
+    """Elements a token of the states that the pass reads beside tokens; 0: none."""
+    state_dtype: torch.dtype = torch.float32
+
+
+class PassInputs(NamedTuple):
+    """What `Compute` may read beside the batch; tensors that stay where they are."""
+
+    last: Tensor
+    """[rows] int64: each row's last token."""
+    states: Tensor | None
+    """[tokens, state_size]"""
+    adapters: tuple[Any, ...]
+    """What each of the preparers gave; the first is the batch's."""
+
+
+Compute = Callable[[ForwardBatch, PassInputs], tuple[Tensor, ...]]
+"""The pass itself, [tokens, ...] or [rows, ...] each. It reads no host value that may differ the next time."""
+
+
+class GraphedRows:
+    """Work on rows of states alone, captured for each number of rows when it first comes: what heads without layers of
+    their own do. Not thread-safe, and one at a time."""
+
+    def __init__(
+        self,
+        graphs: PassGraphs,
+        states: Tensor,
+        compute: Callable[[Tensor, Any, int], tuple[Tensor, ...]],
+        prepare: Preparer,
+    ) -> None:
+        """
+        Args:
+            states: [max rows, H], where the work finds its rows: the first of them.
+            compute: The work, from states [rows, H], their adapters, and how many parts of it are wanted. It reads no
+                host value that may differ the next time.
+            prepare: For the rows' adapters.
+        """
+        self._graphs, self._states, self._compute, self._prepare = graphs, states, compute, prepare
+        self._captured: dict[tuple[int, int, bool], Captured] = {}
+
+    def run(self, states: Tensor, adapters: Sequence[Any], count: int) -> tuple[Tensor, ...] | None:
+        """The work on `states` [B, H] of rows with these adapters, padded; None, and nothing is done, when it must run
+        without a graph.
+
+        Returns:
+            What `compute` gave, good until the next time. Entries beyond the rows mean nothing.
+        """
+        num_rows, rows = len(states), bucket(len(states))
+        if rows > len(self._states):
+            return None
+        batch = self._prepare([*((adapter, 1) for adapter in adapters), *[(None, 1)] * (rows - num_rows)])
+        if batch is not None and not batch.replayable:
+            return None
+        self._states[:num_rows].copy_(states)
+        key = (rows, count, batch is not None)
+        return self._graphs.run(self._captured, key, lambda: self._compute(self._states[:rows], batch, count))
+
+
+class _Key(NamedTuple):
+    """Passes of one key launch the same."""
+
+    shape: PassShape
+    adapted: tuple[bool, ...]
+    """Whether each of the preparers gave anything."""
+
+
+class GraphedPass:
+    """Passes of one model, each captured when its shape first comes. Not thread-safe, and one pass at a time."""
+
+    def __init__(
+        self,
+        graphs: PassGraphs,
+        model: PagedModel,
+        attention: ReplayableAttention,
+        kv: Sequence[LayerKV],
+        compute: Compute,
+        preparers: Sequence[Preparer],
+        options: PassOptions,
+    ) -> None:
+        """See `PassGraphs.of`."""
+        self._graphs, self._model, self._attention, self._kv = graphs, model, attention, kv
+        self._compute, self._preparers, self._options = compute, preparers, options
+        self._block_size = kv[0].k.shape[2]
+        max_rows = bucket(graphs.limits.max_rows)
+        self._max_tokens = graphs.limits.max_tokens
+        self._blocks_per_row = -(-graphs.limits.max_positions // self._block_size)
+        device = model.device
+        self._numbers = torch.zeros(2 * self._max_tokens + max_rows, dtype=torch.int64, device=device)
+        entries = max_rows * (TILE_FIELDS + self._blocks_per_row) + self._max_tokens + TILE_FIELDS
+        self._storage = torch.zeros(entries, dtype=torch.int32, device=device)
+        self._states: Tensor | None = None
+        if options.state_size:
+            self._states = torch.zeros(self._max_tokens, options.state_size, dtype=options.state_dtype, device=device)
+        self._plans: dict[PassShape, ReplayablePlan] = {}
+        self._captured: dict[_Key, Captured] = {}
+
+    def run(
+        self, rows: SequenceRows, handles: Sequence[tuple[Any, int]], states: Tensor | None = None
+    ) -> tuple[Tensor, ...] | None:
+        """The pass over `rows`, padded; None, and nothing is done, when it must run without a graph.
+
+        Args:
+            handles: (adapter, number of tokens) of each row.
+            states: [T, state_size], of passes that read some.
+
+        Returns:
+            What `Compute` gave, good until the next pass. Entries beyond the rows and their tokens mean nothing.
+        """
+        shape = self._shape(rows)
+        if shape is None:
+            return None
+        padding = shape.tokens - len(rows.token_ids)
+        padded = [*handles, (None, padding)] if padding else handles
+        adapters = tuple(prepare(padded) for prepare in self._preparers)
+        if not all(batch is None or batch.replayable for batch in adapters):
+            return None
+        self._fill(shape, rows, states)
+        key = _Key(shape, tuple(batch is not None for batch in adapters))
+        return self._graphs.run(self._captured, key, lambda: self._work(shape, adapters))
+
+    def _shape(self, rows: SequenceRows) -> PassShape | None:
+        limits = self._graphs.limits
+        if len(rows.query_lens) > limits.max_rows or rows.first_key != self._options.first_key:
+            return None
+        if max(map(sum, zip(rows.starts, rows.query_lens, strict=True))) > limits.max_positions:
+            return None
+        return shape_of(rows.query_lens, self._attention.max_queries, self._max_tokens)
+
+    def _fill(self, shape: PassShape, rows: SequenceRows, states: Tensor | None) -> None:
+        """Put the rows where the graphs of this shape read them, in two copies that the host does not wait for."""
+        num_tokens, tokens = len(rows.token_ids), shape.tokens
+        tables = RowTables(rows, self._block_size)
+        positions = np.arange(num_tokens) + np.repeat(tables.starts - tables.token_starts, tables.query_lens)
+        numbers = np.zeros(2 * tokens + shape.rows, dtype=np.int64)
+        numbers[:num_tokens] = rows.token_ids
+        numbers[tokens:][:num_tokens] = positions
+        numbers[tokens + num_tokens : 2 * tokens] = self._options.first_key  # any position there is
+        numbers[2 * tokens :][: len(rows.query_lens)] = tables.token_starts + tables.query_lens - 1
+        self._numbers[: len(numbers)].copy_(staged(numbers, self._numbers.device), non_blocking=True)
+        for part in rows.device_tokens:
+            part.fill(self._numbers)
+        plan = self._plan(shape)
+        plan.refill(tables.arrays(positions))
+        if rows.overshoot is not None:
+            plan.settle(rows.overshoot, self._numbers[tokens:][:num_tokens])
+        if rows.unused is not None:
+            self._numbers[2 * tokens :][: len(rows.query_lens)].sub_(rows.unused)
+        if states is not None:
+            assert self._states is not None
+            self._states[:num_tokens].copy_(states)
+
+    def _plan(self, shape: PassShape) -> ReplayablePlan:
+        if shape not in self._plans:
+            capacity = Capacity(shape.rows, shape.queries, shape.tokens, shape.rows * self._blocks_per_row)
+            plan = self._attention.reserve(capacity, self._block_size, self._options.first_key, self._storage)
+            # Without rows this does nothing: its kernel is compiled now, not by the first step that is planned too far.
+            plan.settle(self._numbers.new_zeros(1), self._numbers)
+            self._plans[shape] = plan
+        return self._plans[shape]
+
+    def _work(self, shape: PassShape, adapters: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """The pass over what `_fill` has put in place."""
+        ids, positions, last = self._numbers[: 2 * shape.tokens + shape.rows].split(
+            [shape.tokens, shape.tokens, shape.rows]
+        )
+        # The tables reach to the last position at once: a graph must not hold tables that are replaced when they grow.
+        rotation = self._model.rope.rotation(positions, self._graphs.limits.max_positions)
+        batch = ForwardBatch(ids, positions, rotation, self._plans[shape], self._kv, adapters[0])
+        states = None if self._states is None else self._states[: shape.tokens]
+        return self._compute(batch, PassInputs(last, states, adapters))

@@ -1,0 +1,93 @@
+"""Keywords of vLLM's Python API that this project does not have, grouped by the reason.
+
+`SAMPLING` has keywords of `SamplingParams`, `PROMPT` keys of a prompt, `GENERATE` and `CHAT` keywords of the methods of
+those names, `LORA` keywords of `LoRARequest`. `METHODS` says for methods of vLLM's `LLM` what to use in their place.
+"""
+
+from __future__ import annotations
+
+from .foreign_options import (
+    NO_EXPERTS,
+    NO_FORMATS,
+    NO_IMAGES,
+    NO_REASONING,
+    NO_USER_CODE,
+    OWN_LOADER,
+    Option,
+    each,
+    ignored,
+    ignored_flag,
+    off,
+    only,
+)
+
+SAMPLING: dict[str, Option] = {
+    "best_of": only(1, why="sequences are not ranked: ask for n of them"),
+    **each(off("beam search is not there yet"), "use_beam_search early_stopping"),
+    "length_penalty": only(1, why="beam search is not there yet"),
+    "truncate_prompt_tokens": only(why="cut the prompt before"),
+    **each(only(why=NO_FORMATS), "structured_outputs guided_decoding"),
+    "logits_processors": only([], (), why=NO_USER_CODE),
+    "output_kind": only(0, why="LLM returns final outputs; AsyncLLM.generate takes delta=True"),
+    "logprob_token_ids": only(why="ask for logprobs and pick among them"),
+    "prompt_logprob_token_ids": only(why="ask for prompt_logprobs and pick among them"),
+    "prompt_logprob_start": only(0, why="ask for prompt_logprobs and cut them"),
+    "flat_logprobs": off("log-probabilities are lists of dicts"),
+    "stream_interval": ignored("each step is streamed"),
+    "skip_clone": ignored_flag("parameters are copied"),
+    "output_text_buffer_length": ignored("it follows from stop"),
+    "extra_args": only({}, why="there are no plug-ins that read them"),
+    "skip_reading_prefix_cache": off("give the prompt a cache_salt of its own"),
+    "thinking_token_budget": only(why=NO_REASONING),
+    "repetition_detection": only(why="see repetition_penalty"),
+    "routed_experts_prompt_start": only(0, why=NO_EXPERTS),
+    "trace_decode_token_ids": only(why="tokens cannot be given in advance"),
+}
+
+PROMPT: dict[str, Option] = {
+    "type": only("text", "token", "tokens", why="prompts are text or token ids"),
+    **each(only({}, why=NO_IMAGES), "multi_modal_data multi_modal_uuids mm_processor_kwargs"),
+    "prompt_embeds": only(why="prompts are text or token ids"),
+    "token_type_ids": only(why="models generate text only"),
+}
+
+GENERATE: dict[str, Option] = {
+    "prompt_token_ids": only(why='write prompts={"prompt_token_ids": ids}, or a list of such prompts'),
+    "tokenization_kwargs": only({}, why="cut or pad the prompt before"),
+    "guided_options_request": only(why=NO_FORMATS),
+    "prompt_adapter_request": only(why="prompt adapters are not served"),
+    "mm_processor_kwargs": only({}, why=NO_IMAGES),
+    # AsyncLLM
+    "prompt_text": ignored("the prompt has its text"),
+    "trace_headers": ignored("requests over HTTP have them"),
+    "data_parallel_rank": only(0, why="replicas are separate servers behind a load balancer"),
+    "reasoning_ended": ignored(NO_REASONING),
+}
+
+CHAT: dict[str, Option] = {
+    "chat_template_content_format": only("auto", "string", "openai", why="it is found out from the template"),
+    "tokenization_kwargs": GENERATE["tokenization_kwargs"],
+    "mm_processor_kwargs": GENERATE["mm_processor_kwargs"],
+}
+
+LORA: dict[str, Option] = {
+    "base_model_name": ignored("the base model is the engine's"),
+    "long_lora_max_len": only(why="contexts are as long with adapters as without"),
+    "tensorizer_config_dict": only({}, why=OWN_LOADER),
+    "load_inplace": off("write llm.load_lora_adapter(request, load_inplace=True)"),
+    "is_3d_lora_weight": off(NO_EXPERTS),
+}
+
+_NOT_THERE = "is not there yet"
+_TEXT_ONLY = "is not there: models generate text only"
+METHODS: dict[str, str] = {
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _TEXT_ONLY),
+    **dict.fromkeys(("beam_search", "sleep", "wake_up", "reset_prefix_cache"), _NOT_THERE),
+    "get_metrics": "is not there: see stats(), and the metrics of each output",
+    "llm_engine": "is not there: see generate(), engine_info and stats()",
+    "model_config": "is not there: see engine_info",
+    "set_tokenizer": "is not there: see the option tokenizer",
+    **dict.fromkeys(("start_profile", "stop_profile"), "is not there: see outrider bench latency --profile"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "is not there: " + NO_USER_CODE),
+}
+"""Methods and attributes of vLLM's `LLM` -> the end of the sentence that says why each is missing."""

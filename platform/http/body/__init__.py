@@ -1,0 +1,1 @@
+"""Request bodies: read in pieces, bounded before they are parsed, lenient where clients are."""

@@ -1,0 +1,1 @@
+"""Metrics, health, traces, and one line in the log for each request."""

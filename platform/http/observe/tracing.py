@@ -1,0 +1,138 @@
+"""OpenTelemetry traces of requests, sent by OTLP over HTTP. The packages (extra `tracing`) are imported only here, and
+this module only with --otlp-endpoint.
+
+A request is known in full when it has ended, so all its spans are made then, with the times that were noted:
+
+    POST /v1/chat/completions     kind server; parent: the client's `traceparent`, if it sent one
+      queue                       from the request's arrival to its first step in the engine
+      prefill                     to the first token
+      decode                      to the last
+
+With several prompts each has these three. The usual variables of OpenTelemetry hold: OTEL_SERVICE_NAME,
+OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, ...
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from opentelemetry import context as otel_context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from .... import __version__
+from ...core.errors import InvalidRequestError
+from ...core.outputs import RequestMetrics
+from .request_log import QUIET, Note, PromptNote
+
+CLOSE_SECONDS = 3.0
+"""Seconds for the last spans to reach the collector when the server ends."""
+_SCOPE = "outrider"
+_PATH = "/v1/traces"
+
+
+class RequestTracer:
+    """Tracer of requests; a thread of its own sends the spans, and drops those that a collector which is away does not
+    take."""
+
+    def __init__(self, endpoint: str) -> None:
+        """
+        Args:
+            endpoint: Of the collector, "http://host:4318"; without a path OTLP's own is meant.
+
+        Raises:
+            InvalidRequestError: it is no URL.
+        """
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequestError("must be a URL like http://collector:4318", param="otlp_endpoint")
+        url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
+        attributes = {"service.version": __version__}
+        if "OTEL_SERVICE_NAME" not in os.environ:
+            attributes["service.name"] = _SCOPE
+        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        self._tracer = self._provider.get_tracer(_SCOPE, __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def record(self, note: Note, headers: Mapping[str, str]) -> str:
+        """Send the spans of a request that has ended; returns its trace's id, in hexadecimal, "" when none is kept."""
+        if note.status < 400 and note.path.startswith(QUIET):
+            return ""
+        given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        span = self._tracer.start_span(
+            f"{note.method} {note.route}".rstrip(),
+            self._propagator.extract(given, otel_context.Context()),
+            SpanKind.SERVER,
+            attributes=_attributes(note),
+            start_time=_nanoseconds(note, note.started),
+        )
+        if span.is_recording():
+            inside = set_span_in_context(span, otel_context.Context())
+            for prompt in note.prompts:
+                self._record_prompt(note, prompt, inside)
+            if note.error or note.status >= 500:
+                span.set_status(Status(StatusCode.ERROR))
+        span.end(_nanoseconds(note, note.ended))
+        found = span.get_span_context()
+        return f"{found.trace_id:032x}" if found.is_valid else ""
+
+    def _record_prompt(self, note: Note, prompt: PromptNote, inside: otel_context.Context) -> None:
+        metrics = prompt.metrics or RequestMetrics(0.0)
+        arrival = metrics.arrival_time or note.started
+        end = max(prompt.end or note.ended, arrival)
+        first = min(max(metrics.first_token_time or end, arrival), end)
+        started = min(arrival + metrics.queue_seconds, first)
+        times = {"queue": (arrival, started), "prefill": (started, first), "decode": (first, end)}
+        for name, (begin, until) in times.items():
+            span = self._tracer.start_span(name, inside, start_time=_nanoseconds(note, begin))
+            span.end(_nanoseconds(note, until))
+
+    def close(self) -> None:
+        """Send what is left. Blocks, at most `CLOSE_SECONDS`: a collector that is away must not hold up the end."""
+        work = threading.Thread(target=self._provider.shutdown, name="outrider-tracing-end", daemon=True)
+        work.start()
+        work.join(CLOSE_SECONDS)
+
+
+def _nanoseconds(note: Note, monotonic: float) -> int:
+    """Wall clock time in nanoseconds, counted from the request's begin: a clock that is set meanwhile changes no
+    duration."""
+    return note.wall_time_ns + int((monotonic - note.started) * 1e9)
+
+
+def _attributes(note: Note) -> dict[str, str | int | float]:
+    """Attributes of a span, under OpenTelemetry's own names where there are any. They hold no text of the request or of
+    the answer."""
+    texts = {
+        "http.request.method": note.method,
+        "http.route": note.route,
+        "url.path": note.path,
+        "gen_ai.request.model": note.model,
+        "gen_ai.response.id": note.id,
+        "error.type": note.error,
+        "outrider.request_id": note.request_id,
+        "outrider.tenant": note.tenant,
+        "outrider.key_id": "" if note.principal is None else note.principal.key_id,
+        "outrider.adapter": note.adapter,
+    }
+    attributes: dict[str, str | int | float] = {name: text for name, text in texts.items() if text}
+    attributes["http.response.status_code"] = note.status
+    if note.prompts:
+        attributes |= {
+            "gen_ai.usage.input_tokens": note.prompt_tokens,
+            "gen_ai.usage.output_tokens": note.output_tokens,
+            "outrider.cached_tokens": note.cached_tokens,
+            "outrider.draft_tokens": note.draft_tokens,
+            "outrider.accepted_tokens": note.accepted_tokens,
+        }
+        if note.first_token_seconds is not None:
+            attributes["outrider.first_token_seconds"] = note.first_token_seconds
+    return attributes

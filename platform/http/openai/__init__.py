@@ -1,0 +1,1 @@
+"""Routes that generate or tokenize, as the OpenAI API has them."""

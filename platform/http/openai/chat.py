@@ -1,0 +1,145 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...core.errors import InvalidRequestError, PromptTooLongError
+from ...core.outputs import CompletionOutput
+from ...core.sampling_params import SamplingParams
+from ..body.reader import documented
+from ..serving import Serving
+from .answer import accept, asked_fields
+from .chat_messages import normalize_messages
+from .event_stream import Chunk, dumps
+from .generation import Choice, Collected
+from .job import Event
+from .logprobs import chat_logprobs, pack, prompt_logprobs
+from .protocol import ChatCompletionRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=documented(ChatCompletionRequest))
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    accepted = await accept(request, ChatCompletionRequest)
+    body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
+    params = _sampling_params(serving, body, defaults)
+    prompt = await serving.chat_prompt(normalize_messages(body.messages), body, accepted.lora)
+    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
+    job = accepted.job(
+        [prompt],
+        params,
+        prefix="chatcmpl",
+        default_max_tokens=defaults.get("max_tokens"),
+        max_tokens_field=max_tokens_field,
+        endpoint="/v1/chat/completions",
+    )
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    return await accepted.respond(job, kind, _ChatChunks(body), partial(_answer, body))
+
+
+def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
+    """Check the context length in the words of a chat; prompts that are only scored are left to the engine's client."""
+    max_tokens = params.max_tokens or 1
+    if num_prompt_tokens + max_tokens > limit and not (
+        num_prompt_tokens == limit and params.prompt_logprobs is not None
+    ):
+        param = "messages" if num_prompt_tokens >= limit else max_tokens_field
+        raise PromptTooLongError.of(limit, num_prompt_tokens, max_tokens, prompt="messages", param=param)
+
+
+def _sampling_params(serving: Serving, body: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    limit = serving.llm.info.max_logprobs
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= limit:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {limit}], got {body.top_logprobs}", param="top_logprobs"
+        )
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return body.sampling_params(defaults, logprobs=logprobs, max_tokens=max_tokens)
+
+
+def _answer(body: ChatCompletionRequest, collected: Collected) -> dict[str, Any]:
+    prompt = collected.prompts[0]
+    answer: dict[str, Any] = {
+        "choices": [_choice(body, i, choice) for i, choice in enumerate(collected.choices)],
+        "usage": collected.totals.usage(),
+    }
+    if prompt.logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = prompt.token_ids
+    if body.return_metrics:
+        answer["metrics"] = collected.totals.metrics()
+    return answer
+
+
+def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "index": index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    return result | asked_fields(body, choice)
+
+
+class _ChatChunks:
+    """`choices` of chat.completion.chunk objects. A choice's first chunk has the role."""
+
+    def __init__(self, body: ChatCompletionRequest) -> None:
+        self._body = body
+        self._started: set[int] = set()
+        self._plain = not (body.logprobs or body.return_token_ids or body.return_draft_status)
+
+    def choices(self, event: Event) -> list[Chunk]:
+        """See ChunkEncoder."""
+        chunks: list[Chunk] = []
+        for output in event.output.outputs:
+            if output.index not in self._started:
+                self._started.add(output.index)
+                chunks.append(self._first(output.index, event))
+            if not self._plain or output.finish_reason is not None:
+                chunks.append(self._full(output))
+            elif output.text:
+                chunks.append(
+                    f'{{"index":{output.index},"delta":{{"content":{dumps(output.text)}}},'
+                    '"logprobs":null,"finish_reason":null}'
+                )
+        return chunks
+
+    def _first(self, index: int, event: Event) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = event.output.prompt_token_ids
+        return choice
+
+    def _full(self, output: CompletionOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": output.index,
+            "delta": {"content": output.text} if output.text else {},
+            "logprobs": self._logprobs(output) if self._body.logprobs and output.token_ids else None,
+            "finish_reason": output.finish_reason,
+        }
+        if output.finish_reason is not None:
+            choice["stop_reason"] = output.stop_reason
+        return choice | asked_fields(self._body, output)
+
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
+        entries = list(map(pack, output.logprobs or ()))
+        return chat_logprobs(output.token_ids, entries, self._body.top_logprobs or 0)

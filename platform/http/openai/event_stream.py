@@ -1,0 +1,183 @@
+"""Server-sent events, and watches for clients that close their connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import aclosing, suppress
+from itertools import chain
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...core.errors import OutriderError
+from ..protect.accounting import limit_headers
+from ..protect.error_responses import ClientDisconnectedError, error_event
+from .generation import Totals
+from .job import Event
+from .json_pieces import OBJECTS, SCALARS, ascii_json, in_blocks, paused, write
+from .protocol import StreamOptions
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks nginx to pass every event on at once
+]
+DONE = b"data: [DONE]\n\n"
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes its connection.
+
+    Raises:
+        ClientDisconnectedError: the client has gone.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnectedError
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+Chunk: TypeAlias = str | dict[str, Any]
+"""Choice of a chunk: JSON, or a value for `json_pieces.write`."""
+
+
+class ChunkEncoder(Protocol):
+    """Turns events into the choices of an API's chunks."""
+
+    def choices(self, event: Event) -> list[Chunk]:
+        """The choice objects of one event; empty when there is nothing to say."""
+
+
+class ChunkWriter:
+    """Writer of what stands around a chunk's choices, prepared once: a chunk costs a few string joins."""
+
+    def __init__(self, fixed: dict[str, Any], options: StreamOptions | None, with_metrics: bool) -> None:
+        self._head = f'data: {dumps(fixed)[:-1]},"choices":['
+        self._usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._metrics = with_metrics
+        self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
+
+    def chunk(self, choice: Chunk, totals: Totals) -> Iterator[str]:
+        """One event with one choice, in pieces."""
+        yield self._head
+        if isinstance(choice, str):
+            yield choice
+        else:
+            yield from write(choice, ascii_json)
+        yield f'],"usage":{dumps(totals.usage())}}}\n\n' if self._continuous else f"]{self._tail}"
+
+    def no_text(self, totals: Totals) -> str:
+        """Chunk for tokens without text, such as half a character or a special one: it holds their number, and is ""
+        where usage is not asked for with every chunk."""
+        return f'{self._head}],"usage":{dumps(totals.usage())}}}\n\n' if self._continuous else ""
+
+    def last(self, totals: Totals) -> str:
+        """The event after the last choice: usage and metrics, where asked for."""
+        extras = {}
+        if self._usage:
+            extras["usage"] = totals.usage()
+        if self._metrics:
+            extras["metrics"] = totals.metrics()
+        return f"{self._head}],{dumps(extras)[1:]}\n\n" if extras else ""
+
+
+async def events_to_sse(
+    first: Event, events: AsyncGenerator[Event], encoder: ChunkEncoder, writer: ChunkWriter
+) -> AsyncGenerator[bytes]:
+    """Body of a stream. An error ends it with an error event; `[DONE]` always comes last."""
+    totals = Totals()
+
+    async def encode(event: Event) -> AsyncIterator[bytes]:
+        totals.add(event)
+        choices = encoder.choices(event)
+        pieces = chain.from_iterable(writer.chunk(choice, totals) for choice in choices)
+        new, prompt = event.output.outputs, event.output.prompt_token_ids
+        if sum(len(output.token_ids) for output in new) > OBJECTS or len(prompt) > SCALARS:
+            async for data in in_blocks(paused(pieces)):
+                yield data
+        else:
+            data = ("".join(pieces) or writer.no_text(totals)).encode()
+            if data:
+                yield data
+
+    try:
+        async for data in encode(first):
+            yield data
+        async for event in events:
+            async for data in encode(event):
+                yield data
+        yield writer.last(totals).encode() + DONE
+    except OutriderError as error:
+        yield error_event(error) + DONE
+    except Exception as error:
+        logger.exception("a stream ended with an unexpected error")
+        with suppress(Exception):
+            await events.athrow(error)  # where it comes from this side: the request has failed, not been abandoned
+        yield error_event(error) + DONE
+
+
+class EventStreamResponse(Response):
+    """Sends server-sent events; closes `source`, which `body` reads from, as soon as the client is gone."""
+
+    def __init__(self, body: AsyncGenerator[bytes], source: AsyncGenerator[Event], headers: Mapping[str, str]) -> None:
+        # No call of the parent's: it renders a whole body.
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = _HEADERS + [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._body = body
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        watch = asyncio.ensure_future(_disconnected(receive))
+        work = asyncio.ensure_future(self._send_all(send))
+        try:
+            await asyncio.wait((watch, work), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            work.cancel()
+            results = await asyncio.gather(work, watch, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _send_all(self, send: Send) -> None:
+        # The source too: closing a generator that has not begun runs none of its code.
+        async with aclosing(self._source), aclosing(self._body):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in self._body:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def stream_response(
+    request: Request, events: AsyncGenerator[Event], encoder: ChunkEncoder, writer: ChunkWriter
+) -> Response:
+    """Answer with a stream, once the first output is there: an error before it becomes an ordinary error response."""
+    first = await until_disconnect(request, anext(events))
+    return EventStreamResponse(events_to_sse(first, events, encoder, writer), events, limit_headers(request))

@@ -1,0 +1,252 @@
+"""Generation for a checked request: several prompts at once, counted for usage and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.errors import OutriderError
+from ...core.messages import SpeculationCounts
+from ...core.outputs import CompletionOutput, Logprob, RequestOutput
+from ..protect.accounting import accounted, check_params
+from ..serving import Serving
+from .job import Event, Job
+from .logprobs import Packed, pack
+
+
+def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
+    """The job's outputs as they come; closing the generator aborts what still runs.
+
+    On a server with tenants the job is admitted first, at the first step, and when the generator has ended its row is
+    in the ledger.
+
+    Raises:
+        OutriderError: a prompt or parameter is refused (maybe at once, else at the first step), too many wait, or the
+            engine fails.
+    """
+    job.bound_logprobs(serving.llm.info)
+    if serving.tenancy is not None:
+        return accounted(serving, serving.tenancy, job, lambda: _outputs(serving, job))
+    job.on_admitted()
+    return _outputs(serving, job)
+
+
+def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
+    if len(job.prompts) == 1:
+        return _generate_one(serving, job, 0)
+    return _merge(serving, job)
+
+
+async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
+    recorder = serving.metrics.recorder("" if job.lora is None else job.lora.label, job.principal.tenant)
+    outputs = serving.llm.generate(
+        {"prompt_token_ids": job.prompts[index]},
+        job.params_of(index, serving.llm.info.max_model_len),
+        request_id=job.id_of(index),
+        lora_request=job.lora,
+        priority=job.priority,
+        tenant=job.principal.tenant,
+        weight=job.principal.weight,
+        cache_salt=job.cache_salt,
+        delta=True,
+    )
+    finished = False
+    in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
+    if len(job.prompts) == 1:
+        in_engine = serving.queue.enter_engine(job.params.n)
+    with in_engine:
+        try:
+            async with aclosing(_as_generator(outputs)) as stream:
+                async for output in stream:
+                    recorder.on_output(output)
+                    finished = output.finished
+                    yield Event(index, output)
+        except OutriderError as error:
+            if error.status >= 500:
+                recorder.on_end("error")
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            if not finished:
+                recorder.on_end("abort")
+            raise
+
+
+def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+    assert isinstance(outputs, AsyncGenerator), "AsyncLLM.generate is an async generator: closing it aborts the request"
+    return outputs
+
+
+async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
+    """The events of all prompts, each as soon as it comes. The first error ends all."""
+    if serving.tenancy is None:  # else it has been done
+        await check_params(serving, job)  # none may start before it is known that all can
+    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[Event]) -> None:
+        try:
+            async with aclosing(stream):
+                async for event in stream:
+                    queue.put_nowait(event)
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    with serving.queue.enter_engine(job.params.n * len(job.prompts)) as leave:
+        streams = [_generate_one(serving, job, i) for i in range(len(job.prompts))]
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for stream in streams:
+                tasks.append(asyncio.create_task(pump(stream)))
+                await asyncio.sleep(0)  # others go on between the checks of two prompts
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                    leave(job.params.n)
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Totals:
+    """Counts over all prompts of a job, for `usage` and `metrics`."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self._seen: set[int] = set()
+        self._speculation = SpeculationCounts()
+
+    def add(self, event: Event) -> None:
+        """Count the new tokens of an event."""
+        output = event.output
+        if event.prompt_index not in self._seen:
+            self._seen.add(event.prompt_index)
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_tokens += output.metrics.num_cached_tokens if output.metrics else 0
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
+        if output.finished and output.metrics is not None:
+            self._add_speculation(output)
+
+    def _add_speculation(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        assert metrics is not None
+        self._speculation.add(
+            SpeculationCounts(
+                metrics.num_drafts,
+                metrics.num_draft_tokens,
+                metrics.num_accepted_tokens,
+                metrics.accepted_per_pos,
+                metrics.steps_by_k,
+            )
+        )
+
+    def usage(self) -> dict[str, Any]:
+        """The OpenAI `usage` object so far."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Ours: counts of speculation, complete once the job has finished."""
+        counts = self._speculation
+        rounds = counts.num_drafts
+        return {
+            "speculative_decoding": {
+                "num_drafts": rounds,
+                "num_draft_tokens": counts.num_draft_tokens,
+                "num_accepted_tokens": counts.num_accepted_tokens,
+                "acceptance_rate": counts.num_accepted_tokens / counts.num_draft_tokens if rounds else None,
+                "acceptance_length": 1 + counts.num_accepted_tokens / rounds if rounds else None,
+                "accepted_per_position": [count / rounds for count in counts.accepted_per_pos] if rounds else [],
+                "steps_by_k": counts.steps_by_k,
+            }
+        }
+
+
+def draft_fields(output: Choice | CompletionOutput) -> dict[str, list[str] | list[int]]:
+    """Fields of a choice that show its verification steps, aligned with its tokens.
+
+    `draft_status` is "drafted" for an accepted draft, "sampled" for a token that the model chose itself; a step ends
+    with a sampled token. `rejected_drafts` is the number of drafts that the step ending with the token rejected.
+    """
+    return {
+        "draft_status": ["drafted" if d else "sampled" for d in output.drafted or [False] * len(output.token_ids)],
+        "rejected_drafts": output.rejected_drafts or [0] * len(output.token_ids),
+    }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One complete sequence."""
+
+    prompt_index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Packed] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    rejected_drafts: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
+@dataclass(slots=True)
+class PromptFacts:
+    """Token ids and log-probabilities of one prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Sequence[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(slots=True)
+class Collected:
+    """A whole job's outputs, the choices in the order of their index."""
+
+    choices: list[Choice]
+    prompts: list[PromptFacts]
+    totals: Totals
+
+
+async def collect(events: AsyncGenerator[Event], job: Job) -> Collected:
+    """Run a job to its end."""
+    n = job.params.n
+    result = Collected(
+        [Choice(i // n) for i in range(len(job.prompts) * n)], [PromptFacts() for _ in job.prompts], Totals()
+    )
+    async with aclosing(events):
+        async for event in events:
+            result.totals.add(event)
+            index, output = event
+            prompt = result.prompts[index]
+            prompt.token_ids = output.prompt_token_ids
+            prompt.logprobs = prompt.logprobs or output.prompt_logprobs
+            for completion in output.outputs:
+                choice = result.choices[index * n + completion.index]
+                choice.texts.append(completion.text)
+                choice.token_ids += completion.token_ids
+                choice.logprobs += map(pack, completion.logprobs or ())
+                choice.drafted += completion.drafted or [False] * len(completion.token_ids)
+                choice.rejected_drafts += completion.rejected_drafts or [0] * len(completion.token_ids)
+                if completion.finish_reason is not None:
+                    choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+    return result

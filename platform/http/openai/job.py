@@ -1,0 +1,122 @@
+"""Generation job of one HTTP request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...core.errors import InvalidRequestError
+from ...core.lora_request import LoRA
+from ...core.messages import EngineInfo
+from ...core.outputs import RequestOutput
+from ...core.sampling_params import SamplingParams
+from ...tenancy.accounts.principal import OPEN, Principal
+from ...tenancy.limits.demand import Demand
+from ..body.bounds import MAX_LOGPROBS
+
+
+class Arrival(NamedTuple):
+    """Arrival of a request: on the wall clock, and at the same moment on one that nobody sets."""
+
+    wall: float
+    monotonic: float
+
+    def at(self, monotonic: float) -> float:
+        """The wall clock's time of a later moment, as if nobody had set it: no request ends before it began."""
+        return self.wall + (monotonic - self.monotonic)
+
+
+def now() -> Arrival:
+    """The present moment as an `Arrival`."""
+    return Arrival(time.time(), time.monotonic())
+
+
+@dataclass(slots=True)
+class Job:
+    """The prompts and parameters of one request, and on whose behalf they run."""
+
+    request_id: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    lora: LoRA | None
+    priority: int = 0
+    cache_salt: str = ""
+    default_max_tokens: int | None = None
+    """Default of `max_tokens`, or fewer where the context ends first. None: as many as fit."""
+    max_tokens_field: str = "max_tokens"
+    """Name of the field in the request."""
+    keeps_output: bool = True
+    """False where only the prompt's log-probabilities are wanted: the one generated token is dropped."""
+    principal: Principal = OPEN
+    endpoint: str = ""
+    model: str = ""
+    """Model as asked for."""
+    arrival: Arrival = field(default_factory=now)
+    on_admitted: Callable[[], None] = lambda: None
+    """Called when the job has its places and waits no longer."""
+    granted: list[int] | None = None
+    """`max_tokens` of each prompt that the limits leave where `params` has none."""
+
+    def id_of(self, index: int) -> str:
+        """The id of one of the prompts with the engine's client."""
+        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
+
+    def params_of(self, index: int, max_model_len: int) -> SamplingParams:
+        """The parameters for one of the prompts."""
+        if self.params.max_tokens is not None:
+            return self.params
+        if self.granted is not None:
+            return self.params.clone(max_tokens=self.granted[index])
+        if self.default_max_tokens is None:
+            return self.params
+        room = max_model_len - len(self.prompts[index])
+        return self.params.clone(max_tokens=max(1, min(self.default_max_tokens, room)))
+
+    def bound_logprobs(self, info: EngineInfo) -> None:
+        """Refuse to make more log-probabilities than `MAX_LOGPROBS`. Where the client has named no `max_tokens`, it
+        becomes as large as that allows."""
+        params = self.params
+        num_tokens = params.n * sum(map(len, self.prompts))  # each choice has its prompt's
+        most_top = min(info.vocab_size, info.max_logprobs)  # -1 asks for as many
+
+        def per_token(count: int) -> int:
+            return 1 + (most_top if count == -1 else count)
+
+        if params.prompt_logprobs is not None and num_tokens * per_token(params.prompt_logprobs) > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"prompt_logprobs is {params.prompt_logprobs} for {num_tokens} tokens of prompts, counted once for "
+                f"each sequence: at most {MAX_LOGPROBS} log-probabilities are given, each token's own among them",
+                param="prompt_logprobs",
+            )
+        if params.logprobs is None:
+            return
+        most = MAX_LOGPROBS // (params.n * len(self.prompts) * per_token(params.logprobs))
+        if params.max_tokens is None:
+            self.default_max_tokens = min(self.default_max_tokens or info.max_model_len, most)
+        elif params.max_tokens > most:
+            raise InvalidRequestError(
+                f"logprobs is {params.logprobs} for {params.n * len(self.prompts)} sequences of up to "
+                f"{params.max_tokens} tokens: at most {MAX_LOGPROBS} log-probabilities are given, each token's own "
+                "among them",
+                param="logprobs",
+            )
+
+    def demand(self) -> Demand:
+        """Demand of the job on the tenant's limits."""
+        return Demand(
+            prompt_tokens=tuple(map(len, self.prompts)),
+            n=self.params.n,
+            max_tokens=self.params.max_tokens if self.keeps_output else 0,
+            default_max_tokens=self.default_max_tokens,
+            max_tokens_field=self.max_tokens_field,
+        )
+
+
+class Event(NamedTuple):
+    """New output of one of a job's prompts."""
+
+    prompt_index: int
+    output: RequestOutput
+    """The tokens and texts since the previous event."""

@@ -1,0 +1,229 @@
+"""Request bodies of the routes that generate and tokenize. Types are strict; `body.lenient` converts what clients write
+and deals with fields that a model does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from ...core.errors import InvalidRequestError
+from ...core.sampling_params import SamplingParams
+from ..body.foreign_fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, TEMPLATE_UNSUPPORTED, Unsupported
+from ..body.lenient import LenientModel, shape_of
+from .chat_messages import ChatMessage
+
+MAX_PROMPTS = 1024
+"""Prompts in one request."""
+MAX_SEQUENCES = 1024
+"""Prompts times `n`: the sequences that one request may ask for."""
+MAX_PROMPTS_X_BAD_WORDS = 4096
+"""Largest number of prompts times bad words: they are checked for each prompt, and nothing else is served meanwhile."""
+MAX_SEQUENCES_X_ENTRIES = 1 << 19
+"""Entries of one list parameter, which are checked for each prompt and sent to the engine for each sequence."""
+
+
+def _prompt(value: Any) -> Any:
+    """A string, a list of strings, token ids, or a list of lists of token ids; never empty lists."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _uniform(value)):
+        return value
+    raise PydanticCustomError(
+        "prompt", "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    )
+
+
+def _uniform(value: list[Any]) -> bool:
+    if all(type(item) is int for item in value) or all(type(item) is str for item in value):
+        return True
+    return all(type(item) is list and item and all(type(token) is int for token in item) for item in value)
+
+
+def _false_is_null(value: Any) -> Any:
+    return None if value is False else value
+
+
+Prompt = Annotated[Any, shape_of(str | list[int | str | list[int]]), AfterValidator(_prompt)]
+Messages = Annotated[list[Any], shape_of(list[ChatMessage])]
+"""Messages, checked by `chat_messages`."""
+# Validation ends at the first wrong entry: a list of a wrong type gets one error.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+class StreamOptions(LenientModel):
+    """`stream_options` of both APIs."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TemplateFields(LenientModel):
+    """Options for making a prompt of messages."""
+
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    """Default: unless the final message is continued."""
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a plain prompt, false for messages, whose template writes them."""
+
+
+class AdapterPart(LenientModel):
+    """One adapter of a weighted sum."""
+
+    unsupported: ClassVar = {"scale": Unsupported(instead="weight")}
+    name: str
+    weight: float = 1.0
+
+
+class SamplingFields(LenientModel):
+    """Fields of both `/v1/completions` and `/v1/chat/completions`. A null means that the field is not given."""
+
+    model: str | None = None
+    """The base model, an adapter, or a weighted sum of adapters as "a:0.7+b:0.3"."""
+    adapters: Annotated[list[str | AdapterPart], Field(fail_fast=True)] | None = None
+    """Ours: the weighted sum as a list, for a `model` that is the base or not given. A bare name has weight 1."""
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    speculative: bool | int | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
+    return_draft_status: bool | None = None
+    """Ours: each choice, also in a stream, has `draft_status` ("drafted" or "sampled") and `rejected_drafts` (a number)
+    for each of its tokens."""
+
+    def check(self) -> None:
+        """Refuse wrong combinations of fields."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError("best_of is supported only when it equals n", param="best_of")
+        self.check_entries(self.n or 1)
+
+    def check_entries(self, num_sequences: int) -> None:
+        """Refuse long lists for many sequences."""
+        for name in ("bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"):
+            entries = len(getattr(self, name) or ())
+            if entries * num_sequences > MAX_SEQUENCES_X_ENTRIES:
+                raise InvalidRequestError(
+                    f"{name} has {entries} entries for {num_sequences} sequences; at most {MAX_SEQUENCES_X_ENTRIES} "
+                    "are taken, counted once for each sequence",
+                    param=name,
+                )
+
+    def sampling_params(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
+        """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
+        wrong one. Without `max_tokens` in the request it is None, and the job decides, prompt by prompt."""
+        given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
+        given.update(changes)
+        known = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**defaults, "max_tokens": None, **known})
+
+
+_SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    unsupported = COMPLETION_UNSUPPORTED
+    prompt: Prompt
+    """The prompt in one of four forms; read it through `prompts`."""
+    add_special_tokens: bool | None = None
+    logprobs: Annotated[int | None, BeforeValidator(_false_is_null)] = None
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """`prompt` in its four forms as a list of prompts."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
+
+    def check(self) -> None:
+        """See the base class."""
+        super().check()
+        count, n = len(self.prompts), self.n or 1
+        if count > MAX_PROMPTS:
+            raise InvalidRequestError(f"prompt has {count} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
+        words = len(self.bad_words or ())
+        if count > 1 and count * words > MAX_PROMPTS_X_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words has {words} entries for {count} prompts; at most {MAX_PROMPTS_X_BAD_WORDS} are taken, "
+                "counted once for each prompt",
+                param="bad_words",
+            )
+        if count > 1 and count * n > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"n is {n} for {count} prompts, together {count * n} sequences; at most {MAX_SEQUENCES} are taken",
+                param="n",
+            )
+        self.check_entries(count * n)
+        if self.echo and self.stream and (self.logprobs is not None or self.max_tokens == 0):
+            raise InvalidRequestError("echo with logprobs or max_tokens 0 is not available with stream", param="echo")
+
+
+class ChatCompletionRequest(SamplingFields, TemplateFields):
+    """`POST /v1/chat/completions`."""
+
+    unsupported = CHAT_UNSUPPORTED
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+    def check(self) -> None:
+        """See the base class."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
+            )
+
+
+class TokenizeRequest(TemplateFields):
+    """`POST /tokenize`: a prompt, or messages under the chat template."""
+
+    unsupported = TEMPLATE_UNSUPPORTED
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(LenientModel):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,73 @@
+"""`/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...client.text.vocabulary import vocabulary_of
+from ...core.errors import InvalidRequestError
+from ...core.sampling_params import shown
+from ..adapters.adapter_choice import adapter_of_model
+from ..body.reader import documented, read_body
+from ..protect.accounting import charge_call
+from ..serving import principal_of, serving_of
+from .chat_messages import normalize_messages
+from .json_pieces import json_answer
+from .protocol import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter()
+
+DETOKENIZE_CONTEXTS = 4
+"""Largest number of ids for `/detokenize`, as a multiple of max_model_len: more than a sequence can have, and little
+work."""
+
+
+@router.post("/tokenize", response_model=None, openapi_extra=documented(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt, or of messages under the chat template."""
+    serving = serving_of(request)
+    body = await read_body(request, TokenizeRequest, serving.config.max_body_bytes)
+    charge_call(request)
+    models = serving.models.seen_by(principal_of(request))
+    await models.discover(body.model)
+    lora = adapter_of_model(models, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        tokens = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
+    else:
+        special = body.add_special_tokens is None or body.add_special_tokens
+        tokens = await serving.encode(body.prompt or "", add_special_tokens=special)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": serving.llm.info.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        tokenizer = serving.llm.tokenizer
+        answer["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, tokens)
+    return await json_answer(answer)
+
+
+@router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """Text of at most 4 x max_model_len token ids."""
+    serving = serving_of(request)
+    body = await read_body(request, DetokenizeRequest, serving.config.max_body_bytes)
+    charge_call(request)
+    models = serving.models.seen_by(principal_of(request))
+    await models.discover(body.model)
+    adapter_of_model(models, body.model)
+    size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
+    if len(body.tokens) > limit:
+        raise InvalidRequestError(
+            f"tokens has {len(body.tokens)} ids; at most {limit} are taken ({DETOKENIZE_CONTEXTS} x max_model_len)",
+            param="tokens",
+        )
+    if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < size):
+        i = next(i for i, token in enumerate(body.tokens) if not 0 <= token < size)
+        message = f"{shown(body.tokens[i])} is not a token id: they go from 0 to {size - 1}"
+        raise InvalidRequestError(message, param=f"tokens[{i}]")
+    text = await asyncio.to_thread(vocabulary_of(serving.llm.tokenizer).decode, body.tokens)
+    return await json_answer({"prompt": text})

@@ -1,0 +1,1 @@
+"""Bounds on clients' connections, typed errors, and the limits of tenants around each request."""

@@ -1,0 +1,224 @@
+"""Limits before a request's generation and its row in the ledger after it, on a server with tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from ...client.input_processor import is_long
+from ...core.adapter_names import label_text
+from ...core.errors import AuthenticationError, OutriderError, OverloadedError
+from ...core.logs import current_request_id
+from ...core.outputs import RequestMetrics
+from ...tenancy.ledger.usage_row import Status, UsageRow
+from ..openai.job import Event, Job
+from ..serving import Serving, principal_of, serving_of
+
+if TYPE_CHECKING:
+    from ...tenancy.limits.limiter import Ticket
+    from ...tenancy.service import Tenancy
+
+CHECKPOINT_SECONDS = 1.0
+"""Seconds between two lines of a running request in the ledger's journal."""
+
+
+def limit_headers(request: Request) -> dict[str, str]:
+    """`x-ratelimit-*` headers of the answer; none for clients without limits."""
+    tenancy = serving_of(request).tenancy
+    return {} if tenancy is None else tenancy.limiter.headers(principal_of(request))
+
+
+def check_call(request: Request) -> None:
+    """Refuse a request that has no chance, before its prompt is tokenized.
+
+    Raises:
+        RateLimitError: there are no more requests this minute.
+        OverloadedError: too many wait already.
+    """
+    serving = serving_of(request)
+    if serving.tenancy is not None:
+        serving.tenancy.limiter.check_call(principal_of(request))
+    serving.queue.check(1)
+
+
+def charge_call(request: Request) -> None:
+    """Count a call that generates nothing against the limits.
+
+    Raises:
+        RateLimitError: there are no more requests this minute.
+    """
+    tenancy = serving_of(request).tenancy
+    if tenancy is not None:
+        tenancy.limiter.charge_call(principal_of(request))
+
+
+async def accounted(
+    serving: Serving, tenancy: Tenancy, job: Job, run: Callable[[], AsyncGenerator[Event]]
+) -> AsyncGenerator[Event]:
+    """Events of `run`, once the job is admitted. When the generator has ended, by itself or with an error, the job's
+    row is safe. A caller that closes it early, or cancels it, leaves that to the ledger.
+
+    Raises:
+        OutriderError: the job is refused, at the first step; or what `run` raises.
+    """
+    account = await _admit(serving, tenancy, job)
+    try:
+        async with aclosing(run()) as events:
+            async for event in events:
+                account.on_event(event)
+                yield event
+    except (asyncio.CancelledError, GeneratorExit):
+        account.abort()
+        raise
+    except Exception as error:
+        account.fail(error)
+        await account.committed()
+        raise
+    account.finish()
+    await account.committed()
+
+
+async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
+    """Admit the job, or raise the reason why not; a job that is refused or cancelled leaves nothing behind."""
+    serving.check_ready()  # it may be draining since the prompt was tokenized, and nobody is to wait for a place then
+    tenancy.ledger.check()
+    limiter = tenancy.limiter
+    ticket = await limiter.admit(job.principal, job.demand(), serving.llm.info.max_model_len)
+    try:
+        if not tenancy.directory.is_valid(job.principal):  # any more: there may have been a queue, or a slow body
+            raise AuthenticationError("The API key has expired or has been revoked")
+        job.granted = ticket.max_tokens
+        await check_params(serving, job)
+        serving.check_ready()
+        job.on_admitted()
+        return Account(serving, tenancy, job, ticket)
+    except BaseException:
+        limiter.release(ticket, 0, ran=False)
+        raise
+
+
+async def check_params(serving: Serving, job: Job) -> None:
+    """Refuse parameters that the engine would refuse. All prompts share them, so the longest stands for all.
+
+    Raises:
+        InvalidRequestError: as the input processor's.
+    """
+    longest = max(range(len(job.prompts)), key=lambda i: len(job.prompts[i]))
+    prompt = job.prompts[longest]
+
+    def check() -> None:
+        params = job.params_of(longest, serving.llm.info.max_model_len)
+        serving.llm.input_processor.process(
+            job.request_id, prompt, params, priority=job.priority, cache_salt=job.cache_salt
+        )
+
+    if is_long(prompt, job.params):
+        await asyncio.to_thread(check)
+    else:
+        check()
+
+
+class Account:
+    """An admitted job's ticket and row, until it ends: the first of `finish`, `fail` and `abort` counts."""
+
+    def __init__(self, serving: Serving, tenancy: Tenancy, job: Job, ticket: Ticket) -> None:
+        """Begin the row.
+
+        Raises:
+            OverloadedError: it cannot be recorded.
+        """
+        self._serving = serving
+        self._tenancy = tenancy
+        self._job = job
+        self._ticket = ticket
+        self._metrics: dict[int, RequestMetrics] = {}  # by prompt, of those that have begun to be answered
+        self._num_running = job.params.n * len(job.prompts)  # sequences
+        self._status: Status = "stop"
+        self._checkpoint_at = time.monotonic() + CHECKPOINT_SECONDS
+        self.row = UsageRow(
+            request_id=job.request_id,
+            client_request_id=current_request_id.get(),
+            tenant=job.principal.tenant,
+            key_id=job.principal.key_id,
+            endpoint=job.endpoint,
+            model=job.model,
+            adapter="" if job.lora is None else label_text(job.lora.label),
+            received_at=job.arrival.wall,
+            finished_at=job.arrival.wall,
+        )
+        tenancy.ledger.begin(self.row)
+
+    def on_event(self, event: Event) -> None:
+        """Count the new tokens of an event."""
+        row, output = self.row, event.output
+        moment = time.monotonic()
+        if event.prompt_index not in self._metrics:
+            self._metrics[event.prompt_index] = output.metrics or RequestMetrics(0.0)
+            row.prompt_tokens += len(output.prompt_token_ids)
+            if row.first_token_at is None:
+                row.first_token_at = self._job.arrival.at(moment)
+        for completion in output.outputs:
+            if self._job.keeps_output:
+                row.output_tokens += len(completion.token_ids)
+            if completion.finish_reason is not None:
+                self._num_running -= 1
+                self._status = _worse(self._status, completion.finish_reason)
+        if moment >= self._checkpoint_at:
+            self._checkpoint_at = moment + CHECKPOINT_SECONDS
+            for index in self._metrics:
+                self._serving.llm.count_speculation(self._job.id_of(index))
+            self._update(moment)
+            self._tenancy.ledger.checkpoint(row)
+
+    def finish(self) -> None:
+        """End the row: all sequences are complete."""
+        self._end(self._status)
+
+    def abort(self) -> None:
+        """Count an abandoned job. The prompts count wholly: they may have been computed."""
+        if self._num_running == 0:  # only the last bytes had not been taken
+            self._end(self._status)
+            return
+        self.row.prompt_tokens = sum(map(len, self._job.prompts))
+        self._end("abort")
+
+    def fail(self, error: Exception) -> None:
+        """Count a failed job. Prompts without a token of an answer cost nothing."""
+        if isinstance(error, OverloadedError) and not self._metrics:  # the engine's queue is full: it was not admitted
+            self._tenancy.ledger.drop(self.row)
+            self._tenancy.limiter.release(self._ticket, 0, ran=False)
+            return
+        self.row.error_type = type(error).type if isinstance(error, OutriderError) else OutriderError.type
+        self._end("error")
+
+    async def committed(self) -> None:
+        """Wait until the row is safe."""
+        await self._tenancy.ledger.committed(self.row)
+
+    def _end(self, status: Status) -> None:
+        self._update(time.monotonic())
+        self.row.status = status
+        # In one go: a budget that is read from the ledger in between would count it twice, or not.
+        self._tenancy.ledger.end(self.row)
+        self._tenancy.limiter.release(self._ticket, self.row.total_tokens)
+
+    def _update(self, moment: float) -> None:
+        row, metrics = self.row, self._metrics.values()
+        # Known when a prompt's first sequence has a token, which need not be its first output.
+        row.cached_tokens = sum(m.num_cached_tokens for m in metrics)
+        row.adapter_digest = next((m.adapter_digest for m in metrics if m.adapter_digest), row.adapter_digest)
+        row.drafted_tokens = sum(m.num_draft_tokens for m in metrics)
+        row.accepted_tokens = sum(m.num_accepted_tokens for m in metrics)
+        row.finished_at = self._job.arrival.at(moment)
+
+
+def _worse(one: Status, other: str) -> Status:
+    """The status that says more about the request."""
+    if "abort" in (one, other):
+        return "abort"
+    return "length" if "length" in (one, other) else "stop"

@@ -1,0 +1,153 @@
+"""Error answers of the server: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ...core.adapter_names import public_text
+from ...core.errors import AuthenticationError, InvalidRequestError, OutriderError, OverloadedError, RateLimitError
+from ...core.text import shorten
+from ..observe.request_log import note_error
+from .paths import is_to_come
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE = 1000
+"""Characters of a message. What it quotes of a request is shorter, wherever our own code writes it; this is for texts
+of libraries, such as a template's error."""
+INTERNAL_MESSAGE = "The server failed to answer this request; its log says more."
+INTERNAL_ERROR: dict[str, Any] = {
+    "error": {"message": INTERNAL_MESSAGE, "type": "InternalServerError", "param": None, "code": None}
+}
+_CODES = {
+    ("NotFoundError", "model"): "model_not_found",
+    ("AuthenticationError", None): "invalid_api_key",
+}
+_CODES_BY_TYPE = {"ContextLengthExceeded": "context_length_exceeded"}
+_TYPES_BY_STATUS = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowed",
+    413: "RequestTooLarge",
+    429: "RateLimitError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+class BodyTooLargeError(OutriderError):
+    """The request's body is longer than the server takes."""
+
+    type = "RequestTooLarge"
+    status = 413
+
+
+class EngineUnavailableError(OutriderError):
+    """The engine is starting or restarting."""
+
+    type = "ServiceUnavailableError"
+    status = 503
+
+
+class ClientDisconnectedError(Exception):
+    """The client has closed its connection; this error never leaves the server."""
+
+
+def error_body(error: OutriderError) -> dict[str, Any]:
+    """The JSON of `error`."""
+    kind = type(error).type
+    code = _CODES.get((kind, error.param), _CODES_BY_TYPE.get(kind))
+    if isinstance(error, RateLimitError):
+        code = error.code
+    param = None if error.param is None else shorten(error.param)
+    message = shorten(public_text(error.message), MAX_MESSAGE)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def retry_after(error: OutriderError) -> str:
+    """Whole seconds after which trying again makes sense: as long as a limit needs, soon where a queue is full, later
+    where a process starts."""
+    if isinstance(error, RateLimitError):
+        return str(max(1, math.ceil(error.retry_after)))
+    return "1" if isinstance(error, OverloadedError) else "5"
+
+
+def error_headers(error: OutriderError) -> dict[str, str]:
+    """Headers that go with the error's status."""
+    if error.status in (429, 503):
+        extra = error.headers if isinstance(error, RateLimitError) else {}
+        return {"Retry-After": retry_after(error), **extra}
+    if isinstance(error, AuthenticationError):
+        return {"WWW-Authenticate": "Bearer"}
+    return {}
+
+
+def error_response(error: OutriderError) -> Response:
+    """The HTTP answer for `error`. The message of an untyped one is kept inside."""
+    note_error(type(error).type, error.param if isinstance(error, RateLimitError) else None)
+    if error.status >= 500 and type(error) is OutriderError:
+        logger.error("internal error: %s", error.message)
+        return internal_error_response()
+    return JSONResponse(error_body(error), error.status, error_headers(error))
+
+
+def internal_error_response() -> Response:
+    """Answer with status 500 that tells nothing about the server's inside."""
+    note_error(OutriderError.type)
+    return JSONResponse(INTERNAL_ERROR, 500)
+
+
+def error_event(error: Exception) -> bytes:
+    """The server-sent event for an error in the middle of a stream."""
+    note_error(type(error).type if isinstance(error, OutriderError) else OutriderError.type)
+    body = INTERNAL_ERROR
+    if isinstance(error, OutriderError) and type(error) is not OutriderError:
+        body = error_body(error)
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def plain_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer for an error that the web framework found: an unknown route, a wrong method."""
+    kind = _TYPES_BY_STATUS.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    note_error(kind)
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(body, status, dict(headers) if headers else None)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give every error that a route raises its shape."""
+
+    async def on_typed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, OutriderError)
+        return error_response(error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 404 and is_to_come(request.url.path):
+            message = f"{shorten(request.url.path)} is not implemented by this server"
+            return plain_response(501, message, {"x-should-retry": "false"})  # OpenAI's clients try a 5xx again
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {shorten(request.url.path)}"
+        return plain_response(error.status_code, message, error.headers)
+
+    async def on_parameters(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        field = shorten(".".join(str(part) for part in first["loc"][1:]))
+        return error_response(InvalidRequestError(f"{field}: {first['msg']}", param=field))
+
+    app.add_exception_handler(OutriderError, on_typed)
+    app.add_exception_handler(RequestValidationError, on_parameters)
+    app.add_exception_handler(HTTPException, on_http)

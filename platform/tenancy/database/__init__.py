@@ -1,0 +1,1 @@
+"""The database of tenants, usage and audit: connections, tables, migrations."""

@@ -1,0 +1,1 @@
+"""Migrations of the tables, one step a file in `versions/`, run by Alembic."""

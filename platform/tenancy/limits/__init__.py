@@ -1,0 +1,1 @@
+"""Limits of tenants and keys: rates, concurrent requests, token budgets."""

@@ -1,0 +1,80 @@
+"""Places that requests take while they run, and the queue of those that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    count: int
+    granted: asyncio.Future[None]
+
+
+class Places:
+    """A bound on how much runs at once. Who finds no room waits, first come first served: nobody overtakes one that
+    needs several places. Belongs to one event loop."""
+
+    __slots__ = ("_limit", "_queue", "taken")
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._queue: deque[_Waiter] = deque()
+        self.taken = 0
+
+    def set_limit(self, limit: int | None) -> None:
+        """Change the bound; None: there is none. Requests that run go on where there are fewer places now."""
+        if limit != self._limit:
+            self._limit = limit
+            self._grant()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    def has_room(self, count: int) -> bool:
+        """True when `take` would not wait."""
+        return not self._queue and self._fits(count)
+
+    def _fits(self, count: int) -> bool:
+        # More than there are places now, alone: the limit was higher when it came, and it must not wait forever.
+        return self._limit is None or self.taken + count <= self._limit or self.taken == 0
+
+    async def take(self, count: int) -> None:
+        """Take places, once there is room and all who came before have theirs. Whoever is cancelled takes none."""
+        if self.has_room(count):
+            self.taken += count
+            return
+        waiter = _Waiter(count, asyncio.get_running_loop().create_future())
+        self._queue.append(waiter)
+        try:
+            await waiter.granted
+        except BaseException:
+            if waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
+                self.leave(count)  # granted and cancelled in the same moment
+            elif waiter in self._queue:
+                self._queue.remove(waiter)
+                self._grant()  # those behind it may need less
+            raise
+
+    def leave(self, count: int) -> None:
+        """Give places back; the first in the queue get them."""
+        self.taken -= count
+        self._grant()
+
+    def refuse_waiting(self, error: Exception) -> None:
+        """Fail all who wait."""
+        while self._queue:
+            waiter = self._queue.popleft()
+            if not waiter.granted.done():
+                waiter.granted.set_exception(error)
+
+    def _grant(self) -> None:
+        while self._queue and self._fits(self._queue[0].count):
+            waiter = self._queue.popleft()
+            if not waiter.granted.done():
+                self.taken += waiter.count
+                waiter.granted.set_result(None)

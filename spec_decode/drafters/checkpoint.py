@@ -1,0 +1,64 @@
+"""Reads the weight files of draft heads: safetensors, whole or sharded, and pickles of tensors and nothing else."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ...models.checkpoint.weight_files import StoredTensor, load_into, misfits, read_weights
+from ...models.layers.weights import WeightSlot
+from ...platform.core.errors import InvalidRequestError
+
+__all__ = ["StoredTensor", "fill", "fill_randomly", "read_tensors", "refuse"]
+
+PARAM = "speculative_config"
+"""The field that all errors are about."""
+# Tensors that are no weights: the target's token ids, as offsets.
+_TABLES = ("d2t",)
+
+
+def refuse(message: str) -> InvalidRequestError:
+    """The error for a draft that cannot be used."""
+    return InvalidRequestError(f"{PARAM}: {message}", param=PARAM)
+
+
+def read_tensors(path: Path, extra: Sequence[str] = ()) -> dict[str, StoredTensor]:
+    """All tensors of a head's directory by the names in the files.
+
+    Args:
+        path: the directory.
+        extra: file names that are looked for after the usual ones, such as "medusa_lm_head.pt".
+
+    Raises:
+        NotFoundError: there are no weights.
+        InvalidRequestError: a file is broken, or is a pickle of anything but tensors.
+    """
+    return read_weights(path, PARAM, extra=extra)
+
+
+@torch.inference_mode()
+def fill(path: Path, slots: Mapping[str, WeightSlot], tensors: Mapping[str, StoredTensor]) -> None:
+    """Load `tensors` into the `slots` of the same names.
+
+    Raises:
+        InvalidRequestError: names what is missing, unexpected, of the wrong shape, with both shapes, or no weight.
+    """
+    problems = misfits(slots, {name: tensor.shape for name, tensor in tensors.items()})
+    if problems:
+        raise refuse(f"the weights in {path} do not fit its config.json or the target; {problems}")
+    for name, slot in slots.items():
+        load_into(slot, name, tensors[name], PARAM, integers=name in _TABLES)
+
+
+@torch.inference_mode()
+def fill_randomly(slots: Mapping[str, WeightSlot], seed: int) -> None:
+    """Random weights that keep activations near 1; each tensor depends on the seed and its name alone."""
+    for name, slot in slots.items():
+        tensor = torch.ones(slot.shape)
+        if slot.scale:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            tensor.normal_(0.0, slot.scale, generator=generator)
+        slot.load(tensor)

@@ -1,0 +1,273 @@
+"""EAGLE heads as drafters: chains of drafts from one layer that reads the target's hidden states.
+
+The layer pairs a token with the target's hidden state g one position *before* it:
+
+    position    0    1    2   ...  n           what is kept at position p of the sequence, in the blocks of all layers
+    token       t0   t1   t2  ...  tn (new)
+    target's         g0   g1  ...  gn-1        of the layer: the KV of the pair (t_p, g_p-1), rotated as at p - 1
+    store       g0   g1   g2  ...              of the store: g_p
+
+So what a block holds depends on the tokens up to its end and on no later one: blocks are shared through the prefix
+cache as the target's are. Position 0 has no pair, and no query looks there. The pair (tn, gn-1) predicts the first
+draft d0. The next pairs are (d0, x0), (d1, x1), ... with the head's own output x in place of g. They are computed again
+when the target's g is known: only what follows from the target counts (`Proposal.num_draft_computed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.device_outcome import DeviceOutcome
+from ....kernels.staging import to_device
+from ....models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
+from ....models.checkpoint.json_files import read_json
+from ....models.pass_graphs import PassOptions
+from ....platform.core.speculative_config import SpeculativeConfig
+from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
+from .. import autoregressive
+from ..autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
+from ..base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
+from ..checkpoint import fill, fill_randomly, read_tensors
+from ..factory import ProposerContext
+from .config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
+from .head import EagleHead, LastRows
+from .hidden_store import HiddenStore
+from .state_ring import Ring
+
+if TYPE_CHECKING:
+    from ....models.pass_graphs import GraphedPass, PassGraphs, PassInputs
+
+__all__ = ["EagleProposer", "eagle_kv_bytes_per_token", "load_eagle"]
+
+# Tensors of public files that follow from others.
+_NOT_NEEDED = ("t2d",)
+_COMPUTED = "rotary_emb.inv_freq"
+
+
+def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProposer:
+    """Load `config.model` as an EAGLE head of the method that it names ("eagle" or "eagle3").
+
+    Raises:
+        InvalidRequestError: it does not fit the target, or is no such head; with both figures.
+        NotFoundError, UnsupportedModelError: as for any model.
+    """
+    from ....models.checkpoint.loader import resolve_model_path
+
+    path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
+    head_config = read_eagle_config(read_json(path / "config.json"), config.method, context.target.config)
+    if context.load_format == "dummy":
+        head = EagleHead(_for_random_weights(head_config), context.target, context.device)
+        slots = head.weight_slots()
+        if "d2t" in slots:
+            slots.pop("d2t").load(torch.zeros(head_config.draft_vocab_size, dtype=torch.int64))
+        fill_randomly(slots, context.seed)
+    else:
+        stored = {
+            canonical_name(name): tensor
+            for name, tensor in read_tensors(path).items()
+            if name not in _NOT_NEEDED and not name.endswith(_COMPUTED)
+        }
+        head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
+        fill(path, head.weight_slots(), stored)
+    autoregressive.warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
+    return EagleProposer(
+        head,
+        invariant=config.rejection_sample_method == "invariant",
+        max_num_batched_tokens=context.max_num_batched_tokens,
+        edit_logits=context.edit_logits,
+        graphs=context.graphs,
+        defers_adapters=not context.asynchronous,
+    )
+
+
+def _for_random_weights(config: EagleConfig) -> EagleConfig:
+    """`config` with embedding and head of its own where the target's do not fit."""
+    smaller = config.draft_vocab_size != config.layer.vocab_size
+    other = config.layer.hidden_size != config.target_hidden_size
+    return dataclasses.replace(config, own_embedding=other, own_head=other or smaller, own_vocabulary=smaller)
+
+
+def _ring_for(head: EagleHead) -> Ring | None:
+    """Memory that the target can copy what the head reads into; None where it cannot."""
+    layers, target = head.config.aux_layers, head.target
+    if not layers or len(set(layers)) < len(layers) or not target.can_copy:
+        return None
+    return Ring(layers, head.config.target_hidden_size, target.config.dtype)
+
+
+class EagleProposer:
+    """Drafts by an EAGLE head with each request's own sampling parameters, as a draft model does."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        *,
+        invariant: bool = False,
+        max_num_batched_tokens: int = 2048,
+        edit_logits: EditLogits | None = None,
+        graphs: PassGraphs | None = None,
+        defers_adapters: bool = False,
+    ) -> None:
+        """`head` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
+        short passes are captured there. `defers_adapters`: `adapter_leaves` will be called, as steps do not
+        overlap."""
+        self._head = head
+        self._graphs = graphs
+        if graphs is not None and graphs.captures(head):
+            self._logits = graphs.row_logits(head.config.draft_vocab_size, head.device)
+        self._passes: GraphedPass | None = None
+        self._invariant = invariant
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._edit_logits = edit_logits
+        self._eagle3 = head.config.eagle3
+        self._ring = _ring_for(head)
+        self._store = HiddenStore(
+            head.config.layer.hidden_size,
+            head.fuse,
+            head.device,
+            adapts=self._eagle3,
+            defers=defers_adapters,
+            ring=self._ring,
+        )
+        self._kv: Sequence[LayerKV] = ()
+        self._limits: CatchUpLimits | None = None
+        self._prepare_adapters: AdapterPreparer = no_adapters
+
+    @property
+    def needs(self) -> ProposerNeeds:
+        """The head's layer and the store of hidden states; what it reads of the target; its projections."""
+        return ProposerNeeds(
+            kv_layers=(self._head.kv_layer, self._store.spec),
+            aux_layers=self._head.config.aux_layers,
+            memory=self._ring,
+            watches_rests=True,
+            reads_rests=True,
+            linears=tuple(self._head.linears()),
+            max_positions=self._head.config.layer.max_position_embeddings + 1,
+        )
+
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
+        """Its layers of the engine's cache."""
+        self._kv = kv[:1]
+        self._store.bind(kv[1], prepare_adapters)
+        self._prepare_adapters = prepare_adapters
+        if self._graphs is not None:
+            layer = self._head.config.layer
+            options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
+            self._passes = self._graphs.of(self._head, self._kv, self._compute, [prepare_adapters], options)
+        self._limits = CatchUpLimits(
+            block_size=kv[0].k.shape[2],
+            num_positions=self._head.config.layer.max_position_embeddings + 1,  # the first one is not computed
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            invariant=self._invariant,
+            first_position=1,
+            drafts_count=False,
+        )
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """Nothing outlives a request but what its blocks hold, and the prefix cache knows whose they are."""
+
+    def adapter_leaves(self, digest: bytes) -> None:
+        """See `DefersAdapters`: the hidden states of its requests are fused."""
+        self._store.adapter_leaves(digest)
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
+        every step with all of its rows."""
+        assert self._limits is not None, "bind comes first"
+        if any(row.max_drafts for row in rows):
+            self._store.append_passing(rows, self._states(target))
+        else:
+            self.watch(rows, target)
+        return autoregressive.propose(self, rows, self._limits)
+
+    @torch.inference_mode()
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
+        """See `LateDrafter`."""
+        assert self._limits is not None, "bind comes first"
+        # Those before a row's new tokens are the step's, in the same order.
+        states = self._store.keep(rows, self._states(target), (late.overshoot, late.most_overshoot))
+
+        def begin(sequences: Sequence[Drafting], late: DeviceOutcome) -> PassOutput:
+            rows = sampled_rows(sequences, late, first_key=1)
+            if len(rows.token_ids) == len(states):
+                return self._forward(sequences, rows, states)
+            origins = to_device(np.asarray(rows.device_tokens[0].origins), states.device)
+            return self._forward(sequences, rows, states.index_select(0, origins))
+
+        return autoregressive.propose_late(self, rows, late, begin, self._limits)
+
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Keep the step's hidden states."""
+        self._store.append(rows, self._states(target))
+
+    @torch.inference_mode()
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
+        """Keep the steps' hidden states."""
+        targets = [target for steps in spells for target in steps.targets]
+        self._store.append_rested(spells, [(t.place, self._states(t) if t.place < 0 else ()) for t in targets])
+
+    @torch.inference_mode()
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Keep the step's hidden states: at once where it is not known yet which of them count, and while adapters
+        that have a part in them are there for sure."""
+        known = overshoot[0] is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
+        if known:
+            self.watch(rows, target)
+        else:
+            self._store.keep(rows, self._states(target), overshoot)
+
+    def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
+        if self._eagle3:
+            return target.aux
+        assert target.hidden is not None
+        return (target.hidden,)
+
+    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
+        """See `TokenDrafter`; hidden states are the head's output."""
+        slots = [
+            self._store.slots(s.row.block_table, s.start - 1, s.start - 1 + len(chunk))
+            for s, chunk in zip(sequences, chunks, strict=True)
+        ]
+        hidden = self._store.flush_and_read(np.concatenate(slots))
+        return self._forward(sequences, known_rows(sequences, chunks, first_key=1), hidden)
+
+    def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
+        """See `TokenDrafter`."""
+        return self._forward(sequences, draft_rows(sequences, output, first_key=1), output.hidden)
+
+    def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
+        """See `TokenDrafter`."""
+        logits = self._head.logits(output.hidden) if output.logits is None else output.logits
+        draw(sequences, logits, self._head.vocabulary, self._edit_logits, output.best, output.overshoot)
+
+    def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows, hidden: Tensor) -> PassOutput:
+        """Compute the `rows` of B sequences, with the hidden states [T, H] before their tokens."""
+        handles = [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
+        found = None if self._passes is None else self._passes.run(rows, handles, hidden)
+        if found is not None:
+            return PassOutput(*(part[: len(sequences)] for part in found))
+        adapters = self._prepare_adapters(handles)
+        batch = build_batch(rows, self._head, self._kv, adapters)
+        return PassOutput(self._head.forward(batch, hidden, self._last(rows, handles, adapters)))
+
+    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        """What is captured: a `PassOutput` of all rows."""
+        assert inputs.states is not None
+        hidden = self._head.forward(batch, inputs.states, None).index_select(0, inputs.last)
+        logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
+        return hidden, logits, most_likely_ids(logits, self._head.vocabulary)
+
+    def _last(self, rows: SequenceRows, handles: list[tuple[Any, int]], adapters: Any) -> LastRows | None:
+        if len(rows.token_ids) == len(rows.query_lens):
+            return None
+        if adapters is None:
+            return LastRows(rows, lambda: None)
+        return LastRows(rows, lambda: self._prepare_adapters([(handle, 1) for handle, _ in handles]))

@@ -1,0 +1,1 @@
+"""Medusa heads: one head for each position after the next token."""

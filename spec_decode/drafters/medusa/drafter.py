@@ -1,0 +1,197 @@
+"""Medusa as a drafter: each of its heads guesses one token, all from one hidden state of the target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.device_outcome import DeviceOutcome
+from ....kernels.staging import to_device
+from ....models.batch import LayerKV
+from ....models.checkpoint.json_files import read_json
+from ....models.pass_graphs import GraphedRows, bucket
+from ....platform.core.speculative_config import SpeculativeConfig
+from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
+from ...verify.verification import choose_rule
+from ..base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
+from ..checkpoint import fill, fill_randomly, read_tensors, refuse
+from ..factory import ProposerContext
+from .heads import MedusaHeads, canonical_names, read_medusa_config, with_tensors
+
+if TYPE_CHECKING:
+    from ....models.pass_graphs import PassGraphs
+
+MAX_LOGITS_BYTES = 256 << 20
+"""Of what captured heads keep. For more rows the device has so much to do that the host keeps ahead of it."""
+_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+
+def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaProposer:
+    """Load `config.model` as Medusa heads for the target.
+
+    Raises:
+        InvalidRequestError: they do not fit the target, or are fewer than the drafts that the user asked for; with both
+            figures. (Where no number was given, a step gets as many drafts as there are heads.)
+        NotFoundError: files are missing.
+    """
+    from ....models.checkpoint.loader import resolve_model_path
+
+    path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
+    heads_config = read_medusa_config(read_json(path / "config.json"), context.target.config)
+    stored = {}
+    if context.load_format != "dummy":
+        stored = canonical_names(read_tensors(path, extra=_WEIGHTS))
+        heads_config = with_tensors(heads_config, stored)
+    if config.drafts_given and config.num_speculative_tokens > heads_config.num_heads:
+        raise refuse(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, but {config.model} has "
+            f"{heads_config.num_heads} Medusa heads: each makes one draft"
+        )
+    heads = MedusaHeads(heads_config, context.device)
+    if context.load_format == "dummy":
+        fill_randomly(heads.weight_slots(), context.seed)
+    else:
+        fill(path, heads.weight_slots(), stored)
+    invariant = config.rejection_sample_method == "invariant"
+    return MedusaProposer(heads, invariant=invariant, edit_logits=context.edit_logits, graphs=context.graphs)
+
+
+class MedusaProposer:
+    """Drafts by Medusa heads with each request's own sampling parameters. Keeps nothing between steps.
+
+    Head i draws from its own q, whatever the heads before it drew: both verification rules ask for no more.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        *,
+        invariant: bool = False,
+        edit_logits: EditLogits | None = None,
+        graphs: PassGraphs | None = None,
+    ) -> None:
+        """`invariant`: the drafter-invariant rule holds for all requests. `graphs`: for few rows the heads are captured
+        there."""
+        self._heads = heads
+        self._graphs = graphs
+        if graphs is not None:
+            self._states, self._logits = _captured_memory(heads, bucket(graphs.limits.max_rows))
+        self._passes: GraphedRows | None = None
+        self._invariant = invariant
+        self._edit_logits = edit_logits
+        self._prepare_adapters: AdapterPreparer = no_adapters
+
+    @property
+    def needs(self) -> ProposerNeeds:
+        """No layers; the projections of its residual blocks."""
+        return ProposerNeeds(linears=tuple(self._heads.linears()), max_drafts=self._heads.config.num_heads)
+
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
+        """Nothing of the cache."""
+        self._prepare_adapters = prepare_adapters
+        if self._graphs is not None:
+            self._passes = GraphedRows(self._graphs, self._states, self._compute, prepare_adapters)
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """Nothing outlives a step."""
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """Drafts for the rows that ask for them, from the hidden state at the last position that counts."""
+        sequences = self._sequences(rows)
+        drafting = [sequences[i] for i in _by_number(sequences)]
+        last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
+        if drafting:
+            assert target.hidden is not None
+            self._draft(drafting, target.hidden.index_select(0, to_device(np.array(last), target.hidden.device)))
+        return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
+
+    @torch.inference_mode()
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
+        """See `LateDrafter`."""
+        sequences = self._sequences(rows)
+        order = _by_number(sequences)
+        if order:
+            assert target.hidden is not None
+            drafting, of_them = [sequences[i] for i in order], late.of(order)
+            first = to_device(np.array([s.row.first_index for s in drafting]), target.hidden.device)
+            self._draft(drafting, target.hidden.index_select(0, first + of_them.accepted), of_them.total)
+        return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
+
+    def _sequences(self, rows: Sequence[DraftRow]) -> list[Drafting]:
+        most = self._heads.config.num_heads
+        return [
+            Drafting(row, choose_rule(row.request, self._invariant), min(row.max_drafts, most) if row.sampled else 0)
+            for row in rows
+        ]
+
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Nothing is missed: only the last hidden states are read."""
+
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
+        """Nothing is missed."""
+
+    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
+        """Nothing is missed."""
+
+    def _draft(self, drafting: list[Drafting], hidden: Tensor, overshoot: Tensor | None = None) -> None:
+        """Drafts for sequences, those who want most first, from their hidden states [B, H]."""
+        if self._passes is not None:
+            found = self._passes.run(hidden, [s.row.request.adapter for s in drafting], drafting[0].num_wanted)
+            if found is not None:
+                logits, best = found
+                self._draw(drafting, logits, best, overshoot)
+                return
+        count, adapters = -1, None
+        for head in range(drafting[0].num_wanted):
+            wanted = [s for s in drafting if s.num_wanted > head]
+            if len(wanted) != count:
+                count = len(wanted)
+                adapters = self._prepare_adapters([(s.row.request.adapter, 1) for s in wanted])
+            of_head = self._heads.logits(head, hidden[:count], adapters)
+            draw(wanted, of_head, edit=self._edit_logits, overshoot=_first(overshoot, count))
+        join_drafts(drafting)
+
+    def _draw(self, drafting: list[Drafting], logits: Tensor, best: Tensor, overshoot: Tensor | None) -> None:
+        """Drafts from what `_compute` gave for these rows first, those who want most before the others."""
+        if takes_best(drafting, self._edit_logits):
+            append_best(drafting, best)
+            return
+        for head in range(drafting[0].num_wanted):
+            wanted = [s for s in drafting if s.num_wanted > head]
+            there = _first(overshoot, len(wanted))
+            draw(wanted, logits[head, : len(wanted)], edit=self._edit_logits, overshoot=there)
+        join_drafts(drafting)
+
+    def _compute(self, hidden: Tensor, adapters: Any, num_heads: int) -> tuple[Tensor, ...]:
+        """What is captured: logits [num_heads, rows, V] float32 of the first heads, and the most likely tokens
+        [num_heads, rows]."""
+        shape = (num_heads, len(hidden), self._heads.config.vocab_size)
+        logits = self._logits[: math.prod(shape)].view(shape)
+        for head in range(num_heads):
+            self._heads.logits(head, hidden, adapters, out=logits[head])
+        return logits, most_likely_ids(logits)
+
+
+def _captured_memory(heads: MedusaHeads, most_rows: int) -> tuple[Tensor, Tensor]:
+    """Where captured heads find their rows, and where they put logits; made before the KV cache, which gets what memory
+    is left."""
+    config = heads.config
+    rows = min(most_rows, MAX_LOGITS_BYTES // (4 * config.num_heads * config.vocab_size))
+    states = torch.zeros(rows, config.hidden_size, dtype=config.dtype, device=heads.device)
+    logits = torch.empty(config.num_heads * rows * config.vocab_size, dtype=torch.float32, device=heads.device)
+    return states, logits
+
+
+def _by_number(sequences: Sequence[Drafting]) -> list[int]:
+    """Those that want drafts; who wants most comes first: each head serves a prefix of the rows."""
+    return sorted((i for i, s in enumerate(sequences) if s.num_wanted > 0), key=lambda i: -sequences[i].num_wanted)
+
+
+def _first(overshoot: Tensor | None, count: int) -> Tensor | None:
+    return None if overshoot is None else overshoot[:count]

@@ -1,0 +1,150 @@
+"""Prompt lookup: what followed the last few tokens when they occurred before (Saxena 2023, "Prompt Lookup Decoding").
+
+Each request is looked up in its own tokens only, so nothing of one tenant's text reaches another's drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
+from .base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput
+
+if TYPE_CHECKING:
+    from ...models.batch import LayerKV
+
+_FEW_PLACES = 24
+"""Earlier places of the last tokens that are looked at one by one."""
+
+
+def lookup(tokens: np.ndarray, min_n: int, max_n: int) -> int:
+    """Where the longest repeated suffix of `tokens` continues.
+
+    Args:
+        tokens: [T] int32.
+        min_n, max_n: the suffix has between `min_n` and `max_n` tokens.
+
+    Returns:
+        the index after the most recent earlier occurrence of the longest suffix that occurs earlier, in [min_n, T); -1
+        when none does. Occurrences may overlap the suffix.
+    """
+    longest = min(max_n, len(tokens) - 1)
+    if longest < min_n:
+        return -1
+    suffix = tokens[-longest:][::-1].tolist()
+    ends = np.flatnonzero(tokens[:-1] == suffix[0])  # last tokens of occurrences; fewer with every token compared
+    found = -1
+    for length in range(1, longest + 1):
+        if length > 1:
+            ends = ends[ends >= length - 1]
+            ends = ends[tokens[ends - (length - 1)] == suffix[length - 1]]
+        if not ends.size:
+            break
+        if length >= min_n:
+            found = int(ends[-1]) + 1
+    return found
+
+
+class _History:
+    """A request's tokens with their places: of each run of `min_n` tokens, where it was last, and before that.
+
+    An array operation takes longer than looking at a few places; where there are many, `lookup` is asked.
+    """
+
+    def __init__(self, request: Request, min_n: int, max_n: int) -> None:
+        self.request = request
+        self._min_n, self._max_n = min_n, max_n
+        self._last: dict[int | tuple[int, ...], int] = {}
+        self._before: list[int] = []  # by the place of a run's last token: the place before it; -1: none
+        self.tokens: list[int] = []
+        self._array = np.empty(0, dtype=np.int32)  # made when it is needed
+
+    def update(self, new: Tokens) -> None:
+        """Take in what `new` has beyond the tokens of the call before, which it extends."""
+        tokens, last, before, n = self.tokens, self._last, self._before, self._min_n
+        tokens += new[len(tokens) :]
+        for end in range(len(before), len(tokens)):
+            key = tokens[end] if n == 1 else tuple(tokens[max(0, end - n + 1) : end + 1])
+            before.append(last.get(key, -1))
+            last[key] = end
+
+    def continuation(self) -> int:
+        """`lookup` in the tokens."""
+        tokens = self.tokens
+        shortest, longest = self._min_n, min(self._max_n, len(tokens) - 1)
+        if longest < shortest:
+            return -1
+        found, found_length = -1, shortest - 1
+        place = self._before[-1]
+        for _ in range(_FEW_PLACES):
+            if place < 0:
+                return found
+            length = shortest
+            most = min(longest, place + 1)
+            while length < most and tokens[place - length] == tokens[-1 - length]:
+                length += 1
+            if length > found_length:
+                found, found_length = place + 1, length
+                if length == longest:
+                    return found
+            place = self._before[place]
+        return found if place < 0 else lookup(self._as_array(tokens), shortest, longest)
+
+    def _as_array(self, tokens: list[int]) -> np.ndarray:
+        new = tokens[len(self._array) :]  # a long list takes longer to turn into an array than to search
+        self._array = np.concatenate([self._array, np.array(new, dtype=np.int32)])
+        return self._array
+
+
+class NgramProposer:
+    """Drafts copied from the request's own earlier tokens. Owns no KV; they are certain: `Drafts.probs` is None."""
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self._min_n = min_n
+        self._max_n = max_n
+        self._histories: dict[str, _History] = {}  # by request id; of live requests only
+
+    @property
+    def needs(self) -> ProposerNeeds:
+        """Nothing."""
+        return ProposerNeeds()
+
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
+        """Nothing to bind."""
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """Nothing outlives a request."""
+
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """What followed last time; where that runs into the sequence's end, it goes on with its own copy (a loop)."""
+        self._forget_finished()
+        return [Proposal(self._draft(row), len(row.tokens)) for row in rows]
+
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Nothing is missed: histories catch up with the tokens."""
+        self._forget_finished()
+
+    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
+        """Nothing is missed."""
+
+    def _draft(self, row: DraftRow) -> Drafts:
+        if row.max_drafts < 1 or not row.sampled:
+            return NO_DRAFTS
+        history = self._histories.get(row.request.request_id)
+        if history is None or history.request is not row.request:
+            history = self._histories[row.request.request_id] = _History(row.request, self._min_n, self._max_n)
+        history.update(row.tokens)
+        start = history.continuation()
+        if start < 0:
+            return NO_DRAFTS
+        period = history.tokens[start : start + row.max_drafts]
+        repeats = -(-row.max_drafts // len(period))
+        return Drafts((period * repeats)[: row.max_drafts])
+
+    def _forget_finished(self) -> None:
+        finished = [key for key, history in self._histories.items() if history.request.status is Status.FINISHED]
+        for key in finished:
+            del self._histories[key]

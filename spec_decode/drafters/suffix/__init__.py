@@ -1,0 +1,1 @@
+"""Suffix decoding: drafts from a tree of what was generated before."""

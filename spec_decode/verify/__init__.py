@@ -1,0 +1,1 @@
+"""Verification: which drafts are accepted, and which token follows them."""

@@ -1,0 +1,231 @@
+"""How neural drafters choose their drafts: from logits, by each request's own sampling parameters and rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.device_outcome import DeviceIds, DeviceTokens, OnDevice, device_tokens
+from ...kernels.noise import Stream, device_row_keys, gumbel_argmax, row_keys
+from ...kernels.sampling import filter_logits, most_likely
+from ...kernels.staging import to_device
+from ...platform.core.request import NO_DRAFTS, Drafts
+from ..drafters.base import DraftRow
+from .verification import Rule, target_tokens
+
+EditLogits = Callable[[Tensor, Sequence[tuple[DraftRow, tuple[Sequence[int], ...]]]], None]
+"""Applies the parameters that change single logits (masks, biases, penalties) in place: to logits [B, V] float32 of the
+next token after the tokens of each row's request and those given with it, in some parts."""
+
+
+@dataclass(slots=True)
+class Drafting:
+    """One row while it is drafted for; lives for one `propose`."""
+
+    row: DraftRow
+    rule: Rule
+    num_wanted: int = 0
+    """Drafts to make."""
+    start: int = 0
+    """Leading positions whose KV in the drafter's layers is valid; of drafters that have any."""
+    end: int = 0
+    """How far the catch-up pass would have to get."""
+    draft_ids: list[int] = field(default_factory=list)
+    late_ids: list[tuple[OnDevice, int]] = field(default_factory=list)
+    """Instead of `draft_ids`, where the host does not wait for them: each draft's source, and its place there."""
+    draft_probs: list[Tensor] = field(default_factory=list)
+    """[V] float32 each, when the request is verified by rejection sampling."""
+
+    @property
+    def drafts(self) -> Drafts:
+        """What was drafted."""
+        if not self.num_drafts:
+            return NO_DRAFTS
+        ids: Sequence[int] = self.draft_ids
+        if self.late_ids:
+            assert len({source for source, _ in self.late_ids}) == 1, "join_drafts comes first"
+            ids = DeviceIds(self.late_ids[0][0], [place for _, place in self.late_ids])
+        return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None)
+
+    @property
+    def num_drafts(self) -> int:
+        """How many were drafted so far."""
+        return len(self.draft_ids) + len(self.late_ids)
+
+    @property
+    def new_tokens(self) -> tuple[Sequence[int], ...]:
+        """What follows the request's tokens, or those that `seen` tells of, in parts: those of this step, which are not
+        in the request yet, and the drafts; the host may not know these."""
+        late = (DeviceIds(source, [place]) for source, place in self.late_ids)
+        sampled = self.row.tokens[len(self.row.request.tokens) :] if self.row.seen is None else []
+        return sampled, self.draft_ids, *late
+
+
+class PassOutput(NamedTuple):
+    """What a drafter's pass leaves of B sequences."""
+
+    hidden: Tensor
+    """[B, H] of their last tokens."""
+    logits: Tensor | None = None
+    """[B, V] or [B, Vd] float32 of the next tokens, where the pass made them too: good until the next pass, and a draw
+    may change them."""
+    best: Tensor | None = None
+    """[B] int64: the most likely of these tokens, by the target's ids; good until the next pass."""
+    overshoot: Tensor | None = None
+    """[B] int64 on the device: by how many positions the sequences end before where the host takes them to; None: the
+    host knows."""
+
+    def rows(self, index: Tensor) -> PassOutput:
+        """That of some of the sequences."""
+        return PassOutput(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """A drafter's own vocabulary: Vd of the target's V tokens."""
+
+    target_ids: Tensor
+    """[Vd] int64, all different: the target's id of each."""
+    target_size: int
+    """V"""
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """[B, Vd] to [B, V]; what the drafter does not know gets -inf."""
+        wide = logits.new_full((logits.shape[0], self.target_size), -torch.inf)
+        return wide.index_copy_(1, self.target_ids, logits)
+
+
+def draw(
+    sequences: Sequence[Drafting],
+    logits: Tensor,
+    vocabulary: DraftVocabulary | None = None,
+    edit: EditLogits | None = None,
+    best: Tensor | None = None,
+    overshoot: Tensor | None = None,
+) -> None:
+    """Append one draft to each of B sequences.
+
+    Greedy requests get the most likely token; requests under the drafter-invariant rule draw from q with the noise that
+    the target will use, by the *target's* token ids; the others draw with noise of their own, and q goes along.
+
+    Args:
+        logits: [B, V] float32, or [B, Vd] with a `vocabulary`; may be changed.
+        edit: for requests with such parameters. A drafter that did not know of a mask would be wrong most of the time.
+        best: `most_likely_ids` of the logits, where they are known already; may be overwritten later.
+        overshoot: that of `PassOutput`.
+    """
+    if best is not None and takes_best(sequences, edit):
+        _append_late(sequences, OnDevice(best.clone()))
+        return
+    edited = [] if edit is None else [i for i, s in enumerate(sequences) if s.row.request.edits_logits]
+    if edited and edit is not None:
+        logits, vocabulary = logits if vocabulary is None else vocabulary.widen(logits), None
+        index = to_device(np.array(edited), logits.device)
+        picked = logits[index]
+        edit(picked, [(sequences[i].row, sequences[i].new_tokens) for i in edited])
+        logits[index] = picked
+    greedy = all(s.rule is Rule.GREEDY for s in sequences)
+    if stays_on_device(logits):
+        if greedy:
+            source = OnDevice(most_likely_ids(logits, vocabulary))
+        else:
+            wide = logits if vocabulary is None else vocabulary.widen(logits)
+            source = OnDevice(_sample(sequences, wide, overshoot))
+        _append_late(sequences, source)
+        return
+    if greedy:
+        known, _ = most_likely(logits)
+        tokens = known if vocabulary is None else vocabulary.target_ids[known].tolist()
+    else:
+        wide = logits if vocabulary is None else vocabulary.widen(logits)
+        tokens = _sample(sequences, wide, overshoot).tolist()
+    for sequence, token in zip(sequences, tokens, strict=True):
+        sequence.draft_ids.append(token)
+
+
+def most_likely_ids(logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
+    """[..., V] or [..., Vd] to the target's id [...] of the largest; the host does not wait."""
+    best = logits.argmax(dim=-1)
+    return best if vocabulary is None else vocabulary.target_ids[best]
+
+
+def takes_best(sequences: Sequence[Drafting], edit: EditLogits | None) -> bool:
+    """Whether the next draft of each sequence is the most likely token of its logits as they are."""
+    return all(s.rule is Rule.GREEDY and (edit is None or not s.row.request.edits_logits) for s in sequences)
+
+
+def append_best(sequences: Sequence[Drafting], best: Tensor) -> None:
+    """Append to each of B sequences as many drafts as it wants, all of which are known.
+
+    Args:
+        best: [k or more, B] int64 on the device: the most likely tokens, by the target's ids; may be overwritten later.
+    """
+    source = OnDevice(best.flatten().clone())
+    for place, sequence in enumerate(sequences):
+        sequence.late_ids += [(source, draft * best.shape[1] + place) for draft in range(sequence.num_wanted)]
+
+
+def _append_late(sequences: Sequence[Drafting], source: OnDevice) -> None:
+    for place, sequence in enumerate(sequences):
+        sequence.late_ids.append((source, place))
+
+
+def stays_on_device(logits: Tensor) -> bool:
+    """Whether the host does not wait for drafts: the next pass reads them where they are, and so does verification."""
+    return logits.is_cuda
+
+
+def last_drafts(sequences: Sequence[Drafting]) -> tuple[list[list[int]], list[DeviceTokens]]:
+    """The last draft of each of B sequences, which were drawn together, as one pass's tokens: [B] lists of one, and
+    what stands in for them where the host does not know them."""
+    if not sequences[0].late_ids:
+        return [s.draft_ids[-1:] for s in sequences], []
+    ids = [DeviceIds(source, [place]) for source, place in (s.late_ids[-1] for s in sequences)]
+    return [[0] for _ in sequences], device_tokens(enumerate(ids))
+
+
+def join_drafts(sequences: Sequence[Drafting]) -> None:
+    """Let all late drafts have one source."""
+    sources = list(dict.fromkeys(source for s in sequences for source, _ in s.late_ids))
+    if len(sources) < 2:
+        return
+    starts = np.cumsum([0, *(len(source.tensor) for source in sources)]).tolist()
+    first = dict(zip(sources, starts, strict=False))
+    joined = OnDevice(torch.cat([source.tensor for source in sources]))
+    for sequence in sequences:
+        sequence.late_ids = [(joined, first[source] + place) for source, place in sequence.late_ids]
+
+
+def _sample(sequences: Sequence[Drafting], logits: Tensor, overshoot: Tensor | None) -> Tensor:
+    """Tokens [B] from logits [B, V]; the distributions of rejection-sampled rows are kept with their sequences."""
+    params = [s.row.request.params for s in sequences]
+    logits = filter_logits(
+        logits,
+        temperature=[p.temperature for p in params],
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+    )
+    seeds = [s.row.request.seed_key for s in sequences]
+    positions = [len(s.row.tokens) + s.num_drafts for s in sequences]
+    independent = [i for i, s in enumerate(sequences) if s.rule is Rule.REJECTION]
+    greedy = [s.rule is not Rule.INVARIANT for s in sequences]  # independent ones are overwritten below
+    tokens = target_tokens(logits, seeds, positions, greedy, overshoot)
+    if independent:
+        index = to_device(np.array(independent), logits.device)
+        q = logits[index].softmax(dim=-1)
+        picked = [seeds[i] for i in independent], [positions[i] for i in independent]
+        if overshoot is None:
+            keys = to_device(row_keys(*picked, Stream.DRAFT).numpy(), q.device)
+        else:
+            places = to_device(np.array(picked[1]), q.device) - overshoot[index]
+            keys = device_row_keys(picked[0], places, Stream.DRAFT)
+        tokens[index] = gumbel_argmax(q.log(), keys)
+        for i, probs in zip(independent, q, strict=True):
+            sequences[i].draft_probs.append(probs)
+    return tokens

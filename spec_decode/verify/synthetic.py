@@ -1,0 +1,71 @@
+"""Synthetic acceptance: drafts are accepted at given rates, whatever they are. For benchmarks; the text is meaningless.
+
+It shows what a drafter's speed would be worth at an acceptance that nobody has trained yet. The rates are COMPAT's and
+vLLM's: `rates[j]` is the share of all rounds in which the draft at position j is accepted, so that
+
+    P(draft j is accepted | those before it were) = rates[j] / rates[j - 1],  rates[-1] = 1,
+
+and the mean number of tokens a round is 1 + sum(rates). The accepted tokens are the drafts themselves, and the token
+after them is the target's, so every part of a step costs what it costs in earnest. The coins are counter-based, like
+all noise: a request with a seed accepts the same numbers of drafts in every run, whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...kernels.noise import Stream, row_keys, uniform
+from .verification import Rule, Verified, VerifyRow, target_tokens
+
+
+def accept_at_rates(row: VerifyRow, rates: Sequence[float]) -> int:
+    """How many of the row's drafts are accepted.
+
+    Args:
+        rates: [at least the row's k] in [0, 1], never rising.
+    """
+    k = len(row.draft_ids)
+    if k == 0:
+        return 0
+    positions = range(row.first_position, row.first_position + k)
+    coins = uniform(row_keys([row.seed_key] * k, positions, Stream.ACCEPT)).tolist()
+    before = 1.0
+    for place, (coin, rate) in enumerate(zip(coins, rates, strict=False)):
+        # In this form a rate of 0 needs no division, and one equal to its predecessor always accepts: coins are < 1.
+        if coin * before >= rate:
+            return place
+        before = rate
+    return k
+
+
+def verify_synthetic(logits: Tensor, rows: Sequence[VerifyRow], rates: Sequence[float]) -> list[Verified]:
+    """Stands in for `verification.verify`, for rows of every rule.
+
+    Args:
+        logits: [sum(1 + k_i), V] float32 after every sampling parameter, the rows' in order.
+        rows: the requests; k_i = len(draft_ids) may be 0 and is at most len(rates).
+        rates: share of the rounds that accept the draft at each position.
+
+    Raises:
+        ValueError: a row has more drafts than there are rates, or the number of logits rows does not fit.
+    """
+    most = max((len(row.draft_ids) for row in rows), default=0)
+    if most > len(rates):
+        raise ValueError(f"{most} drafts for {len(rates)} synthetic acceptance rates")
+    if sum(1 + len(row.draft_ids) for row in rows) != logits.shape[0]:
+        raise ValueError(f"{logits.shape[0]} rows of logits do not fit the drafts")
+    if not rows:
+        return []
+    counts = [1 + len(row.draft_ids) for row in rows]
+    seeds = [row.seed_key for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    positions = [row.first_position + j for row, count in zip(rows, counts, strict=True) for j in range(count)]
+    greedy = [row.rule is Rule.GREEDY for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    targets = target_tokens(logits, seeds, positions, greedy).tolist()
+    results, start = [], 0
+    for row, count in zip(rows, counts, strict=True):
+        accepted = accept_at_rates(row, rates)
+        results.append(Verified([*row.draft_ids[:accepted], targets[start + accepted]], accepted))
+        start += count
+    return results

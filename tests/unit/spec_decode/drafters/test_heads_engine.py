@@ -1,0 +1,264 @@
+"""Heads in a whole engine: the same text as without speculation, however it is scheduled, and drafts are accepted."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from outrider import SamplingParams
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.engine.engine_core import EngineCore
+from outrider.platform.engine.prefix_cache import PrefixCache
+from outrider.spec_decode.adaptive import AdaptiveProposer
+from outrider.spec_decode.drafters.base import DraftRow
+from outrider.spec_decode.drafters.eagle.hidden_store import HiddenStore
+
+METHODS = ["eagle", "eagle3", "medusa"]
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=4, max_tokens=20, ignore_eos=True),
+}
+SCHEDULES = {
+    "plain": {},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 40},  # less would leave no room for six rows of drafts
+    "small blocks": {"block_size": 4, "max_num_seqs": 3},
+    "preempted": {"max_model_len": 104, "block_size": 8, "num_gpu_blocks_override": 16},
+}
+
+
+@pytest.fixture(scope="session")
+def prompts(target):
+    generator = torch.Generator().manual_seed(7)
+    made = [torch.randint(3, target.vocab_size, (n,), generator=generator).tolist() for n in (5, 17, 33, 60)]
+    return [*made, [5, 6, 7, 8] * 6, made[1] * 2]
+
+
+@pytest.fixture(scope="session")
+def texts(target, prompts):
+    """The greedy continuations: what the heads below have learned by heart."""
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = target.model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+            found.append(ids[0].tolist())
+    return found
+
+
+def _readout(features: torch.Tensor, tokens: list[int], size: int) -> torch.Tensor:
+    """The linear map [size, H] from features [T, H] that fits the one-hot tokens best (ridge regression)."""
+    wanted = F.one_hot(torch.tensor(tokens), size).float()
+    gram = features.T @ features + 1e-2 * torch.eye(features.shape[1])
+    return 10 * torch.linalg.solve(gram, features.T @ wanted).T
+
+
+def _learn_by_heart(head, target, prompts, texts) -> None:
+    """A few steps of training on the texts, for the first draft and for the second."""
+    weights = list(head.weights.values())
+    for tensor in weights:
+        tensor.requires_grad_()
+    optimizer = torch.optim.Adam(weights, lr=0.01)
+    states = [target.states(text[:-2]) for text in texts]
+    for _ in range(40):
+        optimizer.zero_grad()
+        for prompt, text, state in zip(prompts, texts, states, strict=True):
+            known = head.fuse([s.clone() for s in state])
+            for _ in range(2):
+                output, logits = head.layer(text[1:-1], known)
+                start = len(prompt) - 2
+                F.cross_entropy(logits[start:], torch.tensor(text[2 + start :])).backward(retain_graph=True)
+                known = torch.cat((known[:1], output[:-1]))
+        optimizer.step()
+    for tensor in weights:
+        tensor.requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def folders(target, prompts, texts, make_head, tmp_path_factory):
+    """A head of each method that knows the texts."""
+    root = tmp_path_factory.mktemp("heads")
+    for method in ("eagle", "eagle3"):
+        head = make_head(method, own_head=True)
+        _learn_by_heart(head, target, prompts, texts)
+        head.save(root / method)
+    weights = {}
+    states = [target.states(text)[-1] for text in texts]
+    for i in range(4):
+        weights[f"{i}.0.linear.weight"] = torch.zeros(target.hidden_size, target.hidden_size)
+        weights[f"{i}.0.linear.bias"] = torch.zeros(target.hidden_size)
+        features = torch.cat([state[: -i - 2] for state in states])
+        labels = [token for text in texts for token in text[i + 2 :]]
+        weights[f"{i}.1.weight"] = _readout(features, labels, target.vocab_size)
+    (root / "medusa").mkdir()
+    (root / "medusa" / "config.json").write_text(json.dumps({"medusa_num_heads": 4, "medusa_num_layers": 1}))
+    torch.save(weights, root / "medusa" / "medusa_lm_head.pt")
+    return root
+
+
+@pytest.fixture
+def make_engine(target):
+    engines = []
+
+    def make(**options):
+        values = {"model": str(target.path), "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "seed": 1}
+        engines.append(EngineCore(EngineArgs(**(values | options))))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.check_integrity()
+        assert engine.stats().kv_cache_usage == 0.0
+        engine.shutdown()
+
+
+class Outcome(NamedTuple):
+    """What a run gave: token ids of each job, and of all the drafts verified, accepted, and the verifications."""
+
+    texts: list[list[int]]
+    num_drafted: int
+    num_accepted: int
+    num_verified: int
+
+
+def run(engine, jobs) -> Outcome:
+    """Run (prompt, params) each to its end."""
+    texts, counts = {str(i): [] for i in range(len(jobs))}, {}
+    for i, (prompt, params) in enumerate(jobs):
+        engine.add_request(EngineRequest(str(i), list(prompt), params, [1]))
+    for _ in range(5000):
+        if not engine.has_work():
+            break
+        for delta in engine.step():
+            assert delta.error is None
+            texts[delta.request_id] += delta.token_ids
+            if delta.speculation is not None:
+                counts[delta.request_id] = delta.speculation
+    assert not engine.has_work()
+    sums = (
+        sum(getattr(c, f) for c in counts.values()) for f in ("num_draft_tokens", "num_accepted_tokens", "num_drafts")
+    )
+    return Outcome(list(texts.values()), *sums)
+
+
+@pytest.fixture(scope="session")
+def plain(target, prompts):
+    """Without speculation."""
+    engine = EngineCore(EngineArgs(model=str(target.path), dtype="float32", max_model_len=256, max_num_seqs=8, seed=1))
+    found = {name: run(engine, [(p, params) for p in prompts]).texts for name, params in PARAMS.items()}
+    engine.shutdown()
+    return found
+
+
+def speculative(folders, method, **fields):
+    return {"method": method, "model": str(folders / method), "num_speculative_tokens": 4, **fields}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_is_the_same_and_drafts_are_accepted(make_engine, folders, prompts, plain, method, schedule):
+    engine = make_engine(speculative_config=speculative(folders, method), **SCHEDULES[schedule])
+    for name, params in PARAMS.items():
+        for _ in range(2):  # the second time from the prefix cache
+            outcome = run(engine, [(p, params) for p in prompts])
+            assert outcome.texts == plain[name]
+            least = 0.05 if name == "greedy" else 0.0  # it is the greedy texts that the heads know
+            assert least * outcome.num_drafted < outcome.num_accepted < outcome.num_drafted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_acceptance_does_not_depend_on_the_schedule(make_engine, folders, prompts, method):
+    """Greedy drafts are a function of the text: cached blocks, chunks and lost blocks change none of them."""
+    seen = {}
+    for name, options in SCHEDULES.items():
+        engine = make_engine(speculative_config=speculative(folders, method), **options)
+        jobs = [(p, PARAMS["greedy"]) for p in prompts]
+        run(engine, [(p, params.clone(speculative=False)) for p, params in jobs])  # cached, without draft KV
+        outcome = run(engine, jobs)
+        seen[name] = outcome.num_accepted / outcome.num_verified
+    assert seen["plain"] > 0.1
+    # How many drafts fit at the end differs with the budget, and a preempted row proposes none at once.
+    assert seen["no prefix cache"] == seen["small blocks"] == seen["plain"]
+    for name in ("chunked", "preempted"):
+        assert seen[name] == pytest.approx(seen["plain"], rel=0.06), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_requests_with_and_without_drafts_side_by_side(make_engine, folders, prompts, plain, method):
+    engine = make_engine(speculative_config=speculative(folders, method))
+    wants = (None, False, 2, 1, False, None)
+    jobs = [(p, PARAMS["greedy"].clone(speculative=w)) for p, w in zip(prompts, wants, strict=True)]
+    assert run(engine, jobs).texts == plain["greedy"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unseeded_requests_run_to_their_end(make_engine, folders, prompts, method):
+    """Rejection sampling with the heads' q; the frequencies are tested with all proposers elsewhere."""
+    engine = make_engine(speculative_config=speculative(folders, method))
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    outcome = run(engine, [(p, params) for p in prompts])
+    assert [len(ids) for ids in outcome.texts] == [20] * len(prompts)
+    assert 0 < outcome.num_accepted < outcome.num_drafted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_in_the_batch_invariant_mode(make_engine, folders, prompts, method):
+    """Head, store and cache in the dtype that is served, and a target whose bytes do not depend on the batch."""
+    options = {"dtype": "bfloat16", "batch_invariant": True}
+    plain, drafted = make_engine(**options), make_engine(speculative_config=speculative(folders, method), **options)
+    for params in PARAMS.values():
+        jobs = [(p, params) for p in prompts]
+        outcome = run(drafted, jobs)
+        assert outcome.texts == run(plain, jobs).texts
+        assert outcome.num_accepted > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16(make_engine, target, folders, prompts, method):
+    """Each token is the most likely one after those before it, up to what bfloat16 makes of the logits."""
+    engine = make_engine(dtype="bfloat16", speculative_config=speculative(folders, method))
+    outcome = run(engine, [(p, PARAMS["greedy"]) for p in prompts])
+    assert outcome.num_accepted > 0
+    for prompt, ids in zip(prompts, outcome.texts, strict=True):
+        assert len(ids) == 20
+        with torch.inference_mode():
+            logits = target.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        lost = logits.max(-1).values - logits[torch.arange(20), torch.tensor(ids)]
+        # Tokens by chance would lose two or three deviations.
+        assert lost.max() < 0.25 * logits.std()
+
+
+def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, prompts, texts, monkeypatch):
+    """Of sequences that end anywhere: at a token that was drafted, and at a block's edge."""
+    kept, lacking = set(), []
+
+    def noting(of):
+        def note(self, rows, states):
+            for row in rows:
+                table, end = (
+                    (row.block_table, row.num_valid) if isinstance(row, DraftRow) else (row.request.blocks, row.end)
+                )
+                kept.update((table[at // 4], at % 4) for at in range(row.start, end))
+            return of(self, rows, states)
+
+        return note
+
+    def publish(cache, request, of=PrefixCache.publish):
+        of(cache, request)
+        places = [(block, at) for block in request.blocks[: request.num_published] for at in range(4)]
+        lacking.extend(place for place in places if request.namespace is not None and place not in kept)
+
+    for name in ("append", "append_passing"):
+        monkeypatch.setattr(HiddenStore, name, noting(getattr(HiddenStore, name)))
+    monkeypatch.setattr(AdaptiveProposer, "rested", noting(AdaptiveProposer.rested))
+    monkeypatch.setattr(PrefixCache, "publish", publish)
+    for prompt, text in zip(prompts[:4], texts, strict=False):
+        answer = text[len(prompt) :]
+        for at, token in enumerate(answer[:-2]):
+            if token not in answer[:at]:
+                kept.clear()
+                engine = make_engine(speculative_config=speculative(folders, "eagle"), block_size=4, max_num_seqs=3)
+                run(engine, [(prompt, PARAMS["greedy"].clone(stop_token_ids=[token]))])
+    assert not lacking

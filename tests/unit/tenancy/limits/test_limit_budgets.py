@@ -1,0 +1,73 @@
+"""Budgets: periods, and what the ledger says."""
+
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.platform.tenancy.limits.budgets import Budget, period_of
+
+
+def at(text: str) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("period", "now", "start", "end"),
+    [
+        ("day", "2026-11-21T19:30:00", "2026-11-21", "2026-11-22"),
+        ("day", "2026-12-31T23:59:59.9", "2026-12-31", "2027-01-01"),
+        ("week", "2026-11-21T19:30:00", "2026-11-16", "2026-11-23"),
+        ("week", "2026-11-16T00:00:00", "2026-11-16", "2026-11-23"),
+        ("month", "2026-11-21T19:30:00", "2026-11-01", "2026-12-01"),
+        ("month", "2026-12-31T23:59:59", "2026-12-01", "2027-01-01"),
+        ("month", "2024-02-29T12:00:00", "2024-02-01", "2024-03-01"),
+    ],
+)
+def test_periods(period, now, start, end):
+    assert period_of(period, at(now)) == (at(start), at(end))
+
+
+@given(st.sampled_from(["day", "week", "month"]), st.floats(0, 4e9))
+def test_periods_follow_each_other(period, now):
+    start, end = period_of(period, now)
+    assert start <= now < end
+    assert period_of(period, start) == (start, end)
+    assert period_of(period, end)[0] == end
+
+
+def test_what_ends_while_the_ledger_is_read_counts_once():
+    budget = Budget(1000, "day", at("2026-11-21T12:00"))
+    budget.since += 30  # in the ledger by the time it answers
+    start, _ = budget.begin_reading()
+    budget.since += 5  # not in its answer
+    budget.reserved = 100
+    budget.end_reading(start, 230, 7.0)
+    assert (budget.used, budget.remaining, budget.read_at) == (235, 665, 7.0)
+
+
+def test_a_new_period_begins_at_zero_and_the_ledger_is_asked_again():
+    budget = Budget(1000, "day", at("2026-11-21T23:59"))
+    start, _ = budget.begin_reading()
+    budget.end_reading(start, 900, 7.0)
+    budget.reserved = 50
+    budget.roll(at("2026-11-22T00:00"))
+    assert (budget.used, budget.reserved, budget.read_at) == (0, 50, float("-inf"))
+
+
+def test_an_answer_about_another_period_is_not_taken():
+    budget = Budget(1000, "day", at("2026-11-21T23:59"))
+    start, _ = budget.begin_reading()
+    budget.roll(at("2026-11-22T00:00"))
+    budget.end_reading(start, 900, 7.0)
+    assert budget.used == 0
+    assert budget.read_at is None, "it must still be asked"
+
+
+def test_a_clock_that_is_set_back_comes_to_its_period_again():
+    budget = Budget(1000, "month", at("2026-11-21"))
+    budget.roll(at("2027-11-21"))
+    budget.since += 10
+    budget.roll(at("2026-11-21"))
+    assert (budget.start, budget.used) == (at("2026-11-01"), 0)
