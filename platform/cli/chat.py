@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, PromptTooLongError
 from ..core.text import shorten
-from .api_key import API_KEY_VARIABLE, key_problem
+from .options.api_keys import API_KEY_VARIABLE, key_problem
 
 if TYPE_CHECKING:
     from .chat_client import ChatClient

@@ -14,7 +14,7 @@ from ..core.errors import OutriderError
 from . import chat, serve, train_draft
 from .admin import command as admin
 from .bench import command as bench
-from .parser import Parser
+from .options.parser import Parser
 
 
 def build_parser() -> argparse.ArgumentParser:

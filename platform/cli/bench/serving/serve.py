@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....core.errors import InvalidRequestError
-from ...api_key import API_KEY_VARIABLE, given_keys, key
-from ...engine_options import json_object
+from ...options.api_keys import API_KEY_VARIABLE, given_keys, key
+from ...options.engine import json_object
 from ..options import add_output_options, check_outputs, natural, positive, positive_number, publish
 from .options import (
     CHAT,
