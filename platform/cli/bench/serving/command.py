@@ -1,13 +1,13 @@
-"""The commands of this folder. Imports nothing heavy."""
+"""The measurements of serving. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import compare, latency, serve, throughput
+from . import latency, serve, throughput
 
 
 def add_parsers(kinds: Any) -> None:
-    """Add `latency`, `throughput`, `serve` and `compare`."""
-    for command in (latency, throughput, serve, compare):
+    """Add `latency`, `throughput` and `serve`."""
+    for command in (latency, throughput, serve):
         command.add_parser(kinds)
