@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from . import speculation
-from .compare import command as compare
 from .lora import command as lora
 from .serving import command as serving
 
@@ -15,6 +14,5 @@ def add_parser(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure", description="Measurements that you can repeat.")
     kinds = bench.add_subparsers(title="measurements", required=True, metavar="WHAT")
     serving.add_parsers(kinds)
-    compare.add_parser(kinds)
     speculation.add_parser(kinds)
     lora.add_parser(kinds)

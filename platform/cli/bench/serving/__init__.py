@@ -1,1 +1,1 @@
-"""`outrider bench latency | throughput | serve`, as in `vllm bench`; `command` lists them."""
+"""`outrider bench latency | throughput | serve | compare`, as in `vllm bench`; `command` lists them."""

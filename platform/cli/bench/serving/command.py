@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from . import latency, serve, throughput
+from .compare import command as compare
 
 
 def add_parsers(kinds: Any) -> None:
-    """Add `latency`, `throughput` and `serve`."""
-    for command in (latency, throughput, serve):
+    """Add `latency`, `throughput`, `serve` and `compare`."""
+    for command in (latency, throughput, serve, compare):
         command.add_parser(kinds)
