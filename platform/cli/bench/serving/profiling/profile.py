@@ -10,17 +10,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....client.async_llm import AsyncLLM
-from ....client.process.supervisor import EngineSpec
-from ....core.config import EngineArgs
-from ....core.errors import OutriderError
-from ....core.lora_request import LoRARequest
-from ..options import write_json
+from .....client.async_llm import AsyncLLM
+from .....client.process.supervisor import EngineSpec
+from .....core.config import EngineArgs
+from .....core.errors import OutriderError
+from .....core.lora_request import LoRARequest
+from ...options import write_json
 from .timeline import DETOKENIZE, WIRE, Recorder, Span, chrome_trace, summarize, wire_spans
 from .traced_engine import FOLDER_VARIABLE, OPS_FILE, PROFILER, SPANS_FILE, TIMELINE, TORCH_FILE, TracedEngine
 
 if TYPE_CHECKING:
-    from .latency_session import Batch
+    from ..latency_session import Batch
 
 TIMELINE_FILE = "timeline.json"
 _ENGINE = f"{TracedEngine.__module__}:{TracedEngine.__qualname__}"
