@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.late import LateTokens
+from ..kernels.device_outcome import DeviceTokens
 from ..kernels.memory import lazy_zeros
 from ..kernels.paged_attention import CACHE_FLOAT8, LayerKV
 from ..kernels.rope import Rotation
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from .attention import AttentionBackend
 
 __all__ = [
+    "DeviceTokens",
     "ForwardBatch",
     "KVLayerSpec",
-    "LateTokens",
     "LayerKV",
     "SequenceRows",
     "allocate_kv",
@@ -93,7 +93,7 @@ class SequenceRows:
     """[B], blocks in order; at least enough for start + query_len positions."""
     first_key: int = 0
     """Positions before it hold no keys, and no query looks there; for layers that begin later than the tokens."""
-    late: Sequence[LateTokens] = ()
+    device_tokens: Sequence[DeviceTokens] = ()
     """Stand in for those of `token_ids` at their places."""
     overshoot: Tensor | None = None
     """[B] int64 on the device: by how many positions each row begins before `starts`, which was planned before it was
@@ -198,7 +198,7 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
         attention.settle(rows.overshoot, on_device)
     rotation = model.rope.rotation(on_device, end, gathers=not model.attention.looks_up_angles)
     input_ids = to_device(np.array(rows.token_ids, dtype=np.int64), model.device)
-    for tokens in rows.late:
+    for tokens in rows.device_tokens:
         tokens.fill(input_ids)
     return ForwardBatch(
         input_ids=input_ids,

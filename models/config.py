@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..platform.core.errors import UnsupportedModelError
-from .json_files import read_json as read_json
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -30,7 +30,7 @@ from .stopwatch import LONGEST_GAP, begin_all
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..kernels.late import LateOutcome
+    from ..kernels.device_outcome import DeviceOutcome
 
 
 class LateAdaptive(AdaptiveProposer):
@@ -83,7 +83,7 @@ class LateAdaptive(AdaptiveProposer):
             row.max_new_drafts = count
         return True
 
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
         """See `LateDrafter`: by the first drafter."""
         timer = self._make_timer()
         proposals = self._late.propose_late(rows, target, late)

@@ -32,7 +32,7 @@ class Penalised(NamedTuple):
     entries: np.ndarray
     """[E] int64, of each different token: token << COUNT_BITS | how often it was generated (0: it is in the prompt)."""
     after: Sequence[Sequence[int]]
-    """Tokens generated after those, in some parts; negative: none. On a GPU nobody waits for `LateIds` among them."""
+    """Tokens generated after those, in some parts; negative: none. On a GPU nobody waits for `DeviceIds` among them."""
     repetition: float
     presence: float
     frequency: float

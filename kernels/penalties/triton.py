@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase
-from ..late import late_tokens, now_known
+from ..device_outcome import device_tokens, host_ids
 from ..staging import upload
 from .torch import COUNT_BITS
 
@@ -97,13 +97,13 @@ def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
     for number, sequence in enumerate(sequences):
         column = 0
         for part in sequence.after:
-            tokens[number, column : column + len(part)] = now_known(part)
+            tokens[number, column : column + len(part)] = host_ids(part)
             parts.append((number * width + column, part))
             column += len(part)
     arrays = upload(logits.device, places, owners, num_after, first, entries, strengths.reshape(-1), tokens.reshape(-1))
     after = arrays.pop()
-    for late in late_tokens(parts):
-        late.fill(after)
+    for group in device_tokens(parts):
+        group.fill(after)
     # As on a CPU, p + f * n is rounded twice.
     penalty_kernel[(len(owners),)](
         logits, logits.stride(0), *arrays, after, width, **_constants(width), enable_fp_fusion=False

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, device, float32
 
+from ..device_outcome import device_tokens, host_ids
 from ..dispatch import use_triton
-from ..late import late_tokens, now_known
 from ..staging import upload
 
 # In this package the name `torch` is the module beside this file: `import torch` here would hide it.
@@ -73,15 +73,15 @@ def pack(
     first_row = np.cumsum(k + 1) - (k + 1)
     is_draft = np.arange(len(request)) - first_row[request] < k[request]
     draft_ids = np.full(len(request), NO_TOKEN, dtype=np.int64)
-    draft_ids[is_draft] = [token for ids in drafts for token in now_known(ids)]
+    draft_ids[is_draft] = [token for ids in drafts for token in host_ids(ids)]
     has_probs = is_draft & ~np.asarray(certain, dtype=bool)[request]
     draft_row = np.where(has_probs, np.cumsum(has_probs) - 1, -1)
     mask = (1 << 64) - 1
     seeds = np.array([seed & mask for seed in seed_keys], dtype=np.uint64).view(np.int64)
     columns = (request, draft_ids, draft_row, first_row, k, np.asarray(rules), seeds, np.asarray(first_positions))
     there = upload(target, *(column.astype(np.int64) for column in columns))
-    for late in late_tokens(zip(first_row.tolist(), drafts, strict=True)):
-        late.fill(there[1])
+    for tokens in device_tokens(zip(first_row.tolist(), drafts, strict=True)):
+        tokens.fill(there[1])
     return Requests._make([*there, max(k.tolist(), default=0), any(rule != GREEDY for rule in rules)])
 
 

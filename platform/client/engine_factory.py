@@ -105,13 +105,13 @@ def import_text_side(args: EngineArgs) -> None:
     else:
         from transformers import AutoTokenizer  # noqa: F401
 
-    from ...models import tokenizer  # noqa: F401
+    from ...models.checkpoint import tokenizer  # noqa: F401
 
 
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
     """The tokenizer and the end-of-sequence ids for a started engine."""
-    from ...models.generation_config import chosen_file
-    from ...models.tokenizer import eos_token_ids, load_tokenizer
+    from ...models.checkpoint.generation_config import chosen_file
+    from ...models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 
     tokenizer = load_tokenizer(_tokenizer_path(args, info))
     return tokenizer, sorted(eos_token_ids(info.model, tokenizer, chosen_file(args.generation_config)))
@@ -124,7 +124,7 @@ def _tokenizer_path(args: EngineArgs, info: EngineInfo) -> str | Path:
         return info.model
     if Path(name).is_dir():
         return name
-    from ...models.loader import resolve_model_path
+    from ...models.checkpoint.loader import resolve_model_path
 
     return resolve_model_path(name, revision=args.tokenizer_revision, cache_dir=args.download_dir)
 

@@ -97,7 +97,7 @@ class InputProcessor:
 
     def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int] | None = None) -> None:
         if eos_token_ids is None:
-            from ...models.tokenizer import eos_token_ids as read_eos_token_ids
+            from ...models.checkpoint.tokenizer import eos_token_ids as read_eos_token_ids
 
             eos_token_ids = sorted(read_eos_token_ids(info.model, tokenizer))
         self.tokenizer = tokenizer

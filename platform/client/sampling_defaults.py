@@ -10,7 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...models.generation_config import AUTOMATIC, FILE, NOTHING, chosen_file, overriding_defaults, sampling_defaults
+from ...models.checkpoint.generation_config import (
+    AUTOMATIC,
+    FILE,
+    NOTHING,
+    chosen_file,
+    overriding_defaults,
+    sampling_defaults,
+)
 from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA, LoRARequest
 from .adapters.sources import AdapterSources

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ...kernels.graphs import CudaGraphs, GraphBackend
-from ...models.graphs import MAX_TOKENS, PassGraphs, PassLimits, bucket
+from ...models.pass_graphs import MAX_TOKENS, PassGraphs, PassLimits, bucket
 from ..core.config import EngineConfig
 from ..core.request import Status
 from .model_runner import ModelRunner

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.late import LateOutcome
+from ...kernels.device_outcome import DeviceOutcome
 from ...kernels.staging import to_device
 from ...models.batch import ForwardBatch, LayerKV, build_batch
 from ...models.decoder import Decoder, DecoderOutput
-from ...models.graphs import PassGraphs, PassInputs
+from ...models.pass_graphs import PassGraphs, PassInputs
 from ...spec_decode.drafters.base import (
     AdapterPreparer,
     DraftRow,
@@ -77,7 +77,7 @@ class _Queued(NamedTuple):
     """None: no row reaches its end."""
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of each row, `RowResult.prompt_logprobs`."""
-    outcome: LateOutcome | None
+    outcome: DeviceOutcome | None
     """Of the rows that reach their end; None where no step is launched before the host knows it."""
     proposals: list[Proposal] | None
     """Of each row, where the device drafted without the host."""
@@ -251,7 +251,7 @@ class ModelRunner:
         return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds, computed.place)
 
     def _draft_late(
-        self, prepared: Prepared, output: DecoderOutput, outcome: LateOutcome | None, most: int
+        self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None, most: int
     ) -> list[Proposal]:
         """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
         assert isinstance(self._proposer, LateDrafter)

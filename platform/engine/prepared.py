@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...kernels.late import LateIds, LateOutcome, LateTokens, late_tokens, now_known
+from ...kernels.device_outcome import DeviceIds, DeviceOutcome, DeviceTokens, device_tokens, host_ids
 from ...kernels.staging import to_device
 from ...models.batch import SequenceRows
 from ...spec_decode.drafters.base import DraftRow, Proposal
@@ -71,19 +71,19 @@ def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
             step.drafting.append(_late_row(row, first))
         wanted = request.params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
         step.prompts.append(row if wanted else None)
-    rows.late = late_tokens(drafts)
+    rows.device_tokens = device_tokens(drafts)
     if any(row.is_late for row in plan.rows):
         step.followed.extend(places[row.request] if row.is_late else len(places) for row in plan.rows)
     return step
 
 
-def continued(step: Prepared, outcome: LateOutcome, proposals: Sequence[Proposal]) -> Prepared:
+def continued(step: Prepared, outcome: DeviceOutcome, proposals: Sequence[Proposal]) -> Prepared:
     """`step` with what the one before it left on the device: tokens, drafts, and where rows begin."""
     rows, chosen = step.rows, list(step.chosen)
     token_ids, places, origins = list(rows.token_ids), [], []
     drafts: list[tuple[int, Sequence[int]]] = []
     chosen_at = {row: at for at, row in enumerate(step.sampling)}
-    generated: list[LateIds] = []
+    generated: list[DeviceIds] = []
     end = 0
     for row, (origin, count) in enumerate(zip(step.followed, rows.query_lens, strict=True)):
         first, end = end, end + count
@@ -94,21 +94,23 @@ def continued(step: Prepared, outcome: LateOutcome, proposals: Sequence[Proposal
         at = chosen_at[row]
         if count > 1:
             found = proposals[origin].drafts.truncated(count - 1)
-            token_ids[first + 1 : end] = now_known(found.token_ids)
+            token_ids[first + 1 : end] = host_ids(found.token_ids)
             drafts.append((first + 1, found.token_ids))
             chosen[at] = chosen[at]._replace(drafts=found)
         seen = chosen[at].seen
         if seen is not None:
             generated = generated or outcome.generated()
             chosen[at] = chosen[at]._replace(seen=seen.after(generated[origin]))
-    late = [*rows.late, *late_tokens(drafts), LateTokens(places, outcome.next_tokens, origins)]
+    on_device = [*rows.device_tokens, *device_tokens(drafts), DeviceTokens(places, outcome.next_tokens, origins)]
     overshoot = None
     if outcome.rejected is not None:
         overshoot = outcome.rejected.index_select(0, to_device(np.array(step.followed), outcome.rejected.device))
-    return step._replace(rows=replace(rows, token_ids=token_ids, late=late, overshoot=overshoot), chosen=chosen)
+    return step._replace(
+        rows=replace(rows, token_ids=token_ids, device_tokens=on_device, overshoot=overshoot), chosen=chosen
+    )
 
 
-def drafting_rows(step: Prepared, outcome: LateOutcome) -> list[DraftRow]:
+def drafting_rows(step: Prepared, outcome: DeviceOutcome) -> list[DraftRow]:
     """`step.drafting`, all of whose rows reach their end, with the tokens of the step itself."""
     if all(row.seen is None for row in step.chosen):
         return step.drafting
@@ -145,4 +147,4 @@ def _input_tokens(row: RowPlan) -> list[int]:
     tokens = request.tokens[row.start : known_end]
     if row.is_late:
         return [0] * row.num_tokens  # the device has them
-    return [*tokens, *now_known(request.drafts.token_ids)] if row.num_drafts else tokens
+    return [*tokens, *host_ids(request.drafts.token_ids)] if row.num_drafts else tokens

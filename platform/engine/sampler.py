@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.device_outcome import DeviceOutcome
 from ...kernels.dispatch import use_triton
-from ...kernels.late import LateOutcome
 from ...kernels.sampling import filter_logits, most_likely, row_stats, top_logprobs
 from ...kernels.staging import Download, upload
 from ...spec_decode.verify.synthetic import verify_synthetic
@@ -212,14 +212,14 @@ class Pending(NamedTuple):
     """On the device: `Choices`, and [sum(1 + k)] each row's largest logit, raw and of what there was to choose from."""
     download: Download
 
-    def outcome(self, vocab_size: int) -> LateOutcome:
+    def outcome(self, vocab_size: int) -> DeviceOutcome:
         """What `collect` will tell, on the device. Where a row offers nothing to choose it is some token."""
         token_ids, accepted, raw_top, top = self.chosen
         tokens = token_ids.clamp(0, vocab_size - 1)
         num_drafts = np.array([len(row.drafts.token_ids) for row in self.rows])
         most = int(num_drafts.max())
         if not most:
-            return LateOutcome(tokens, tokens, accepted, None)  # a row each
+            return DeviceOutcome(tokens, tokens, accepted, None)  # a row each
         starts = np.array(_starts(self.rows))
         rows = starts[:, None] + np.minimum(np.arange(1 + most), num_drafts[:, None])
         first, given, index = upload(tokens.device, starts, num_drafts, rows.reshape(-1))
@@ -230,7 +230,7 @@ class Pending(NamedTuple):
         rejected = torch.cat((given - accepted, given.new_zeros(1)))
         last = tokens.index_select(0, first + accepted)
         counts = (1 + num_drafts).tolist()
-        return LateOutcome(tokens, last, accepted, rejected, most_rejected=most, counts=counts)
+        return DeviceOutcome(tokens, last, accepted, rejected, most_rejected=most, counts=counts)
 
     def collect(self) -> list[Sampled]:
         """Wait for the device, and tell each sequence what it got."""
@@ -260,7 +260,7 @@ class Ready(NamedTuple):
     """Of each sequence, its rows of logits: 1 + k."""
     device: torch.device
 
-    def outcome(self, vocab_size: int) -> LateOutcome:
+    def outcome(self, vocab_size: int) -> DeviceOutcome:
         """See `Pending`."""
         tokens = [
             token
@@ -274,7 +274,7 @@ class Ready(NamedTuple):
         arrays = np.array(tokens), np.array(last), accepted, left
         there, next_tokens, right, rejected = upload(self.device, *arrays)
         left_of = rejected if most else None
-        return LateOutcome(there, next_tokens, right, left_of, most_rejected=most, counts=self.counts)
+        return DeviceOutcome(there, next_tokens, right, left_of, most_rejected=most, counts=self.counts)
 
     def collect(self) -> list[Sampled]:
         """What each sequence got."""

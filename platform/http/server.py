@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
-"""What answers that are complete get to reach their clients."""
+"""Seconds for complete answers to reach their clients."""
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -126,7 +126,7 @@ class _Server:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first signal drains, the second one stops at once."""
+        """Handle signals: the first one drains, the second one stops at once."""
         loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
@@ -228,7 +228,7 @@ class _Server:
         from .protect.hardening import SECURITY_HEADERS, allow_connections, with_cors
 
         class Server(uvicorn.Server):
-            """Signals are ours, and slow clients do not stay."""
+            """uvicorn's server with our signals, and without clients that are too slow."""
 
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:

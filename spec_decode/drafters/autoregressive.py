@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...kernels.late import LateOutcome, LateTokens
+from ...kernels.device_outcome import DeviceOutcome, DeviceTokens
 from ...kernels.staging import to_device
 from ...models.batch import SequenceRows
 from ...platform.core.request import NO_DRAFTS
@@ -87,14 +87,14 @@ def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: CatchUpLimi
     return [Proposal(s.drafts, s.start) for s in sequences]
 
 
-BeginLate = Callable[[Sequence[Drafting], LateOutcome], PassOutput]
+BeginLate = Callable[[Sequence[Drafting], DeviceOutcome], PassOutput]
 """`TokenDrafter.begin` where the host does not know the tokens: computes, of each of B sequences, 1 + k positions from
 that of the first draft on; what comes after the last token counts for nothing, and is overwritten. The outcome is that
 of these sequences' rows. See `sampled_rows`."""
 
 
 def propose_late(
-    drafter: TokenDrafter, rows: Sequence[DraftRow], late: LateOutcome, begin: BeginLate, limits: CatchUpLimits
+    drafter: TokenDrafter, rows: Sequence[DraftRow], late: DeviceOutcome, begin: BeginLate, limits: CatchUpLimits
 ) -> list[Proposal]:
     """`propose` before the host knows the outcome of a step: see `LateDrafter.propose_late`."""
     sequences = [Drafting(row, choose_rule(row.request, limits.invariant), row.max_drafts) for row in rows]
@@ -118,7 +118,7 @@ def known_rows(sequences: Sequence[Drafting], chunks: list[list[int]], first_key
     )
 
 
-def sampled_rows(sequences: Sequence[Drafting], late: LateOutcome, first_key: int = 0) -> SequenceRows:
+def sampled_rows(sequences: Sequence[Drafting], late: DeviceOutcome, first_key: int = 0) -> SequenceRows:
     """The pass of `BeginLate`."""
     counts = [1 + s.row.num_drafts for s in sequences]
     origins = [s.row.first_index + j for s, count in zip(sequences, counts, strict=True) for j in range(count)]
@@ -128,7 +128,7 @@ def sampled_rows(sequences: Sequence[Drafting], late: LateOutcome, first_key: in
         starts=[s.row.start + 1 for s in sequences],
         block_tables=[s.row.block_table for s in sequences],
         first_key=first_key,
-        late=[LateTokens(range(len(origins)), late.tokens, origins)],
+        device_tokens=[DeviceTokens(range(len(origins)), late.tokens, origins)],
         overshoot=late.overshoot,
         unused=late.unused,
     )
@@ -143,7 +143,7 @@ def draft_rows(sequences: Sequence[Drafting], output: PassOutput, first_key: int
         starts=[len(s.row.tokens) + s.num_drafts - 1 for s in sequences],
         block_tables=[s.row.block_table for s in sequences],
         first_key=first_key,
-        late=late,
+        device_tokens=late,
         overshoot=output.overshoot,
     )
 

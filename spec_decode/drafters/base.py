@@ -11,7 +11,7 @@ from torch import Tensor
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Tokens
 
 if TYPE_CHECKING:
-    from ...kernels.late import LateOutcome
+    from ...kernels.device_outcome import DeviceOutcome
     from ...models.batch import KVLayerSpec, LayerKV
     from ...models.layers.linear import Linear
     from ...platform.core.batch import RowPlan
@@ -199,7 +199,7 @@ class DefersAdapters(Protocol):
 class LateDrafter(Proposer, Protocol):
     """A proposer that drafts where the target computes, before the host knows what a step has brought."""
 
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
         """`propose`, for decodes and verifications alone: a row has logits for each of its 1 + k tokens, its sequence
         reads no tokens, and what the proposer keeps of it lags by no more than these.
 

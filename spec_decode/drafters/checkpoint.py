@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ...models.checkpoint.weight_files import StoredTensor, load_into, misfits, read_weights
 from ...models.layers.weights import WeightSlot
-from ...models.weight_files import StoredTensor, load_into, misfits, read_weights
 from ...platform.core.errors import InvalidRequestError
 
 __all__ = ["StoredTensor", "fill", "fill_randomly", "read_tensors", "refuse"]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...kernels.late import LateOutcome
+from ...kernels.device_outcome import DeviceOutcome
 from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
-from ...models.vocabulary import agreement
+from ...models.checkpoint.vocabulary import agreement
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.speculative_config import SpeculativeConfig
 from ..verify.draft_sampling import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, most_likely_ids
@@ -34,7 +34,7 @@ from .factory import ProposerContext
 
 if TYPE_CHECKING:
     from ...models.decoder import Decoder
-    from ...models.graphs import GraphedPass, PassGraphs, PassInputs
+    from ...models.pass_graphs import GraphedPass, PassGraphs, PassInputs
 
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
         InvalidRequestError: its vocabulary is not the target's.
         NotFoundError, UnsupportedModelError: as for any model.
     """
-    from ...models.loader import load_model, read_facts, resolve_model_path
+    from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 
     path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
     facts = read_facts(path, context.dtype)
@@ -165,11 +165,11 @@ class DraftModelProposer:
         return propose(self, rows, self._limits)
 
     @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
         """See `LateDrafter`."""
         assert self._limits is not None, "bind comes first"
 
-        def begin(sequences: Sequence[Drafting], late: LateOutcome) -> PassOutput:
+        def begin(sequences: Sequence[Drafting], late: DeviceOutcome) -> PassOutput:
             return self._forward(sequences, sampled_rows(sequences, late))
 
         return propose_late(self, rows, late, begin, self._limits)

@@ -13,7 +13,7 @@ from .base import Drafter, LateDrafter, NoProposer, Proposer
 
 if TYPE_CHECKING:
     from ...models.decoder import Decoder
-    from ...models.graphs import PassGraphs
+    from ...models.pass_graphs import PassGraphs
     from ..verify.draft_sampling import EditLogits
 
 PARAM = "speculative_config"
@@ -123,7 +123,7 @@ def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_ca
     """
     if config is None or config.model is None or config.method == "medusa":
         return 0
-    from ...models.loader import read_facts, resolve_model_path
+    from ...models.checkpoint.loader import read_facts, resolve_model_path
 
     with _naming(config.model):
         path = resolve_model_path(

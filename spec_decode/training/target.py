@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...models.config import read_json
-from ...models.loader import resolve_model_path
+from ...models.checkpoint.json_files import read_json
+from ...models.checkpoint.loader import resolve_model_path
 from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
 from .data import Batch
 from .options import reason, wrong

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.late import LateIds, LateTokens, OnDevice, late_tokens
+from ...kernels.device_outcome import DeviceIds, DeviceTokens, OnDevice, device_tokens
 from ...kernels.noise import Stream, device_row_keys, gumbel_argmax, row_keys
 from ...kernels.sampling import filter_logits, most_likely
 from ...kernels.staging import to_device
@@ -49,7 +49,7 @@ class Drafting:
         ids: Sequence[int] = self.draft_ids
         if self.late_ids:
             assert len({source for source, _ in self.late_ids}) == 1, "join_drafts comes first"
-            ids = LateIds(self.late_ids[0][0], [place for _, place in self.late_ids])
+            ids = DeviceIds(self.late_ids[0][0], [place for _, place in self.late_ids])
         return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None)
 
     @property
@@ -61,7 +61,7 @@ class Drafting:
     def new_tokens(self) -> tuple[Sequence[int], ...]:
         """What follows the request's tokens, or those that `seen` tells of, in parts: those of this step, which are not
         in the request yet, and the drafts; the host may not know these."""
-        late = (LateIds(source, [place]) for source, place in self.late_ids)
+        late = (DeviceIds(source, [place]) for source, place in self.late_ids)
         sampled = self.row.tokens[len(self.row.request.tokens) :] if self.row.seen is None else []
         return sampled, self.draft_ids, *late
 
@@ -180,13 +180,13 @@ def stays_on_device(logits: Tensor) -> bool:
     return logits.is_cuda
 
 
-def last_drafts(sequences: Sequence[Drafting]) -> tuple[list[list[int]], list[LateTokens]]:
+def last_drafts(sequences: Sequence[Drafting]) -> tuple[list[list[int]], list[DeviceTokens]]:
     """The last draft of each of B sequences, which were drawn together, as one pass's tokens: [B] lists of one, and
     what stands in for them where the host does not know them."""
     if not sequences[0].late_ids:
         return [s.draft_ids[-1:] for s in sequences], []
-    ids = [LateIds(source, [place]) for source, place in (s.late_ids[-1] for s in sequences)]
-    return [[0] for _ in sequences], late_tokens(enumerate(ids))
+    ids = [DeviceIds(source, [place]) for source, place in (s.late_ids[-1] for s in sequences)]
+    return [[0] for _ in sequences], device_tokens(enumerate(ids))
 
 
 def join_drafts(sequences: Sequence[Drafting]) -> None:

@@ -15,7 +15,7 @@ from outrider import LoRARequest, SamplingParams
 from outrider.lora.manager import AdapterManager
 from outrider.lora.sites import AdapterHooks
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
-from outrider.models.loader import load_model
+from outrider.models.checkpoint.loader import load_model
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.messages import EngineRequest

@@ -6,7 +6,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.kernels import penalties
-from outrider.kernels.late import OnDevice
+from outrider.kernels.device_outcome import OnDevice
 from outrider.spec_decode import adaptive_factory
 from outrider.spec_decode.controller import Controller
 from outrider.spec_decode.verify import draft_sampling as drawing

@@ -19,7 +19,7 @@ from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import LayerKV, allocate_kv
 from outrider.models.config import DecoderConfig, RopeConfig
 from outrider.models.decoder import Decoder
-from outrider.models.graphs import GraphedRows, PassGraphs, PassLimits
+from outrider.models.pass_graphs import GraphedRows, PassGraphs, PassLimits
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative

@@ -21,13 +21,13 @@ from outrider.kernels import noise as kernels_noise
 from outrider.kernels import penalties as kernels_penalties
 from outrider.kernels import sampling as kernels_sampling
 from outrider.kernels import verification as kernels_verification
-from outrider.kernels.late import OnDevice
+from outrider.kernels.device_outcome import OnDevice
 from outrider.kernels.sampling import triton as kernels_sampling_triton
 from outrider.lora import arena, batching, dora, preparing
 from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import SequenceRows
-from outrider.models.graphs import PassGraphs, PassLimits
+from outrider.models.pass_graphs import PassGraphs, PassLimits
 from outrider.platform.core.batch import StepPlan
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest

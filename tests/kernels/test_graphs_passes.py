@@ -13,7 +13,7 @@ from outrider.models import attention, decoder
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import ForwardBatch, LayerKV, SequenceRows, allocate_kv, build_batch
 from outrider.models.config import DecoderConfig, RopeConfig
-from outrider.models.graphs import PassGraphs, PassInputs, PassLimits, bucket, shape_of
+from outrider.models.pass_graphs import PassGraphs, PassInputs, PassLimits, bucket, shape_of
 
 from .call_tape import graph_backend, without_native_kernels
 

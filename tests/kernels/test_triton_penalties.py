@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.kernels.late import LateIds, OnDevice
+from outrider.kernels.device_outcome import DeviceIds, OnDevice
 from outrider.kernels.penalties import COUNT_BITS, Penalised
 from outrider.kernels.penalties import torch as reference
 from outrider.kernels.penalties import triton as kernel
@@ -50,7 +50,7 @@ def make_case(num_prompt, num_generated, num_drafts, strengths, seed=0, late_sou
     parts = [drafts[:1], drafts[1:]]
     if late_source is not None:
         source = late_source(drafts)
-        parts = [LateIds(source, [j]) for j in range(num_drafts)]
+        parts = [DeviceIds(source, [j]) for j in range(num_drafts)]
     penalised = Penalised(places, range(num_drafts + 1), entries(prompt, generated), parts, *strengths)
     rows = [(prompt, [*generated, *drafts[:j]], *strengths) for j in range(num_drafts + 1)]
     return penalised, dict(zip(places, rows, strict=True))

@@ -81,7 +81,7 @@ def _parse(text: str) -> list[int]:
 
 
 def _tokenize(text: str, folder: str | None) -> list[int]:
+    from ....models.checkpoint.tokenizer import load_tokenizer
     from ....models.demo import demo_model_path
-    from ....models.tokenizer import load_tokenizer
 
     return list(load_tokenizer(folder or demo_model_path()).encode(text))

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....models.batch import kv_dtype
-from ....models.config import DTYPES, DecoderConfig, FamilyTraits, decoder_config, named_architectures, read_json
-from ....models.registry import supported_architectures
+from ....models.checkpoint.json_files import read_json
+from ....models.config import DTYPES, DecoderConfig, FamilyTraits, decoder_config, named_architectures
+from ....models.families import supported_architectures
 from ..checkpoint import refuse
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.late import LateOutcome
+from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
-from ....models.config import read_json
-from ....models.graphs import PassOptions
+from ....models.checkpoint.json_files import read_json
+from ....models.pass_graphs import PassOptions
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .. import autoregressive
@@ -41,7 +41,7 @@ from .hidden_store import HiddenStore
 from .state_ring import Ring
 
 if TYPE_CHECKING:
-    from ....models.graphs import GraphedPass, PassGraphs, PassInputs
+    from ....models.pass_graphs import GraphedPass, PassGraphs, PassInputs
 
 __all__ = ["EagleProposer", "eagle_kv_bytes_per_token", "load_eagle"]
 
@@ -57,7 +57,7 @@ def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProp
         InvalidRequestError: it does not fit the target, or is no such head; with both figures.
         NotFoundError, UnsupportedModelError: as for any model.
     """
-    from ....models.loader import resolve_model_path
+    from ....models.checkpoint.loader import resolve_model_path
 
     path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
     head_config = read_eagle_config(read_json(path / "config.json"), config.method, context.target.config)
@@ -189,17 +189,17 @@ class EagleProposer:
         return autoregressive.propose(self, rows, self._limits)
 
     @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
         """See `LateDrafter`."""
         assert self._limits is not None, "bind comes first"
         # Those before a row's new tokens are the step's, in the same order.
         states = self._store.keep(rows, self._states(target), (late.overshoot, late.most_overshoot))
 
-        def begin(sequences: Sequence[Drafting], late: LateOutcome) -> PassOutput:
+        def begin(sequences: Sequence[Drafting], late: DeviceOutcome) -> PassOutput:
             rows = sampled_rows(sequences, late, first_key=1)
             if len(rows.token_ids) == len(states):
                 return self._forward(sequences, rows, states)
-            origins = to_device(np.asarray(rows.late[0].origins), states.device)
+            origins = to_device(np.asarray(rows.device_tokens[0].origins), states.device)
             return self._forward(sequences, rows, states.index_select(0, origins))
 
         return autoregressive.propose_late(self, rows, late, begin, self._limits)

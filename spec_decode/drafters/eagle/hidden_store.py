@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.late import late_slots
+from ....kernels.device_outcome import device_slots
 from ....kernels.staging import to_device
 from ....models.batch import KVLayerSpec, LayerKV
 from ....platform.core.batch import RowPlan
@@ -142,7 +142,7 @@ class HiddenStore:
         to be valid, does not know which are right, and the others' are overwritten by the next steps.
 
         Args:
-            overshoot: see `late_slots`.
+            overshoot: see `device_slots`.
 
         Returns:
             [T, width], what was written.
@@ -155,7 +155,7 @@ class HiddenStore:
         vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
         starts, counts = [row.start for row in rows], [count for _, count in handles]
         tables = [row.block_table for row in rows]
-        slots = late_slots(tables, starts, counts, self._block_size, overshoot, self._device)
+        slots = device_slots(tables, starts, counts, self._block_size, overshoot, self._device)
         self._put(slots, vectors)
         return vectors
 

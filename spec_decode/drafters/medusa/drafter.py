@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.late import LateOutcome
+from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import LayerKV
-from ....models.config import read_json
-from ....models.graphs import GraphedRows, bucket
+from ....models.checkpoint.json_files import read_json
+from ....models.pass_graphs import GraphedRows, bucket
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
 from ...verify.verification import choose_rule
@@ -24,7 +24,7 @@ from ..factory import ProposerContext
 from .heads import MedusaHeads, canonical_names, read_medusa_config, with_tensors
 
 if TYPE_CHECKING:
-    from ....models.graphs import PassGraphs
+    from ....models.pass_graphs import PassGraphs
 
 MAX_LOGITS_BYTES = 256 << 20
 """Of what captured heads keep. For more rows the device has so much to do that the host keeps ahead of it."""
@@ -39,7 +39,7 @@ def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaPr
             figures. (Where no number was given, a step gets as many drafts as there are heads.)
         NotFoundError: files are missing.
     """
-    from ....models.loader import resolve_model_path
+    from ....models.checkpoint.loader import resolve_model_path
 
     path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
     heads_config = read_medusa_config(read_json(path / "config.json"), context.target.config)
@@ -112,7 +112,7 @@ class MedusaProposer:
         return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
 
     @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: LateOutcome) -> list[Proposal]:
+    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
         """See `LateDrafter`."""
         sequences = self._sequences(rows)
         order = _by_number(sequences)

@@ -164,7 +164,7 @@ def test_the_demo_says_the_same_and_its_drafts_are_accepted_alike(inflate, tmp_p
         "small": (demo_model_path(), demo_draft_path(), json_adapter),
         "large": (tmp_path / "large/base", tmp_path / "large/draft", tmp_path / "large/adapters/json"),
     }
-    from outrider.models.tokenizer import load_tokenizer
+    from outrider.models.checkpoint.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(demo_model_path())
     prompts = [tokenizer.encode(text) for text in ("Anna from Lisbon ordered 3 lamps", "What is the capital of Peru?")]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, text
 
-from outrider.models import tokenizer
+from outrider.models.checkpoint import tokenizer
 from outrider.platform.cli.admin.output import table
 from outrider.platform.cli.main import build_parser, main
 from outrider.platform.tenancy.accounts.authenticator import digest_of

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
-from outrider.models.tokenizer import load_tokenizer
 from outrider.platform.cli.bench.serving.datasets import Sample
 from outrider.platform.cli.bench.serving.http_client import HttpClient, RequestFailed
 from outrider.platform.cli.bench.serving.load import offer

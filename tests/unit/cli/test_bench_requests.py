@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
-from outrider.models.tokenizer import load_tokenizer
 from outrider.platform.cli.bench.serving.datasets import Sample, assign_adapters, make_samples
 from outrider.platform.cli.main import build_parser
 from outrider.platform.core.errors import InvalidRequestError

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_adapters, demo_model_path
-from outrider.models.tokenizer import load_tokenizer
 from outrider.platform.cli.bench.serving import datasets
 from outrider.platform.cli.main import build_parser, main
 

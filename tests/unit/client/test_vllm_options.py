@@ -15,7 +15,7 @@ import async_helpers
 import pytest
 from fake_engine import VOCAB_SIZE, FakeEngine
 
-from outrider.models.tokenizer import load_tokenizer
+from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.platform.client import llm as llm_module
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.input_processor import InputProcessor, TokensPrompt

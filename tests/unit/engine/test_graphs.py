@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from outrider.models.graphs import MAX_TOKENS
+from outrider.models.pass_graphs import MAX_TOKENS
 from outrider.platform.core.batch import RowResult, StepPlan, StepResult
 from outrider.platform.core.config import EngineArgs, EngineConfig, Hardware, ModelFacts, SchedulerConfig, resolve
 from outrider.platform.core.errors import ErrorInfo

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.graphs import PassGraphs, PassLimits
+from outrider.models.pass_graphs import PassGraphs, PassLimits
 from outrider.platform.core import config as config_module
 from outrider.platform.core.config import EngineArgs, Hardware
 from outrider.platform.engine import setup

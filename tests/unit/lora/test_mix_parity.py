@@ -12,7 +12,7 @@ from outrider.lora.batching import LONG_RUN
 from outrider.lora.manager import AdapterManager
 from outrider.lora.sites import AdapterHooks
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
-from outrider.models.loader import load_model
+from outrider.models.checkpoint.loader import load_model
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.lora_request import LoRAMix, LoRARequest, mix_of
 from outrider.platform.core.request import Request

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.loader import load_model
+from outrider.models.checkpoint.loader import load_model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

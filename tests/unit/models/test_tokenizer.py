@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from outrider.models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 from outrider.models.demo import demo_model_path
-from outrider.models.tokenizer import eos_token_ids, load_tokenizer
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 
 
@@ -29,7 +29,8 @@ def test_load_tokenizer(directory: Path) -> None:
 
 def test_the_demos_is_the_one_that_transformers_would_choose_and_needs_no_torch() -> None:
     code = (
-        "import sys; from outrider.models.demo import demo_model_path; from outrider.models.tokenizer import *; "
+        "import sys; from outrider.models.demo import demo_model_path; "
+        "from outrider.models.checkpoint.tokenizer import *; "
         "tokenizer = load_tokenizer(demo_model_path()); eos_token_ids(demo_model_path(), tokenizer); "
         "print(type(tokenizer).__name__, 'torch' in sys.modules)"
     )

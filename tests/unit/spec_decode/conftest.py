@@ -259,7 +259,7 @@ def target(tmp_path_factory) -> Target:
 @pytest.fixture(scope="session")
 def decoder(target):
     """The target as our decoder, in float32."""
-    from outrider.models.loader import load_model
+    from outrider.models.checkpoint.loader import load_model
 
     return load_model(target.path, dtype="float32")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .....models.generation_config import FILE, sampling_defaults
+from .....models.checkpoint.generation_config import FILE, sampling_defaults
 from ....core.errors import AdapterError, InvalidRequestError, OutriderError
 from ....core.lora_request import LoRA, LoRAMix, LoRAPart, LoRARequest
 from .cache import DEFAULT_MAX_CACHE_BYTES, DownloadCache

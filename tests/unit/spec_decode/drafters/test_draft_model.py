@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
 from outrider.models.batch import KVLayerSpec, LayerKV, allocate_kv
-from outrider.models.loader import load_model
+from outrider.models.checkpoint.loader import load_model
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams

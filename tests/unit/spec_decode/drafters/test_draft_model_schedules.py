@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.models.loader import load_model
+from outrider.models.checkpoint.loader import load_model
 from outrider.spec_decode.drafters.draft_model import DraftModelProposer
 
 from ..schedules import BLOCK, Engine, random_schedule, small_llama

@@ -9,7 +9,7 @@ import pytest
 from outrider.platform.client import async_llm
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.input_processor import InputProcessor
-from outrider.platform.http.adapters.prefix_follower import PrefixFollower
+from outrider.platform.http.adapters.database_sync import PrefixSync
 from outrider.platform.tenancy.accounts.directory import Snapshot
 from outrider.platform.tenancy.accounts.records import SharedPrefix
 
@@ -71,7 +71,7 @@ def test_the_loop_goes_on_and_the_last_one_counts(llm, monkeypatch):
 
     async def scenario():
         directory = Directory()
-        follower = PrefixFollower(llm, directory)
+        follower = PrefixSync(llm, directory)
         starting = asyncio.create_task(follower.start())
         await until(lambda: cutter.began == [[]])
         directory.tell("first")
@@ -96,7 +96,7 @@ def test_other_changes_of_the_directory_cost_nothing(llm, monkeypatch):
 
     async def scenario():
         directory = Directory()
-        follower = PrefixFollower(llm, directory)
+        follower = PrefixSync(llm, directory)
         await follower.start()
         for at, count in ((1.0, 2), (1.0, 2), (2.0, 3)):  # the last one: removed and declared again
             directory.tell("a", at=at)
@@ -112,7 +112,7 @@ def test_a_failure_is_told_and_the_next_change_is_taken(llm, monkeypatch, caplog
 
     async def scenario():
         directory = Directory()
-        follower = PrefixFollower(llm, directory)
+        follower = PrefixSync(llm, directory)
         await follower.start()
         with monkeypatch.context() as patch:
             patch.setattr(async_llm, "SharedPrefixes", None)

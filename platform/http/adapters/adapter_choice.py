@@ -1,4 +1,4 @@
-"""Which adapter, or weighted sum of adapters, a completion or chat request asks for."""
+"""Choice of the adapter, or weighted sum of adapters, of a completion or chat request."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ...core.adapter_names import public_text
 from ...core.errors import InvalidRequestError, NotFoundError
 from ...core.lora_request import MAX_PARTS, LoRA, LoRARequest, mix_of, split_mix
 from ...core.text import shorten
-from ..adapters.model_view import ModelView
 from ..observe.request_log import current_note
-from .protocol import SamplingFields
+from ..openai.protocol import SamplingFields
+from .model_view import ModelView
 
 MAX_ADAPTER_NAME = 256
-"""Characters of a name for which the error explains weights."""
+"""Longest name of an adapter, in characters."""
 _MAX_HINTED = 64
-"""Characters of a name that an error says twice."""
+"""Longest name that an error repeats in a hint."""
 
 
 class ChosenAdapter(NamedTuple):
@@ -27,7 +27,7 @@ class ChosenAdapter(NamedTuple):
 
 
 async def discover_adapters(models: ModelView, body: SamplingFields) -> None:
-    """Before `choose_adapter`: find those adapters among what is asked for that nobody has loaded."""
+    """Find those of the named adapters that nobody has loaded; call it before `choose_adapter`."""
     parts = [part if isinstance(part, str) else part.name for part in body.adapters or ()]
     await models.discover(body.model, parts)
 

@@ -28,7 +28,7 @@ class OnDevice:
         return self._known
 
 
-class LateIds(Sequence[int]):
+class DeviceIds(Sequence[int]):
     """Token ids that the device is computing. How many there are is known; to read one is to wait for all."""
 
     __slots__ = ("places", "source")
@@ -45,15 +45,15 @@ class LateIds(Sequence[int]):
     def __getitem__(self, index: int) -> int: ...
 
     @overload
-    def __getitem__(self, index: slice) -> LateIds: ...
+    def __getitem__(self, index: slice) -> DeviceIds: ...
 
-    def __getitem__(self, index: int | slice) -> int | LateIds:
+    def __getitem__(self, index: int | slice) -> int | DeviceIds:
         if isinstance(index, slice):
-            return LateIds(self.source, self.places[index])
+            return DeviceIds(self.source, self.places[index])
         return self.source.known()[self.places[index]]
 
 
-class LateTokens(NamedTuple):
+class DeviceTokens(NamedTuple):
     """Tokens among others that the host knows, which the device puts in their places."""
 
     places: Sequence[int]
@@ -69,7 +69,7 @@ class LateTokens(NamedTuple):
         token_ids.index_copy_(0, places, self.source.index_select(0, origins))
 
 
-class LateOutcome(NamedTuple):
+class DeviceOutcome(NamedTuple):
     """What a step of S rows with R logits rows leaves on the device for the one that follows, planned as if all of its
     drafts were right. Row s has 1 + k_s logits rows and accepts a_s drafts."""
 
@@ -89,7 +89,7 @@ class LateOutcome(NamedTuple):
     counts: Sequence[int] = ()
     """[S], each row's 1 + k, which is R together; empty: 1 each."""
 
-    def generated(self) -> list[LateIds]:
+    def generated(self) -> list[DeviceIds]:
         """Of each of the S rows its 1 + k places in `tokens`: what was accepted and sampled, then -1."""
         tokens = self.tokens
         counts = np.array(self.counts or [1] * len(tokens))
@@ -100,9 +100,9 @@ class LateOutcome(NamedTuple):
             row_of, place = upload(tokens.device, row, np.arange(len(row)) - starts[row])
             tokens = tokens.masked_fill(place > self.accepted.index_select(0, row_of), -1)
         source, ends = OnDevice(tokens), (starts + counts).tolist()
-        return [LateIds(source, range(start, end)) for start, end in zip(starts.tolist(), ends, strict=True)]
+        return [DeviceIds(source, range(start, end)) for start, end in zip(starts.tolist(), ends, strict=True)]
 
-    def of(self, rows: Sequence[int]) -> LateOutcome:
+    def of(self, rows: Sequence[int]) -> DeviceOutcome:
         """The same with numbers of these rows alone, but for `tokens` and `counts`."""
         if list(rows) == list(range(len(self.accepted))):
             return self
@@ -128,7 +128,7 @@ class LateOutcome(NamedTuple):
         return self.unused + self.overshoot
 
 
-def late_slots(
+def device_slots(
     block_tables: Sequence[Sequence[int]],
     starts: Sequence[int],
     counts: Sequence[int],
@@ -157,17 +157,17 @@ def late_slots(
     return table.index_select(0, at).mul_(block_size).add_(positions % block_size)
 
 
-def now_known(ids: Sequence[int]) -> Sequence[int]:
+def host_ids(ids: Sequence[int]) -> Sequence[int]:
     """`ids`, or zeros that hold the places of those that are late."""
-    return [0] * len(ids) if isinstance(ids, LateIds) else ids
+    return [0] * len(ids) if isinstance(ids, DeviceIds) else ids
 
 
-def late_tokens(parts: Iterable[tuple[int, Sequence[int]]]) -> list[LateTokens]:
+def device_tokens(parts: Iterable[tuple[int, Sequence[int]]]) -> list[DeviceTokens]:
     """What is late of these: (place of the first, ids), one for each source."""
     by_source: dict[OnDevice, tuple[list[int], list[int]]] = {}
     for first, ids in parts:
-        if isinstance(ids, LateIds):
+        if isinstance(ids, DeviceIds):
             places, origins = by_source.setdefault(ids.source, ([], []))
             places.extend(range(first, first + len(ids)))
             origins.extend(ids.places)
-    return [LateTokens(places, source.tensor, origins) for source, (places, origins) in by_source.items()]
+    return [DeviceTokens(places, source.tensor, origins) for source, (places, origins) in by_source.items()]

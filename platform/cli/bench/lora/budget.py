@@ -1,4 +1,4 @@
-"""A limit on the time of a measurement, so that what was measured until then is a result too."""
+"""Limit on the time of a measurement. Its result holds all that was measured until then."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 
 
 class BudgetSpent(Exception):
-    """The time is up: what follows is left out."""
+    """Signal that the time is up; the rest of the measurement is left out."""
 
 
 class Budget:
-    """Seconds from now on; without a limit they never end."""
+    """Time budget from now on, in seconds; None for no limit."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._end = None if seconds is None else clock() + seconds
 
     def check(self) -> None:
-        """Raises BudgetSpent when the time is up."""
+        """Raise BudgetSpent when the time is up."""
         if self._end is not None and self._clock() >= self._end:
             raise BudgetSpent
 
     def share(self, part: float) -> Budget:
-        """A budget of this part, 0 to 1, of what is left."""
+        """A budget of this part, 0 to 1, of the rest."""
         left = None if self._end is None else max(0.0, self._end - self._clock()) * part
         return Budget(left, self._clock)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..platform.core.errors import InvalidRequestError, NotFoundError
+from ...platform.core.errors import InvalidRequestError, NotFoundError
 
 
 def read_json(path: Path) -> dict[str, Any]:

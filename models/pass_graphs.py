@@ -317,8 +317,8 @@ class GraphedPass:
         numbers[tokens + num_tokens : 2 * tokens] = self._options.first_key  # any position there is
         numbers[2 * tokens :][: len(rows.query_lens)] = tables.token_starts + tables.query_lens - 1
         self._numbers[: len(numbers)].copy_(staged(numbers, self._numbers.device), non_blocking=True)
-        for late in rows.late:
-            late.fill(self._numbers)
+        for part in rows.device_tokens:
+            part.fill(self._numbers)
         plan = self._plan(shape)
         plan.refill(tables.arrays(positions))
         if rows.overshoot is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..platform.core.errors import OutriderError
+from ...platform.core.errors import OutriderError
 from .json_files import read_json
 
 _WHOLE = "tokenizer.json"

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..platform.core.errors import InvalidRequestError, NotFoundError
+from ...platform.core.errors import InvalidRequestError, NotFoundError
 from .json_files import read_json
 
 if TYPE_CHECKING:

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..platform.core.config import ModelFacts
-from ..platform.core.errors import InvalidRequestError, NotFoundError
-from .batch import kv_dtype
-from .config import DTYPES, read_json, stored_dtype
-from .decoder import Decoder
-from .layers.embedding import LM_HEAD
-from .layers.weights import WeightSlot
-from .registry import config_from_hf
+from ...platform.core.config import ModelFacts
+from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ..batch import kv_dtype
+from ..config import DTYPES, stored_dtype
+from ..decoder import Decoder
+from ..families import config_from_hf
+from ..layers.embedding import LM_HEAD
+from ..layers.weights import WeightSlot
+from .json_files import read_json
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
 _MAX_SHOWN = 200

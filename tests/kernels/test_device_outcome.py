@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.kernels.late import LateIds, LateOutcome, LateTokens, OnDevice, late_slots, late_tokens, now_known
+from outrider.kernels.device_outcome import (
+    DeviceIds,
+    DeviceOutcome,
+    DeviceTokens,
+    OnDevice,
+    device_slots,
+    device_tokens,
+    host_ids,
+)
 from outrider.kernels.verification import pack
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.engine.sampler import Pending, Ready, Sampled, Sampler, SampleRow
@@ -34,35 +42,35 @@ def source():
 
 
 def test_their_number_and_parts_are_known_without_waiting(source):
-    ids = LateIds(source, [3, 1, 0])
+    ids = DeviceIds(source, [3, 1, 0])
     assert (len(ids), len(ids[:2]), bool(ids[:0])) == (3, 2, False)
-    assert list(now_known(ids)) == [0, 0, 0]
-    assert now_known([7, 8]) == [7, 8]
+    assert list(host_ids(ids)) == [0, 0, 0]
+    assert host_ids([7, 8]) == [7, 8]
     assert Drafts(ids).truncated(2).token_ids.places == [3, 1]
     assert Counted.asked == 0
 
 
 def test_who_reads_one_gets_the_devices(source):
-    ids = LateIds(source, [3, 1, 0])
+    ids = DeviceIds(source, [3, 1, 0])
     assert (ids[0], ids[-1], list(ids), list(ids[1:])) == (13, 10, [13, 11, 10], [11, 10])
     assert [*ids, 5] == [13, 11, 10, 5]
 
 
 def test_they_are_put_into_their_places_by_source(source, device):
     other = OnDevice(torch.tensor([20, 21]))
-    parts = [(1, LateIds(source, [4, 0])), (3, [7]), (4, LateIds(other, [1])), (6, LateIds(source, [2]))]
-    late = late_tokens(parts)
+    parts = [(1, DeviceIds(source, [4, 0])), (3, [7]), (4, DeviceIds(other, [1])), (6, DeviceIds(source, [2]))]
+    late = device_tokens(parts)
     assert len(late) == 2
     out = torch.full((8,), -1, device=device)
     for tokens in late:
-        LateTokens(tokens.places, tokens.source.to(device), tokens.origins).fill(out)
+        DeviceTokens(tokens.places, tokens.source.to(device), tokens.origins).fill(out)
     assert out.tolist() == [-1, 14, 10, -1, 21, -1, 12, -1]
 
 
 def test_verification_is_given_the_same_drafts(source, device):
     there = Counted(source.tensor.to(device))
     lists = [[12], [], [10, 14, 11], [3, 4]]
-    late = [LateIds(there, [2]), LateIds(there, []), LateIds(there, [0, 4, 1]), [3, 4]]
+    late = [DeviceIds(there, [2]), DeviceIds(there, []), DeviceIds(there, [0, 4, 1]), [3, 4]]
     common = {
         "certain": [True, True, False, True], "rules": [0, 1, 2, 0], "seed_keys": [1, 2, 3, 4],
         "first_positions": [5, 6, 7, 8], "target": torch.device(device),
@@ -145,13 +153,13 @@ def test_the_outcome_on_the_device_is_what_the_host_is_told(device):
 
 def test_an_outcome_of_some_rows():
     numbers = torch.arange(4)
-    out = LateOutcome(torch.arange(9), 10 + numbers, numbers, torch.tensor([3, 2, 1, 0, 0]), 5 * numbers)
+    out = DeviceOutcome(torch.arange(9), 10 + numbers, numbers, torch.tensor([3, 2, 1, 0, 0]), 5 * numbers)
     assert out.of(range(4)) is out
     some = out.of([2, 0])
     assert (some.next_tokens.tolist(), some.accepted.tolist()) == ([12, 10], [2, 0])
     assert (some.rejected.tolist(), some.overshoot.tolist()) == ([1, 3, 0], [10, 0])
     assert (some.unused.tolist(), some.total.tolist()) == ([1, 3], [11, 3])
-    plain = LateOutcome(torch.arange(2), torch.arange(2), torch.zeros(2, dtype=torch.int64), None)
+    plain = DeviceOutcome(torch.arange(2), torch.arange(2), torch.zeros(2, dtype=torch.int64), None)
     assert (plain.of([1]).rejected, plain.unused, plain.total) == (None, None, None)
 
 
@@ -170,9 +178,9 @@ def test_slots_of_rows_whose_start_is_late(rows, size):
         for table, (start, count, _) in zip(tables, rows, strict=True)
         for at in range(start, start + count)
     ]
-    assert late_slots(tables, starts, counts, size, (over, 4), torch.device("cpu")).tolist() == want
+    assert device_slots(tables, starts, counts, size, (over, 4), torch.device("cpu")).tolist() == want
     true = [start for start, _, _ in rows]
-    assert late_slots(tables, true, counts, size, (None, 0), torch.device("cpu")).tolist() == want
+    assert device_slots(tables, true, counts, size, (None, 0), torch.device("cpu")).tolist() == want
 
 
 def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
@@ -232,9 +240,9 @@ def test_of_each_row_what_it_accepted_and_sampled(device):
     """Rows without drafts stand beside others."""
     tokens = torch.tensor([10, 11, 12, 20, 30, 31], device=device)
     accepted = torch.tensor([1, 0, 1], device=device)
-    outcome = LateOutcome(tokens, tokens[[1, 3, 5]], accepted, None, counts=[3, 1, 2])
+    outcome = DeviceOutcome(tokens, tokens[[1, 3, 5]], accepted, None, counts=[3, 1, 2])
     assert [list(ids) for ids in outcome.generated()] == [[10, 11, -1], [20], [30, 31]]
     with pytest.raises(AssertionError, match="of all"):
         outcome.of([1, 2]).generated()
-    one_each = LateOutcome(tokens, tokens, torch.zeros(6, dtype=torch.int64, device=device), None)
+    one_each = DeviceOutcome(tokens, tokens, torch.zeros(6, dtype=torch.int64, device=device), None)
     assert [list(ids) for ids in one_each.generated()] == [[token] for token in tokens.tolist()]

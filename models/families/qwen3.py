@@ -1,6 +1,6 @@
 """Qwen3: each head's queries and keys are normalised; the size of a head is independent of the hidden size."""
 
-from .config import FamilyTraits
+from ..config import FamilyTraits
 
 TRAITS = FamilyTraits(
     defaults={

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..platform.core.errors import InvalidRequestError, NotFoundError
-from .config import read_json
-from .layers.weights import WeightSlot
+from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ..layers.weights import WeightSlot
+from .json_files import read_json
 
 _INDEX_SUFFIX = ".index.json"
 # In the order in which they are looked for.

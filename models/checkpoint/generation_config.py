@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..platform.core.errors import InvalidRequestError
-from ..platform.core.sampling_params import SamplingParams
+from ...platform.core.errors import InvalidRequestError
+from ...platform.core.sampling_params import SamplingParams
 from .json_files import read_json
 
 FILE = "generation_config.json"

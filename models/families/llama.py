@@ -1,6 +1,6 @@
 """Llama (2, 3, 3.1 with its rope scaling) and models saved in its shape."""
 
-from .config import FamilyTraits
+from ..config import FamilyTraits
 
 TRAITS = FamilyTraits(
     defaults={"vocab_size": 32000, "max_position_embeddings": 2048},

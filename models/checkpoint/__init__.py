@@ -1,0 +1,1 @@
+"""Model directories: weights, JSON files, tokenizer and vocabulary, read and checked."""
