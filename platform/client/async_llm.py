@@ -7,7 +7,8 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack, cast
 
@@ -15,16 +16,17 @@ from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
-from ..core.messages import AdapterInfo, EngineInfo, EngineStats, TokenDelta
+from ..core.messages import EngineInfo, EngineStats, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from .adapters.async_adapters import AsyncLLMAdapters
-from .adapters.methods import AdapterMethods
+from .adapters.methods import AsyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
 from .async_requests import AsyncRequests
-from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
+from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
+from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
@@ -45,9 +47,7 @@ class _Started(NamedTuple):
     output_processor: OutputProcessor
 
 
-class AsyncLLM(
-    AdapterMethods[Coroutine[Any, Any, AdapterInfo], Coroutine[Any, Any, list[AdapterInfo]], Coroutine[Any, Any, None]]
-):
+class AsyncLLM(AsyncAdapterMethods):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -59,13 +59,26 @@ class AsyncLLM(
     loaded again. `sources` says where adapters may come from beside folders, the hub and object stores.
     """
 
-    def __init__(self, model: str | None = None, *, sources: AdapterSources | None = None, **options: Any) -> None:
-        self._start_with(EngineSpec(args=engine_args("AsyncLLM", model, options)), sources)
+    adapters: AsyncLLMAdapters
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        sources: AdapterSources | None = None,
+        kernel_configs: str | PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        args = engine_args("AsyncLLM", model, options)
+        use_kernel_configs(None if kernel_configs is None else fspath(kernel_configs))
+        self._start_with(EngineSpec(args=args), sources)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, sources: AdapterSources | None = None) -> Self:
-        """An AsyncLLM for these options."""
-        return cls.from_spec(EngineSpec(args=args), sources)
+    def from_engine_args(
+        cls, args: EngineArgs, *, engine: str = DEFAULT_ENGINE, sources: AdapterSources | None = None
+    ) -> Self:
+        """An AsyncLLM for these options; see `LLM.from_engine_args`."""
+        return cls.from_spec(EngineSpec(args=args, engine=engine), sources)
 
     @classmethod
     def from_spec(cls, spec: EngineSpec, sources: AdapterSources | None = None) -> Self:

@@ -16,11 +16,11 @@ from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
-from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
+from ..core.messages import EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from .adapters.llm_adapters import LLMAdapters
-from .adapters.methods import AdapterMethods
+from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA, lora_of_each, resolve_lora
 from .engine_factory import (
@@ -46,7 +46,7 @@ _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class LLM(AdapterMethods[AdapterInfo, list[AdapterInfo], None]):
+class LLM(SyncAdapterMethods):
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
@@ -60,6 +60,8 @@ class LLM(AdapterMethods[AdapterInfo, list[AdapterInfo], None]):
         TypeError: an option that does not exist.
         OutriderError: the typed error for an option or a model that cannot be used.
     """
+
+    adapters: LLMAdapters
 
     def __init__(
         self,

@@ -9,8 +9,8 @@ HTTP calls `AsyncLLM.adapters`. `LLM` and `AsyncLLM` have the verbs under vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from .lora_request import LoRARequest
 from .messages import AdapterInfo
@@ -70,10 +70,6 @@ class Adapters(Protocol[Info, Infos, Nothing]):
 
 
 VERBS = ("load", "register", "unload", "pin", "unpin", "list")
-
-AsyncAdapters: TypeAlias = Adapters[
-    Coroutine[Any, Any, AdapterInfo], Coroutine[Any, Any, list[AdapterInfo]], Coroutine[Any, Any, None]
-]
 
 
 class LocalAdapters(Adapters[AdapterInfo, list[AdapterInfo], None], Protocol):

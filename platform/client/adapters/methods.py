@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from ...core.adapters import Adapters, Info, Infos, Nothing
 from ...core.compat.vllm_python import METHODS
 from ...core.lora_request import LoRARequest
+from ...core.messages import AdapterInfo
 
 
 class AdapterMethods(Generic[Info, Infos, Nothing]):
@@ -50,3 +51,9 @@ class AdapterMethods(Generic[Info, Infos, Nothing]):
             """AttributeError; for a method of vLLM's it says what is here in its place."""
             sentence = f"{type(self).__name__}.{name} {METHODS.get(name, 'does not exist')}"
             raise AttributeError(sentence, name=name, obj=self)
+
+
+SyncAdapterMethods: TypeAlias = AdapterMethods[AdapterInfo, list[AdapterInfo], None]
+AsyncAdapterMethods: TypeAlias = AdapterMethods[
+    Coroutine[Any, Any, AdapterInfo], Coroutine[Any, Any, list[AdapterInfo]], Coroutine[Any, Any, None]
+]

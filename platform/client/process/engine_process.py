@@ -145,11 +145,12 @@ class EngineLoop:
         """Answer the calls whose files have been read, in their order."""
         while self._reads and self._reads[0][2].done():
             call, run, read = self._reads.pop(0)
-            self._link.send(self._reply(call, lambda run=run, read=read: run(read=read.result())))
+            self._link.send(self._reply(call, run, read))
 
-    def _reply(self, call: Call, run: Callable[[], Any]) -> Reply:
+    def _reply(self, call: Call, run: Callable[..., Any], read: Future[Any] | None = None) -> Reply:
         try:
-            return Reply(call.call_id, encode_value(run()))
+            value = run() if read is None else run(read=read.result())
+            return Reply(call.call_id, encode_value(value))
         except Exception as error:
             return self._failure(call, error)
 

@@ -166,6 +166,42 @@ def test_texts_of_other_types_are_refused(model_path: str, name: str, value: Any
     run(make(model_path), scenario)
 
 
+def test_chat_takes_the_template_of_the_model_the_adapter_or_the_call(model_path: str, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}adapter {{ m.content }}{% endfor %}")
+    adapter = LoRARequest("own", path=str(tmp_path))
+
+    async def scenario(llm: AsyncLLM) -> None:
+        messages = [{"role": "user", "content": "hello"}]
+
+        async def prompt_of(**options: Any) -> str:
+            outputs = [output async for output in llm.chat(messages, SamplingParams(max_tokens=2), **options)]
+            assert outputs[-1].finished
+            return str(outputs[-1].prompt)
+
+        assert await prompt_of() == "<|user|>hello</s><|assistant|>"
+        assert await prompt_of(add_generation_prompt=False, tenant="t", priority=3) == "<|user|>hello</s>"
+        assert await prompt_of(lora_request=adapter) == "adapter hello"
+        own = "{% for m in messages %}mine {{ m.content }}{% endfor %}"
+        assert await prompt_of(lora_request=adapter, chat_template=own) == "mine hello"
+        with pytest.raises(InvalidRequestError, match="bad role"):
+            await anext(llm.chat([{"role": "bad", "content": "x"}]))
+        stream = llm.chat(messages, LONG, "left", delta=True)
+        await anext(stream)
+        await stream.aclose()
+        assert llm.num_running == 0, "leaving the iterator aborts the request"
+
+    run(make(model_path), scenario)
+
+
+def test_what_llm_has_too(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        assert (await llm.get_tokenizer()).vocab_size > 0
+        assert await llm.get_default_sampling_params() == SamplingParams()
+        assert llm.engine_info == llm.info
+
+    run(make(model_path), scenario)
+
+
 def test_tenant_and_weight_reach_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         engine = llm._supervisor.ready_engine()
@@ -254,7 +290,9 @@ def test_adapters(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         lora = LoRARequest("sql", path="/sql")
         info = await llm.adapters.load(lora, pinned=True)
-        assert await llm.adapters.list() == [info]
+        assert await llm.adapters.list() == await llm.list_lora_adapters() == [info]
+        assert not (await llm.unpin_lora("sql")).pinned
+        assert (await llm.pin_lora("sql")).pinned
         assert (await collect(llm.generate([5], lora_request="sql")))[-1].lora_request == lora
         with pytest.raises(InvalidUserInputError):
             await llm.adapters.load(lora)
