@@ -14,7 +14,7 @@ from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
 from .adapter import LOADED, changed_error
-from .files import AdapterFiles
+from .adapter_files import AdapterFiles
 from .placing import HostEntry
 from .registry import AdapterRegistry
 from .residency import LEAST_URGENT, Residency

@@ -25,7 +25,7 @@ from ..platform.core.request import Request
 from .aging import LOOK_SECONDS, Aging
 from .capacity import count_rows
 from .catalog import Catalog, ReadAdapter
-from .files import AdapterFiles
+from .adapter_files import AdapterFiles
 from .layers import LoraBatch
 from .placing import Placer
 from .pool import RowPool

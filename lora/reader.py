@@ -21,7 +21,7 @@ from typing import Any
 
 from ..platform.core.errors import ErrorInfo, error_from_info
 from .adapter import AdapterSource, num_bytes
-from .files import AdapterFiles
+from .adapter_files import AdapterFiles
 from .layout import ModelLayout
 from .pacing import StepSignal
 from .reader_messages import ReadyRows, decode_adapter, describe, receive, send

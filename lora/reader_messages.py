@@ -28,7 +28,7 @@ from torch import Tensor
 from ..kernels.native import loaded
 from .adapter import Adapter
 from .dora import BaseWeight
-from .files import AdapterFiles
+from .adapter_files import AdapterFiles
 from .layout import ALIGNMENT, ModelLayout, PackedModules, PackedRows, RowLayout
 from .weights import ModuleShape
 

@@ -25,7 +25,7 @@ from ..kernels.native import library
 from ..platform.core.errors import OutriderError
 from .adapter import AdapterSource
 from .dora import BaseWeight
-from .files import AdapterFiles
+from .adapter_files import AdapterFiles
 from .layout import ModelLayout
 from .pacing import ProcessorTurns, StepSignal, give_way, take_turns
 from .reader_messages import Setup, encode_adapter, make_files, make_layouts, receive, send

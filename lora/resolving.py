@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..platform.core.lora_request import LoRA, LoRAMix, LoRARequest
-from .files import AdapterFiles
+from .adapter_files import AdapterFiles
 from .registry import AdapterRegistry
 from .residency import Residency
 from .versions import AdapterVersion, VersionPart

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..platform.core.errors import AdapterError, OutriderError
 from .adapter import AdapterSource
-from .files import AdapterFiles
+from .adapter_files import AdapterFiles
 from .host import HostTier
 from .loader import Done, Loader
 from .mixing import Part, mix_adapters

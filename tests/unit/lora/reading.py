@@ -3,7 +3,7 @@
 import torch
 
 from outrider.lora.adapter import AdapterSource
-from outrider.lora.files import AdapterFiles
+from outrider.lora.adapter_files import AdapterFiles
 from outrider.lora.placing import Placer
 from outrider.lora.reader import AdapterReader
 from outrider.lora.sites import AdapterHooks, make_sites

@@ -159,7 +159,7 @@ def test_it_goes_with_the_engines_process(tmp_path, held):
         f"""
 import os, signal, sys, time
 import torch
-from outrider.lora.files import AdapterFiles
+from outrider.lora.adapter_files import AdapterFiles
 from outrider.lora.layout import ModelLayout, RowLayout
 from outrider.lora.reader import AdapterReader
 
