@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..platform.core.request import Request
-from .registry import AdapterRegistry
+from .names_tmp import AdapterRegistry
 from .residency import Residency
 from .versions import AdapterVersion, Order
 

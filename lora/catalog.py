@@ -16,7 +16,7 @@ from ..platform.core.request import Request
 from .adapter import LOADED, changed_error
 from .adapter_files import AdapterFiles
 from .placing import HostEntry
-from .registry import AdapterRegistry
+from .names_tmp import AdapterRegistry
 from .residency import LEAST_URGENT, Residency
 from .stats import AdapterStats, describe, snapshot
 from .transfers import Transfers

@@ -30,7 +30,7 @@ from .layers import LoraBatch
 from .placing import Placer
 from .pool import RowPool
 from .preparing import PlanRows, StepAdapters
-from .registry import AdapterRegistry
+from .names_tmp import AdapterRegistry
 from .residency import LEAST_URGENT, Residency
 from .resolving import Resolver
 from .sites import AdapterHooks, make_sites

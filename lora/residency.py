@@ -19,7 +19,7 @@ from .host import HostTier
 from .peft_config import adapter_error
 from .placing import HostEntry
 from .pool import Allocation, RowPool
-from .registry import AdapterRegistry
+from .names_tmp import AdapterRegistry
 from .versions import AdapterVersion, Order
 
 LEAST_URGENT: Order = (math.inf, math.inf)

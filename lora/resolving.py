@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..platform.core.lora_request import LoRA, LoRAMix, LoRARequest
 from .adapter_files import AdapterFiles
-from .registry import AdapterRegistry
+from .names_tmp import AdapterRegistry
 from .residency import Residency
 from .versions import AdapterVersion, VersionPart
 

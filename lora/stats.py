@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..platform.core.messages import AdapterInfo
-from .registry import AdapterRegistry
+from .names_tmp import AdapterRegistry
 from .residency import Residency
 from .versions import AdapterVersion
 

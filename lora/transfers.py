@@ -15,7 +15,7 @@ from .mixing import Part, mix_adapters
 from .peft_config import adapter_error, shown
 from .placing import HostEntry, Placer
 from .pool import Allocation
-from .reader import AdapterReader
+from .reader_tmp import AdapterReader
 from .versions import AdapterVersion, VersionPart
 
 AT_ONCE_BYTES = 4 << 20

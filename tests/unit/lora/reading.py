@@ -5,7 +5,7 @@ import torch
 from outrider.lora.adapter import AdapterSource
 from outrider.lora.adapter_files import AdapterFiles
 from outrider.lora.placing import Placer
-from outrider.lora.reader import AdapterReader
+from outrider.lora.reader_tmp import AdapterReader
 from outrider.lora.sites import AdapterHooks, make_sites
 from outrider.models.layers.embedding import Embedding
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outrider.lora.adapter import Adapter
 from outrider.lora.aging import AGING_SECONDS, LOOK_SECONDS
 from outrider.lora.manager import AdapterManager
-from outrider.lora.registry import AdapterRegistry
+from outrider.lora.names_tmp import AdapterRegistry
 from outrider.lora.sites import AdapterHooks, make_sites
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.lora_request import LoRARequest

@@ -15,7 +15,7 @@ import torch
 from outrider.lora import reader as reader_module
 from outrider.lora.adapter import AdapterSource
 from outrider.lora.manager import AdapterManager
-from outrider.lora.reader import AdapterReader
+from outrider.lora.reader_tmp import AdapterReader
 from outrider.lora.sites import AdapterHooks
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
@@ -161,7 +161,7 @@ import os, signal, sys, time
 import torch
 from outrider.lora.adapter_files import AdapterFiles
 from outrider.lora.layout import ModelLayout, RowLayout
-from outrider.lora.reader import AdapterReader
+from outrider.lora.reader_tmp import AdapterReader
 
 layouts = [ModelLayout(*(RowLayout(torch.float32) for _ in range(2))) for _ in range(2)]
 reader = AdapterReader(AdapterFiles({{}}, "", {{}}, max_rank=8, dtype=torch.float32), layouts)
