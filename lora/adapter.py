@@ -22,9 +22,9 @@ import torch
 from ..platform.core.adapter_files import CONFIG_FILE, WEIGHT_FILES
 from ..platform.core.errors import AdapterError
 from ..platform.core.speculative_config import MODEL_METHODS
-from .peft_config import adapter_error, shown
-from .plans import ReadPlans
-from .weights import DRAFTER, FolderWeights, LoraWeights, ModuleShape, read_weights
+from .files.peft_config import adapter_error, shown
+from .files.read_plan import ReadPlans
+from .files.weights import DRAFTER, FolderWeights, LoraWeights, ModuleShape, read_weights
 
 __all__ = ["Adapter", "AdapterSource", "DraftTarget", "LoraWeights", "ModuleShape", "parse"]
 

@@ -22,21 +22,21 @@ from ..platform.core.errors import AdapterError, OutriderError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .aging import LOOK_SECONDS, Aging
-from .capacity import count_rows
-from .catalog import Catalog, ReadAdapter
-from .adapter_files import AdapterFiles
-from .layers import LoraBatch
-from .placing import Placer
-from .pool import RowPool
-from .preparing import PlanRows, StepAdapters
-from .names_tmp import AdapterRegistry
-from .residency import LEAST_URGENT, Residency
-from .resolving import Resolver
-from .sites import AdapterHooks, make_sites
-from .stats import AdapterStats
-from .transfers import Read, Transfers, Written
-from .versions import AdapterVersion, Order, Refusal
+from .device.capacity import count_rows
+from .device.layers import LoraBatch
+from .device.pass_inputs import PlanRows, StepAdapters
+from .device.pool import RowPool
+from .device.sites import AdapterHooks, make_sites
+from .files.folder import AdapterFiles
+from .registry.catalog import Catalog, ReadAdapter
+from .registry.registry import AdapterRegistry
+from .registry.resolution import Resolver
+from .registry.versions import AdapterVersion, Order, Refusal
+from .tiers.residency import LEAST_URGENT, Residency
+from .tiers.row_writer import Placer
+from .tiers.starvation import LOOK_SECONDS, Aging
+from .tiers.stats import AdapterStats
+from .tiers.transfers import Read, Transfers, Written
 
 if TYPE_CHECKING:
     from ..models.layers.linear import Linear

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...lora import reader
+from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
-from ...lora.sites import AdapterHooks
+from ...lora.reader import client as reader
 from ...models.batch import allocate_kv
 from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 from ...models.decoder import Decoder

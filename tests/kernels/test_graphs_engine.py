@@ -23,7 +23,8 @@ from outrider.kernels import sampling as kernels_sampling
 from outrider.kernels import verification as kernels_verification
 from outrider.kernels.device_outcome import OnDevice
 from outrider.kernels.sampling import triton as kernels_sampling_triton
-from outrider.lora import arena, batching, dora, preparing
+from outrider.lora.device import arena, batching, dora
+from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import SequenceRows

@@ -13,7 +13,8 @@ from outrider import LoRARequest, SamplingParams
 from outrider.kernels import rms_norm as kernels_rms_norm
 from outrider.kernels import silu_mul as kernels_silu_mul
 from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
-from outrider.lora import arena, batching, dora, preparing
+from outrider.lora.device import arena, batching, dora
+from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.decoder import Decoder
 from outrider.platform.core.config import EngineArgs

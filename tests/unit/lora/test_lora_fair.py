@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from outrider.lora.aging import AGING_SECONDS
 from outrider.lora.manager import AdapterManager
+from outrider.lora.tiers.starvation import AGING_SECONDS
 from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import FairConfig, LoRAConfig, SchedulerConfig
 from outrider.platform.core.lora_request import LoRARequest
