@@ -10,8 +10,8 @@ from outrider.models.batch import allocate_kv
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.drafters.base import no_adapters
-from outrider.spec_decode.drafters.eagle.config import read_eagle_config
-from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter, eagle_kv_bytes_per_token
+from outrider.spec_decode.drafters.eagle.config import eagle_kv_bytes_per_token, read_eagle_config
+from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
 from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
 
 

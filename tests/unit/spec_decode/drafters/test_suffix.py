@@ -254,19 +254,19 @@ def test_stores_stay_within_their_bounds():
     for i in range(200):
         namespace = (random.choice([b"a", b"b", b"c"]), b"")
         stores.add(namespace, [random.randrange(4) for _ in range(random.randrange(60))])
-        stores.work(random.choice([0, 5, 1000]))
+        stores.update_trees(random.choice([0, 5, 1000]))
         if i % 37 == 0:
             stores.forget_adapter(b"other")
         assert len(stores) <= 20
         assert stores.num_tokens == sum(len(output.tokens) for output in stores._outputs) <= 300
         assert stores.num_nodes <= 2 * sum(o.num_counted for q in (stores._outputs, stores._leaving) for o in q)
-    stores.work(1000)
+    stores.update_trees(1000)
     assert not stores._pending
     assert not stores._leaving
     fresh = OutputStores(8, max_outputs=20, max_tokens=300)
     for output in stores._outputs:
         fresh.add(output.namespace, output.tokens)
-    fresh.work(1000)
+    fresh.update_trees(1000)
     assert fresh.num_nodes == stores.num_nodes  # nothing is left of the 180 that have gone
     stores.forget_adapter(b"")
     assert (len(stores), stores.num_tokens, stores.num_nodes, stores._trees) == (0, 0, 0, {})
@@ -275,7 +275,7 @@ def test_stores_stay_within_their_bounds():
 def test_an_output_longer_than_all_is_cut():
     stores = OutputStores(8, max_outputs=5, max_tokens=10)
     stores.add(A, list(range(25)))
-    stores.work(100)
+    stores.update_trees(100)
     assert stores.num_tokens == 10
     tree = stores.tree(A)
     assert longest_suffix(tree, [14], 8) is None
@@ -288,7 +288,7 @@ def test_the_longest_suffix_is_found():
     past = [[random.randrange(3) for _ in range(12)] for _ in range(6)]
     for output in past:
         stores.add(A, output)
-    stores.work(1000)
+    stores.update_trees(1000)
     for _ in range(200):
         tokens = [random.randrange(4) for _ in range(random.randrange(1, 12))]
         place = longest_suffix(stores.tree(A), tokens, 7)
@@ -307,5 +307,5 @@ def test_requests_that_nobody_was_asked_for_are_remembered_too():
     gone.tokens += SECRET
     gone.status = Status.FINISHED
     assert propose(proposer, make_request("next", prompt=[9])) == [[]]
-    proposer.stores.work(1000)
+    proposer.stores.update_trees(1000)
     assert propose(proposer, make_request("same", prompt=[5, *SECRET[:4]]))[0][:3] == SECRET[4:7]
