@@ -16,11 +16,11 @@ from ...models.checkpoint.loader import resolve_model_path
 from ...models.config import DecoderConfig, FamilyTraits, decoder_config
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError
 from .data import Sample, choose_vocab_size, frequent_tokens
-from .draft_lora import DraftModelLora, HeadLora
-from .drafter import Drafter
-from .eagle_head import Eagle1Head, Eagle3Head, EagleHead, Shared
-from .layers import HeadShape
-from .medusa_heads import MedusaHeads
+from .methods.base import Drafter
+from .methods.draft_lora import DraftModelLora, HeadLora
+from .methods.eagle_head import Eagle1Head, Eagle3Head, EagleHead, Shared
+from .methods.layers import HeadShape
+from .methods.medusa_heads import MedusaHeads
 from .options import TrainOptions, reason, wrong
 from .target import Target, load_causal_lm
 

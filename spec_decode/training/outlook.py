@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .data import Sample, learned_tokens
-from .drafter import Drafter
+from .methods.base import Drafter
 
 _MEASURED = ((10_000, 1.14), (37_000, 1.20), (75_000, 1.25))
 """Trained tokens, and the acceptance length with 4 drafts on prompts of other topics that an EAGLE-3 head of

@@ -19,13 +19,13 @@ from torch import nn
 from tqdm import tqdm
 
 from ...platform.core.errors import InvalidRequestError
-from .acceptance import Measured, measure
 from .data import Sample, plan_batches, plan_epoch
-from .drafter import Drafter
 from .features import FeatureCache
+from .measurement import Measured, measure
+from .methods.base import Drafter
 from .options import TrainOptions
+from .output_files import write_torch
 from .progress import Pace, Progress
-from .store import write_torch
 from .target import Target
 
 CHECKPOINT = Path("checkpoint") / "state.pt"

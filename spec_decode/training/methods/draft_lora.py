@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .drafter import Drafter, Step, greedy_tokens, soft_cross_entropy, wanted_of
+from ..output_files import write_adapter
+from ..target import Features, import_peft
+from .base import Drafter, Step, greedy_tokens, soft_cross_entropy, wanted_of
 from .eagle_head import EagleHead
-from .store import write_adapter
-from .target import Features, import_peft
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."

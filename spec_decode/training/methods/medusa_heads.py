@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafter import Drafter, Step, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
-from .store import write_json, write_torch
-from .target import Features
+from ..output_files import write_json, write_torch
+from ..target import Features
+from .base import Drafter, Step, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
 
 WEIGHTS_FILE = "medusa_lm_head.pt"
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafter import Drafter, Step, greedy_tokens, soft_cross_entropy, wanted_of
+from ..output_files import write_model
+from ..target import Features, Labels
+from .base import Drafter, Step, greedy_tokens, soft_cross_entropy, wanted_of
 from .layers import MLP, ChainAttention, ChainKV, HeadShape, RMSNorm
-from .store import write_model
-from .target import Features, Labels
 
 
 class Shared(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .target import Features, Labels
+from ..target import Features, Labels
 
 _CHUNK_ELEMENTS = 1 << 22  # logits held at a time: a few are read again and again, and should stay in the cache
 

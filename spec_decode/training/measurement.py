@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .drafter import Drafter
+from .methods.base import Drafter
 from .target import Features, Labels
 
 
