@@ -118,7 +118,7 @@ class DraftModelDrafter(Drafter):
         graphs: PassGraphs | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`model` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
+        """`model` belongs to the drafter; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
         short passes are captured there. `vocab_size`: the target's, where it may be another than the model's."""
         self._model = model
         own_size = model.config.vocab_size

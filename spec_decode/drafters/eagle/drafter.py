@@ -112,7 +112,7 @@ class EagleDrafter(Drafter):
         graphs: PassGraphs | None = None,
         defers_adapters: bool = False,
     ) -> None:
-        """`head` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
+        """`head` belongs to the drafter; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
         short passes are captured there. `defers_adapters`: `adapter_leaves` will be called, as steps do not
         overlap."""
         self._head = head
