@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.spec_decode.training.build import load_head, new_drafter
-from outrider.spec_decode.training.eagle_head import Shared
+from outrider.spec_decode.training.methods.eagle_head import Shared
 
 K = 3
 

@@ -28,7 +28,7 @@ class HeadShape:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32."""
+    """Norm: x / rms(x) * weight, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _attend_chains(q: Tensor, kv: ChainKV, group: int) -> Tensor:
 
 
 class MLP(nn.Module):
-    """down(silu(gate x) * up x)."""
+    """Gated MLP: down(silu(gate x) * up x)."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the training loop asks of a drafter, and the losses that drafters share.
+"""Contract between the training loop and the drafters that it trains, and the losses that they share.
 
 Drafters guess at *labels* (`target.Labels`). A guess for the token after position p, as j-th further draft of a round,
 is made at the round's root p - 1 - j: the target has read the tokens up to the root and has sampled the next one.
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .target import Features, Labels
+from ..target import Features, Labels
 
 _CHUNK_ELEMENTS = 1 << 22  # logits held at a time: a few are read again and again, and should stay in the cache
 
 
-class Drafter(nn.Module, ABC):
-    """Something trainable that guesses tokens."""
+class TrainedDrafter(nn.Module, ABC):
+    """A network that is trained to guess tokens."""
 
     @abstractmethod
     def loss(self, features: Features) -> Tensor:
@@ -45,11 +45,11 @@ class Drafter(nn.Module, ABC):
         return None
 
     def state(self) -> dict[str, Tensor]:
-        """What is trained, by name."""
+        """Trained tensors, by name."""
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Take over the tensors of a `state`."""
         own = self.state()
         if own.keys() != state.keys():
             raise ValueError(f"the state has {sorted(state)}, the drafter {sorted(own)}")
@@ -78,7 +78,7 @@ class Step(NamedTuple):
     hidden: Tensor
     """[M, H], as its lm_head reads them."""
     labels: Tensor
-    """[M] those that they guess at, ascending."""
+    """[M] labels that they guess at, ascending."""
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -167,6 +167,6 @@ def soft_cross_entropy(
 
 
 def greedy_tokens(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, vocab_size: int) -> Tensor:
-    """argmax of `logits_of(hidden [M, H])`, [M], in chunks."""
+    """Most likely tokens [M] of `logits_of(hidden [M, H])`, computed in chunks."""
     size = max(1, _CHUNK_ELEMENTS // vocab_size)
     return torch.cat([logits_of(rows).argmax(-1) for rows in hidden.split(size)])

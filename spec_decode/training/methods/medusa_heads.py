@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafter import Drafter, Step, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
-from .store import write_json, write_torch
-from .target import Features
+from ..output_files import write_json, write_torch
+from ..target import Features
+from .base import Step, TrainedDrafter, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
 
 WEIGHTS_FILE = "medusa_lm_head.pt"
 
 
-class MedusaHeads(Drafter):
+class MedusaHeads(TrainedDrafter):
     """Residual blocks that begin as the identity, and an lm_head each that begins as the target's."""
 
     def __init__(self, lm_head: Tensor, num_heads: int, num_layers: int, step_decay: float, base_name: str) -> None:
@@ -34,7 +34,7 @@ class MedusaHeads(Drafter):
                 head.copy_(lm_head)
 
     def _states(self, features: Features, head: int) -> tuple[Tensor, Tensor]:
-        """What head `head` makes of the states at its roots, [M, H], and the labels [M] it guesses."""
+        """Hidden states [M, H] of head `head` at its roots, and the labels [M] that it guesses."""
         hidden, index = at_roots(features.hidden, features.labels, head)
         hidden = hidden.float()
         layers = self.blocks[head]
@@ -56,7 +56,7 @@ class MedusaHeads(Drafter):
         return loss / factors
 
     def guesses(self, features: Features, k: int) -> Tensor:
-        """As in `Drafter`; heads beyond those that exist guess nothing."""
+        """As in `TrainedDrafter`; heads beyond those that exist guess nothing."""
         labels = features.labels
         found = labels.positions.new_full((len(labels.positions), k), -1)
         for head, lm_head in enumerate(list(self.lm_heads)[:k]):

@@ -1,4 +1,4 @@
-"""How many drafts would be accepted: a greedy target's verification, replayed on texts."""
+"""Acceptance on held-out texts: a greedy target's verification, replayed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .drafter import Drafter
+from .methods.base import TrainedDrafter
 from .target import Features, Labels
 
 
@@ -16,7 +16,7 @@ class Measured(NamedTuple):
 
     loss: float
     acceptance_length: float
-    """Mean tokens a round yields: accepted drafts and the one that the target adds."""
+    """Mean tokens of a round: the accepted drafts and the token that the target adds."""
     per_position: list[float]
     """Share of the rounds that accept the draft at this place, and so all before it."""
 
@@ -50,14 +50,14 @@ def batch_rounds(labels: Labels, guesses: torch.Tensor) -> list[int]:
 
 
 def summarize(loss: float, rounds: Sequence[int], k: int) -> Measured:
-    """Figures of all rounds."""
+    """Figures over all rounds of `k` drafts."""
     count = max(1, len(rounds))
     per_position = [sum(accepted > place for accepted in rounds) / count for place in range(k)]
     return Measured(loss, 1 + sum(rounds) / count, per_position)
 
 
 @torch.no_grad()
-def measure(drafter: Drafter, batches: Iterable[Features], k: int) -> Measured:
+def measure(drafter: TrainedDrafter, batches: Iterable[Features], k: int) -> Measured:
     """Measure a drafter; it comes back in the mode it was in."""
     training = drafter.training
     drafter.eval()

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafter import Drafter, Step, greedy_tokens, soft_cross_entropy, wanted_of
+from ..output_files import write_model
+from ..target import Features, Labels
+from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
 from .layers import MLP, ChainAttention, ChainKV, HeadShape, RMSNorm
-from .store import write_model
-from .target import Features, Labels
 
 
 class Shared(NamedTuple):
@@ -29,11 +29,11 @@ class Shared(NamedTuple):
     lm_head: Tensor
     """[V, H_target]."""
     last_layer: dict[str, Tensor]
-    """Where a new head begins: `Target.last_layer`."""
+    """First weights of a new head: `Target.last_layer`."""
 
 
-class EagleHead(Drafter):
-    """What EAGLE and EAGLE-3 have in common. Module names are those under which adapters address them."""
+class EagleHead(TrainedDrafter):
+    """Common part of EAGLE and EAGLE-3 heads. Module names are those under which adapters address them."""
 
     def __init__(self, shape: HeadShape, shared: Shared, unroll: int, step_decay: float) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class EagleHead(Drafter):
         return soft_cross_entropy(states, self.lm_head_weight, wanted, weights[kept], self._decay)
 
     def guesses(self, features: Features, k: int) -> Tensor:
-        """As in `Drafter`."""
+        """As in `TrainedDrafter`."""
         found = features.labels.positions.new_full((len(features.labels.positions), k), -1)
         for step, (hidden, index) in enumerate(self.steps(features, k)):
             found[index, step] = self.token_ids(greedy_tokens(self.logits, hidden, self.shape.draft_vocab_size))
@@ -296,7 +296,7 @@ class Eagle1Head(EagleHead):
         return hidden
 
     def layer(self, embedded: Tensor, state: Tensor, kv: ChainKV) -> Tensor:
-        """fc of both, then the layer."""
+        """Project both with fc, then run the layer."""
         return self.layers[0](self.fc(torch.cat((embedded.to(state.dtype), state), dim=-1)), kv)
 
     def loss(self, features: Features) -> Tensor:

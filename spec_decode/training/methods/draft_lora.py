@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .drafter import Drafter, Step, greedy_tokens, soft_cross_entropy, wanted_of
+from ..output_files import write_adapter
+from ..target import Features, import_peft
+from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
 from .eagle_head import EagleHead
-from .store import write_adapter
-from .target import Features, import_peft
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 
 
 class LoraLinear(nn.Module):
-    """base(x) + scale * B(A x); the base is frozen."""
+    """Adapted projection: base(x) + scale * B(A x); the base is frozen."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def adapter_config(rank: int, alpha: float, modules: list[str], base_name: str) 
     }
 
 
-class HeadLora(Drafter):
+class HeadLora(TrainedDrafter):
     """A LoRA of every projection of an EAGLE head."""
 
     def __init__(self, head: EagleHead, rank: int, alpha: float, base_name: str) -> None:
@@ -86,7 +86,7 @@ class HeadLora(Drafter):
         write_adapter(folder, adapter_config(self._rank, self._alpha, modules, self._base_name), tensors)
 
 
-class DraftModelLora(Drafter):
+class DraftModelLora(TrainedDrafter):
     """A PEFT LoRA of a causal LM with the target's vocabulary."""
 
     def __init__(self, causal: Any, rank: int, alpha: float, base_name: str) -> None:
@@ -110,7 +110,7 @@ class DraftModelLora(Drafter):
         return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features), weights)
 
     def guesses(self, features: Features, k: int) -> Tensor:
-        """The same guess at every place of a round: right drafts before it are what it reads anyway."""
+        """Guesses [N, k], equal at every place of a round: the model reads right drafts as the text that they are."""
         tokens = greedy_tokens(self._lm_head, self._hidden(features), len(self._lm_head.weight))
         roots = features.labels.positions[:, None] - 1 - torch.arange(k, device=tokens.device)
         return torch.where(roots >= 0, tokens[:, None], -1)
