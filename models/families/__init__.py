@@ -1,7 +1,7 @@
 """Model families: one module a family says how its config.json is read, and `FAMILIES` finds it by architecture.
 
-To add a family, write its module with a `FamilyTraits` and add a line to `FAMILIES`. All families run on the same
-`Decoder`; a property that it lacks becomes a field of `DecoderConfig`.
+To add a family, write a module here with its `FamilyTraits` and add it to `FAMILIES`. All families run on the same
+`Decoder`; a property that the decoder lacks becomes a field of `DecoderConfig`.
 """
 
 from __future__ import annotations
