@@ -41,10 +41,11 @@ serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
 test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
-lint: .venv/.dev.stamp ## Check format, rules, types, layers and sizes
+lint: .venv/.dev.stamp ## Check format, rules, docstrings, types, layers and sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/lint-imports --no-cache
 	MYPY=$(BIN)/mypy tools/mypy.sh
 

@@ -1,4 +1,4 @@
-"""The checkout as the package `outrider`, also where nothing is installed: for this process and those it starts."""
+"""Make the checkout the package `outrider`, for this process and its children, without an installation."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def use_checkout() -> None:
 
 
 def _remove(folder: str, owner: int) -> None:
-    """A forked child leaves the folder to its parent."""
+    """Remove the folder, unless this process is a forked child: the folder belongs to the parent."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Outrider and other engines on the same CPU, the same models and the same requests, in turn.
+"""Compare Outrider with other engines on one CPU, with the same models and requests, in turn.
 
     python benchmarks/compare_peers.py --models DIR --output-json F --plot F.png
         [--peers vllm,transformers,openvino] [--modes base,lora,ngram,draft] [--sizes small,medium] [--rounds 3]
@@ -36,17 +36,17 @@ from peers.session import SIZES, Case, Results, Session, Size
 MODES = ("base", "lora", "ngram", "draft")
 MODELS = ("small", "medium")
 DRAFTED = ("small",)
-"""The models that there is a draft model for."""
+"""Models with a draft model."""
 ENVS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "peers"
 
 
 def say(text: str) -> None:
-    """Progress, beside the result on standard output."""
+    """Print progress on standard error; the result goes to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="folder of the models")
     parser.add_argument("--output-json", type=Path, required=True, metavar="FILE")
@@ -84,7 +84,7 @@ def _requests(text: str) -> list[Size]:
 
 
 def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, Engine]:
-    """Environments and models; a peer that cannot be had is noted and left out."""
+    """Make environments and models. A peer that cannot be made is noted and left out."""
     from peers.models import DRAFT, make_missing
 
     models = options.models.resolve()
@@ -105,7 +105,7 @@ def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, En
 
 
 def engines_for(case: Case, peers: dict[str, Engine]) -> list[Engine]:
-    """Outrider, in `ngram` and `draft` in two configurations, and the peers that have the mode."""
+    """Engines of a mode: Outrider, for `ngram` and `draft` in two configurations, and the peers that have it."""
     ours = [Engine(OURS, Path(sys.executable))]
     if case.mode in ("ngram", "draft"):
         ours.append(Engine(ADAPTIVE, Path(sys.executable), worker_engine=OURS, arguments=("--adaptive",)))
@@ -113,7 +113,7 @@ def engines_for(case: Case, peers: dict[str, Engine]) -> list[Engine]:
 
 
 def run(options: argparse.Namespace, results: Results) -> bool:
-    """Measure all cases, writing the result after each; whether it was interrupted."""
+    """Measure all cases and write the result after each; True when interrupted."""
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         peers = prepare_peers(options, results)
@@ -157,7 +157,7 @@ def write(options: argparse.Namespace, results: Results, interrupted: bool) -> d
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare, measure, write, draw, print; the exit status is 0 when Outrider was measured in every case."""
+    """Prepare, measure, write, draw and print; the exit status is 0 when Outrider was measured in every case."""
     options = parse(arguments)
     results = Results()
     options.output_json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How near the products of a model's step come to what the processor can do at most.
+"""Matrix products of a model's step, compared with the ceilings of the processor.
 
     python benchmarks/cpu_ceilings.py --model PATH [--rows 1,8,32,160,512] [--rounds 7] [--output-json F]
 
@@ -32,11 +32,11 @@ READ_BYTES = 1 << 28
 DOTS = 200_000
 DOTS_AT_ONCE = 24
 PAIRS = 32
-"""Multiply-adds of one instruction."""
+"""Number of multiply-adds of one instruction."""
 
 
 def ceilings(folder: str) -> ctypes.CDLL:
-    """The C++ beside this file."""
+    """Compile the C++ beside this file."""
     target = Path(folder) / "ceilings.so"
     source = Path(__file__).with_suffix(".cpp")
     subprocess.run(["c++", *FLAGS, "-w", "-fopenmp", "-shared", str(source), "-o", str(target)], check=True)
@@ -47,7 +47,7 @@ def ceilings(folder: str) -> ctypes.CDLL:
 
 
 def shapes(path: Path) -> list[tuple[int, int]]:
-    """(out, in) of every product of a decoder's step, the head's too."""
+    """(out, in) of every product of a decoder's step, the head included."""
     config = json.loads((path / "config.json").read_text())
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -57,7 +57,7 @@ def shapes(path: Path) -> list[tuple[int, int]]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -65,7 +65,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def measure(path: Path, rows: list[int], rounds: int) -> dict[str, Any]:
-    """Ceilings, and each number of rows' time beside the least one; medians over the rounds."""
+    """Ceilings, and for each number of rows its time beside the least possible one; medians over the rounds."""
     linears = [(pack(torch.randn(out, inner).bfloat16()), inner) for out, inner in shapes(path)]
     num_weights = sum(out * inner for out, inner in shapes(path))
     inputs = {(count, inner): torch.randn(count, inner).bfloat16() for count in rows for _, inner in linears}
@@ -107,7 +107,7 @@ def measure(path: Path, rows: list[int], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--rows", default="1,8,32,160,512")

@@ -1,4 +1,4 @@
-"""What one tenant's flood does to the others: time to first token and throughput, first come first served and fair.
+"""Time to first token and throughput beside one tenant's flood, for first come first served and for the fair policy.
 
 The engine runs in this process. Some tenants send requests at random times, at a part of what the machine bears, which
 is measured before each round; in the floods one more sends many times what is left. The same arrivals are served in
@@ -58,9 +58,9 @@ class Measured:
     """One setting, one round."""
 
     ttft: list[float] = field(default_factory=list)
-    """Seconds, of the others' requests that arrived after the warm-up."""
+    """Times to first token, in seconds, of the others' requests that arrived after the warm-up."""
     num_waiting: int = 0
-    """Of them, those without a first token at the end."""
+    """Number of these requests without a first token at the end."""
     tokens_per_second: float = 0.0
     flood_ttft: list[float] = field(default_factory=list)
     num_preemptions: int = 0
@@ -90,22 +90,22 @@ def arrivals(
 
 
 class Clock:
-    """Seconds of this thread's CPU time, and of idle time, which is skipped."""
+    """Clock of this thread's CPU time, and of idle time, which is skipped."""
 
     def __init__(self) -> None:
         self._start = time.thread_time()
 
     def now(self) -> float:
-        """Since it was made."""
+        """Seconds since the clock was made."""
         return time.thread_time() - self._start
 
     def skip(self, seconds: float) -> None:
-        """Nothing happens for so long."""
+        """Skip idle seconds."""
         self._start -= seconds
 
 
 class Session:
-    """Serves arrivals in one engine."""
+    """Server of arrivals in one engine."""
 
     def __init__(self, core: EngineCore, due: list[Arrival], warm_up: float, seconds: float) -> None:
         self._core = core
@@ -117,7 +117,7 @@ class Session:
         self._num_tokens = 0
 
     def run(self) -> Measured:
-        """Until the time is over; what is unfinished then is aborted."""
+        """Serve until the time is over, then abort the unfinished requests."""
         core, end = self._core, self._end
         preempted, steps = core.scheduler.num_preemptions, 0
         gc.collect()
@@ -162,7 +162,7 @@ class Session:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds; the report."""
+    """Run all rounds; returns the report."""
     torch.set_num_threads(1)
     limits = {
         "prompt_pacing": options.prompt_pacing,
@@ -192,14 +192,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def capacity(core: EngineCore, options: argparse.Namespace, vocab_size: int, number: int) -> float:
-    """Requests a second that the machine serves now, when there are more than enough."""
+    """Capacity of the machine now: requests a second when more than enough are queued."""
     enough = arrivals({FLOOD: 50_000.0}, 0.05, options, vocab_size, number, "capacity")
     measured = Session(core, [arrival._replace(at=0.0) for arrival in enough], CALIBRATION / 2, CALIBRATION).run()
     return measured.tokens_per_second / (options.prompt_len + options.output_len)
 
 
 def rates_of(served: float, options: argparse.Namespace) -> dict[str, float]:
-    """Each tenant's requests a second on a machine that serves `served`."""
+    """Requests a second of each tenant, on a machine that serves `served` a second."""
     each = options.load * served / options.tenants
     return {f"tenant-{index}": each for index in range(options.tenants)} | {FLOOD: options.flood_load * served}
 
@@ -210,7 +210,7 @@ def report(
     options: argparse.Namespace,
     num_parameters: int,
 ) -> dict[str, Any]:
-    """Figures over all rounds together, each round's, and whether the targets are met."""
+    """Figures over all rounds and of each round, and whether they meet the targets."""
     settings = {}
     for setting in SETTINGS:
         measured = [found[setting] for found in rounds]
@@ -255,7 +255,7 @@ def _ratios(over: list[float], under: list[float]) -> list[float]:
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
-    """Write the picture as a PNG: how long the others wait for a first token, and what all get."""
+    """Write the picture as a PNG: the others' times to first token, and the throughput of all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -293,7 +293,7 @@ def draw(found: dict[str, Any], file: Path) -> None:
 
 
 def quantile(values: list[float], part: float) -> float:
-    """The smallest value that at least `part` of the values do not exceed."""
+    """Quantile: the smallest value that at least `part` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, min(len(ordered) - 1, -int(-part * len(ordered) // 1) - 1))]
 
@@ -303,7 +303,7 @@ def _ms(seconds: float) -> float:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="result file")
     parser.add_argument("--plot", type=Path, help="picture (needs matplotlib)")
@@ -323,7 +323,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, write, print."""
+    """Measure, write and print."""
     options = parse()
     found = measure(options)
     options.json.write_text(json.dumps(found, indent=1) + "\n")

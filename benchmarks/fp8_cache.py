@@ -1,4 +1,4 @@
-"""What an fp8 KV cache changes: the tokens that fit, the text, and the speed with long contexts.
+"""Effects of an fp8 KV cache: tokens that fit, text, and speed with long contexts.
 
     python benchmarks/fp8_cache.py [--output FILE.json] [--questions 40] [--tokens 96] [--model PATH] [--rounds 5]
 
@@ -28,11 +28,11 @@ from outrider.models.demo import demo_adapters
 
 KINDS = ("auto", "fp8")
 VOCAB = 1000
-"""Of the random prompts: every model has so many tokens."""
+"""Size of the vocabulary of random prompts: every model has at least this many tokens."""
 
 
 def measure_text(count: int, tokens: int, dtype: str) -> dict[str, Any]:
-    """See the module, first part."""
+    """Compare texts and log-probabilities: the first part of the module's docstring."""
     questions = make_questions(count)
     params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)] * count
     texts, logprobs = {}, {}
@@ -50,7 +50,7 @@ def measure_text(count: int, tokens: int, dtype: str) -> dict[str, Any]:
 
 
 def _logprobs(llm: LLM, adapters: list[str | None], texts: list[list[int]]) -> list[float]:
-    """Of all tokens of `texts` but their first, each after those before it."""
+    """Log-probabilities of all tokens of `texts` except the first ones, each given the tokens before it."""
     outputs = llm.generate(
         [{"prompt_token_ids": text} for text in texts],
         SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
@@ -65,7 +65,7 @@ def _logprobs(llm: LLM, adapters: list[str | None], texts: list[list[int]]) -> l
 
 
 def measure_speed(model: str | None, lengths: list[int], batches: list[int], rounds: int) -> list[dict[str, Any]]:
-    """See the module, second part; the first round warms up and does not count."""
+    """Compare speeds: the second part of the module's docstring. The first round is a warm-up."""
     options = {"max_num_seqs": max(batches), "max_model_len": max(lengths) + 64, "enable_prefix_caching": True}
     engines = {kind: LLM(model, kv_cache_dtype=kind, **options) for kind in KINDS}
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def measure_speed(model: str | None, lengths: list[int], batches: list[int], rou
 
 
 def _decode_seconds(llm: LLM, prompts: list[list[int]]) -> float:
-    """Of 48 tokens a prompt, the time of a first one and of the prompts (of the prefix cache, by now) taken away."""
+    """Seconds to decode 48 tokens a prompt. The time to the first token is subtracted; the prompts are cached."""
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     seconds = []
     for tokens in (1, 1, 49):  # the first call fills the prefix cache

@@ -1,5 +1,5 @@
-"""Everything worth checking where there is a GPU, in one run of at most nine minutes: the kernels' tests, parity with
-the CPU, losslessness, every kernel and whole engines beside what the device can do.
+"""Check Outrider on a GPU in one run of at most nine minutes: the kernels' tests, parity with the CPU, losslessness,
+and every kernel and whole engines beside the device's limits.
 
     python benchmarks/gpu_check.py OUT_DIR [--device cuda] [--quick] [--seconds 520] [--sections kernels,8b]
 
@@ -35,11 +35,11 @@ from gpu.report import FOLDER, Report, Section, has_failed, read, table
 
 WEIGHTS = "random, but for the demo model's"
 MACHINE = "machine.json"
-"""The machine's description in OUT_DIR, until it is part of the results."""
+"""File in OUT_DIR with the machine's description, until the results contain it."""
 
 
 def choose(entries: Sequence[Entry], names: str | None, seconds: float) -> list[tuple[str, float]]:
-    """(section, box) of those named, or of all that are not optional. The boxes of some are stretched to fill the run.
+    """(section, box) of the named sections, or of all that are not optional. Boxes of named ones fill the run.
 
     Raises:
         ValueError: unknown names.
@@ -56,7 +56,7 @@ def choose(entries: Sequence[Entry], names: str | None, seconds: float) -> list[
 
 
 def run_here(args: argparse.Namespace, plan: ModuleType) -> int:
-    """Run the sections `args.child` names in this process."""
+    """Run the sections that `args.child` names in this process."""
     use_checkout()
     if args.device == "cuda" and not _device_works():
         print("there is no CUDA device that works; --device cpu runs what a CPU can run", file=sys.stderr)
@@ -88,25 +88,25 @@ def _device_works() -> bool:
 
 
 def write_machine(folder: Path, describe: Callable[[], dict[str, Any]]) -> None:
-    """The machine's description, once."""
+    """Write the machine's description, once."""
     path = folder / MACHINE
     if not path.exists():
         path.write_text(json.dumps(describe()) + "\n", encoding="utf-8")
 
 
 class Writer:
-    """Writes gpu_check.json."""
+    """Writer of gpu_check.json."""
 
     def __init__(self, folder: Path, facts: dict[str, Any], order: Sequence[str]) -> None:
         self._folder, self._facts, self._order = folder, facts, order
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """The sections so far, in the run's order."""
+        """Results of the sections so far, in the run's order."""
         found = read(self._folder)
         return {name: found[name] for name in self._order if name in found}
 
     def write(self) -> None:
-        """All of it."""
+        """Write all results."""
         entries = self.entries()
         machine = self._folder / MACHINE
         facts = self._facts | ({"machine": json.loads(machine.read_text("utf-8"))} if machine.exists() else {})
@@ -146,7 +146,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Check, measure, write, print; returns the exit code."""
+    """Check, measure, write and print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path, metavar="OUT_DIR")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -1,6 +1,6 @@
-"""How a weight of a small decoder is placed in a large one that computes the same function. Used by `inflate.py`.
+"""Placement of a small decoder's weights in a large one that computes the same function. Used by `inflate.py`.
 
-Every vector of the large model is the small one's, in known places, and zeros or numbers that nothing reads:
+Every vector of the large model holds the small model's vector in known places; the rest is zero or never read:
 
     residual stream   [x, 0]: whatever writes to it (embedding, o_proj, down_proj) writes zeros to the new part
     RMSNorm           over [x, 0] of H' instead of H entries: weight * sqrt(H / H') and eps * H / H' give norm(x) again
@@ -8,7 +8,8 @@ Every vector of the large model is the small one's, in known places, and zeros o
     queries, keys     where they are normalised too (Qwen3), with the same eps: scaled by sqrt(H / H')
     layers            new ones compute on random weights; o_proj and down_proj are zero, so the residual passes
 
-What need not be zero is random, of the size of the weights beside it: nothing can be skipped, no number is denormal.
+Weights that need not be zero are random, as large as the weights beside them. So no work can be skipped, and no number
+is denormal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 
 class GrowthError(ValueError):
-    """A size or a tensor that cannot be grown; the message is for the user."""
+    """Error of a size or a tensor that cannot be grown; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        """From a config.json.
+        """Read the sizes from a config.json.
 
         Raises:
-            GrowthError: a size is missing, or is none.
+            GrowthError: a size is missing, or is no size.
         """
         needed = ("num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size")
         for name in (*needed, "num_key_value_heads", "head_dim"):
@@ -62,7 +63,7 @@ class Shape:
         )
 
     def scaled(self, old: Shape, new: Shape) -> Shape:
-        """As much larger than this one as `new` is than `old`."""
+        """This shape, grown by the factors from `old` to `new`."""
 
         def grown(name: str) -> int:
             return -(-getattr(self, name) * getattr(new, name) // getattr(old, name))
@@ -72,7 +73,7 @@ class Shape:
         return replace(self, **sizes, heads=group * sizes["kv_heads"])
 
     def fields(self) -> dict[str, int]:
-        """As in a config.json."""
+        """Fields of a config.json."""
         return {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -87,10 +88,10 @@ class Axis(NamedTuple):
     """One axis of a weight."""
 
     places: Tensor
-    """[old size] int64: where the old entries go."""
+    """Places of the old entries: [old size] int64."""
     size: int
     zero: bool
-    """Whether the new entries are zero; else random."""
+    """True when the new entries are zero; else they are random."""
 
 
 def same(size: int) -> Axis:
@@ -99,7 +100,7 @@ def same(size: int) -> Axis:
 
 
 def joined(axis: Axis, count: int) -> Axis:
-    """`count` such axes, one after the other."""
+    """Axis that consists of `count` such axes, one after the other."""
     places = torch.cat([axis.places + axis.size * i for i in range(count)])
     return Axis(places, axis.size * count, axis.zero)
 
@@ -113,12 +114,12 @@ _WRITES_RESIDUAL = ("o_proj", "down_proj")
 
 
 class Growth:
-    """From one shape to a larger one."""
+    """Growth from one shape to a larger one."""
 
     def __init__(
         self, old: Shape, new: Shape, seed: int = 0, *, keep_layers: bool = False, qk_norm: bool = False
     ) -> None:
-        """`keep_layers`: of a draft head, whose one layer stays one. `qk_norm`: queries and keys are normalised.
+        """`keep_layers` is for draft heads, whose one layer stays one. `qk_norm`: queries and keys are normalised.
 
         Raises:
             GrowthError: the new shape cannot hold the old one.
@@ -127,12 +128,12 @@ class Growth:
         _check(old, self.new)
         self.norm_scale = math.sqrt(old.hidden / self.new.hidden)
         self.layer_places = [i * self.new.layers // old.layers for i in range(old.layers)]
-        """Where the old layers go: spread evenly, the first one first."""
+        """New indices of the old layers: spread evenly, the first one first."""
         self._normalised = ("q_proj", "k_proj") if qk_norm else ()
         self._random = torch.Generator().manual_seed(seed)
 
     def place_of_entering(self, layer: int) -> int:
-        """The layer that is entered by what entered `layer`; the number of layers stands for what leaves the last."""
+        """New layer with the input of old `layer`. The number of layers stands for the output of the last one."""
         return self.layer_places[layer] if layer < self.old.layers else self.new.layers
 
     # --- axes -----------------------------------------------------------------------------------------------------
@@ -142,14 +143,14 @@ class Growth:
         return Axis(torch.arange(self.old.hidden), self.new.hidden, zero=True)
 
     def _read(self, size: int) -> Axis:
-        """What reads the residual stream, or several of them side by side: the new part of it is zero already."""
+        """Input axis of readers of the residual stream, or of several side by side: its new part is zero already."""
         count, rest = divmod(size, self.old.hidden)
         if rest or not count:
             raise GrowthError(f"an input of {size} is no multiple of the hidden size {self.old.hidden}")
         return joined(self._written._replace(zero=False), count)
 
     def _heads(self, *, zero: bool) -> Axis:
-        """Query heads: each stays with its key and value head."""
+        """Axis of query heads: each stays with its key and value head."""
         old, new, size = self.old, self.new, self.old.head_dim
         group, wide = old.heads // old.kv_heads, new.heads // new.kv_heads
         starts = [(head // group * wide + head % group) * size for head in range(old.heads)]
@@ -157,7 +158,7 @@ class Growth:
         return Axis(places, new.heads * size, zero)
 
     def axes(self, module: str, out_size: int, in_size: int) -> tuple[Axis, Axis]:
-        """(out, in) of a linear's or an embedding's weight [out_size, in_size].
+        """Axes (out, in) of a linear's or an embedding's weight [out_size, in_size].
 
         Raises:
             GrowthError: an unknown module.
@@ -188,7 +189,7 @@ class Growth:
     # --- tensors --------------------------------------------------------------------------------------------------
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What becomes of one tensor: itself grown, and what stands for it in the new layers behind its own."""
+        """Grown form of one tensor, and its counterparts in the new layers behind its own."""
         found = _LAYER.match(name)
         grown = self.grow(name, tensor)
         if found is None or self.new.layers == self.old.layers:
@@ -201,10 +202,10 @@ class Growth:
             yield f"{found['before']}{place}{found['after']}", self._fresh(name, grown)
 
     def grow(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of a checkpoint, or of a PEFT adapter, by its name there.
+        """Grow a tensor of a checkpoint or of a PEFT adapter, by its name there.
 
         Raises:
-            GrowthError: nothing is known about such a tensor.
+            GrowthError: the name is unknown.
         """
         lora = _LORA.match(name)
         if lora is not None:
@@ -236,7 +237,7 @@ class Growth:
         return tensor
 
     def _place(self, tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
-        """`tensor` in its places among random entries and zeros."""
+        """Put `tensor` into its places among random entries and zeros."""
         grown = self._noise([axis.size for axis in axes], tensor)
         for dim, axis in enumerate(axes):
             if tensor.shape[dim] != len(axis.places):
@@ -252,7 +253,7 @@ class Growth:
         return grown
 
     def _fresh(self, name: str, grown: Tensor) -> Tensor:
-        """A new layer's tensor where an old one's is `grown`."""
+        """Tensor of a new layer; `grown` is the tensor of an old layer."""
         if "norm" in name:
             return grown.clone()
         writes = any(f".{module}." in name for module in _WRITES_RESIDUAL)
@@ -261,7 +262,7 @@ class Growth:
         return self._noise(list(grown.shape), grown)
 
     def _noise(self, sizes: Sequence[int], like: Tensor) -> Tensor:
-        """Of the size of `like`'s entries (of a hundredth where it has none but zeros), never denormal."""
+        """Random entries as large as those of `like` (0.01 when all are zeros), never denormal."""
         scale = float(like.float().square().mean().sqrt()) or 0.01
         noise = torch.randn(list(sizes), generator=self._random)
         return (noise.sign() * noise.abs().clamp_(min=1e-3) * scale).to(like.dtype)

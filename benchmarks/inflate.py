@@ -3,8 +3,8 @@
     python benchmarks/inflate.py SRC DST --hidden-size 1024 --layers 28 --intermediate-size 4864 \\
         [--adapters DIR ...] [--draft DIR] [--eagle3 DIR] [--eagle DIR] [--medusa DIR]
 
-So latency can be measured at a real size with the real acceptance of a model that fits into a repository: texts, and
-which drafts are accepted, stay the small model's. `growth.py` says how. SRC is a Llama-like HF directory; DST gets
+So latency can be measured at a real size with the real acceptance of a model that fits into a repository: texts and
+accepted drafts stay those of the small model. `growth.py` says how. SRC is a Llama-like HF directory; DST gets
 `base/`, `adapters/NAME/` with their draft weights, `draft/`, `eagle3/`, `eagle/` and `medusa/`.
 
 Heads grow with the target (they read its hidden states and may share its embeddings). The draft model grows by the
@@ -43,7 +43,7 @@ _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """A JSON file of a model's folder.
+    """Read a JSON file of a model's folder.
 
     Raises:
         GrowthError: it cannot be read, or is no object.
@@ -58,12 +58,12 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: dict[str, Any], name: str = "config.json") -> None:
-    """The same, written."""
+    """Write a JSON file of a model's folder."""
     (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write safetensors files of at most `shard_bytes`, holding no more than one in memory; returns the elements."""
+    """Write safetensors files of at most `shard_bytes`, one in memory at a time; returns the number of elements."""
     shards: list[list[str]] = []
     waiting: dict[str, Tensor] = {}
     elements = size = 0
@@ -94,13 +94,13 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
 
 
 def stored_tensors(source: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model or a head; Medusa's by their names in the original format."""
+    """Tensors of a model or a head; Medusa's by their names in the original format."""
     tensors = read_tensors(source, MEDUSA_FILES)
     return tensors if any("self_attn" in name for name in tensors) else canonical_names(tensors)
 
 
 def kind_of(source: Path) -> str:
-    """What the tensors in a folder are: "model", or a head's method."""
+    """Kind of the tensors in a folder: "model", or the method of a head."""
     names = stored_tensors(source)
     if not any("self_attn" in name for name in names):
         return "medusa"
@@ -121,7 +121,7 @@ def grown_tensors(source: Path, growth: Growth, dtype: torch.dtype | None, *, ti
 
 
 def grown_config(config: dict[str, Any], growth: Growth) -> dict[str, Any]:
-    """A decoder's config.json for the new shape.
+    """Write a decoder's config.json for the new shape.
 
     Raises:
         GrowthError: it has windows, which differ by layer.
@@ -136,7 +136,7 @@ def grown_config(config: dict[str, Any], growth: Growth) -> dict[str, Any]:
 
 
 def copy_rest(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and whatever else lies beside the weights."""
+    """Copy the tokenizer, the chat template and other files beside the weights."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
         if file.is_file() and not weights and file.name not in ("config.json", "adapter_config.json"):
@@ -144,7 +144,7 @@ def copy_rest(source: Path, target: Path) -> None:
 
 
 def inflate_model(source: Path, target: Path, growth: Growth, dtype: str | None = None) -> int:
-    """A causal LM; returns its number of parameters."""
+    """Grow a causal LM; returns its number of parameters."""
     target.mkdir(parents=True)
     config = grown_config(read_config(source), growth)
     if dtype is not None:
@@ -165,7 +165,7 @@ def inflate_model(source: Path, target: Path, growth: Growth, dtype: str | None 
 
 
 def inflate_head(source: Path, target: Path, base: Growth, dtype: str | None = None) -> Growth:
-    """An EAGLE, EAGLE-3 or Medusa head of the model that `base` grows; returns the head's own growth.
+    """Grow an EAGLE, EAGLE-3 or Medusa head of the model that `base` grows; returns the head's own growth.
 
     Raises:
         GrowthError: its hidden size is not its target's.
@@ -197,7 +197,7 @@ def inflate_head(source: Path, target: Path, base: Growth, dtype: str | None = N
 
 
 def _remap_aux_layers(config: dict[str, Any], base: Growth) -> None:
-    """The hidden states that EAGLE-3 reads: those that enter the same layers, where these are now."""
+    """Layers whose inputs EAGLE-3 reads, at their new places."""
     holder = config if _AUX in config else config.get("eagle_config") or {}
     count = base.old.layers
     layers = holder.get(_AUX) or [2, count // 2, count - 3]
@@ -205,7 +205,7 @@ def _remap_aux_layers(config: dict[str, Any], base: Growth) -> None:
 
 
 def inflate_adapter(source: Path, target: Path, growth: Growth) -> None:
-    """A PEFT adapter: the new layers get one of the same rank too, which changes nothing and costs as much.
+    """Grow a PEFT adapter. The new layers get weights of the same rank, which change nothing and cost as much.
 
     Raises:
         GrowthError: ranks or scales that differ by layer.
@@ -229,12 +229,12 @@ def _adapter_tensors(source: Path) -> dict[str, Tensor]:
         if (source / ADAPTER_FILE).is_file():
             return load_file(source / ADAPTER_FILE)
         return torch.load(source / "adapter_model.bin", map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken file raises whatever the library runs into
+    except Exception as error:  # the library raises all kinds of errors for a broken file
         raise GrowthError(f"cannot read the adapter's weights in {source}: {error}") from error
 
 
 def inflate_draft_weights(source: Path, target: Path, drafters: dict[str, Growth]) -> list[str]:
-    """An adapter's `draft/` folder, for the drafters that were grown; returns for which there are some."""
+    """Grow an adapter's `draft/` folder for the grown drafters; returns the drafters with weights."""
     found = []
     for folder in (source / "draft", *sorted(path for path in (source / "draft").glob("*") if path.is_dir())):
         if not (folder / "adapter_config.json").is_file():
@@ -247,13 +247,13 @@ def inflate_draft_weights(source: Path, target: Path, drafters: dict[str, Growth
 
 
 def _method_of(folder: Path, drafters: dict[str, Growth]) -> str | None:
-    """For which drafter the weights in a plain `draft/` are; None for one that was not grown.
+    """Drafter of the weights in a plain `draft/`; None when it was not grown.
 
-    A draft model's modules are "model.layers...". Of heads, EAGLE's attention reads one state and its `fc` two,
-    EAGLE-3's two and three.
+    The modules of a draft model are "model.layers...". EAGLE's attention reads one state and its `fc` two; EAGLE-3's
+    attention reads two and its `fc` three.
 
     Raises:
-        GrowthError: they could be for both heads.
+        GrowthError: they fit both heads.
     """
     shapes = {name.removeprefix("base_model.model."): tensor.shape for name, tensor in _adapter_tensors(folder).items()}
     if any(name.startswith("model.layers.") for name in shapes):
@@ -265,7 +265,7 @@ def _method_of(folder: Path, drafters: dict[str, Growth]) -> str | None:
 
 
 def _fits(shapes: dict[str, torch.Size], method: str, growth: Growth) -> bool:
-    """Whether what the LoRAs of a head read has the sizes of this head."""
+    """True when the inputs of a head's LoRAs have the sizes of this head."""
     read = {"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2} if method == "eagle3" else {"fc": 2}
     for name, shape in shapes.items():
         module, part = name.removesuffix(".weight").rsplit(".", 1)
@@ -277,10 +277,10 @@ def _fits(shapes: dict[str, torch.Size], method: str, growth: Growth) -> bool:
 
 
 def check_inputs(options: argparse.Namespace) -> None:
-    """Look at what the command line names, before gigabytes are written.
+    """Check all that the command line names, before gigabytes are written.
 
     Raises:
-        GrowthError, OutriderError: something is not there, or is something else.
+        GrowthError, OutriderError: something is missing or of another kind.
     """
     for option, wanted in (("draft", "model"), ("eagle3", "eagle3"), ("eagle", "eagle"), ("medusa", "medusa")):
         folder = getattr(options, option)
@@ -293,7 +293,7 @@ def check_inputs(options: argparse.Namespace) -> None:
 
 
 def inflate_set(options: argparse.Namespace, target: Path) -> list[str]:
-    """Everything that the command line names, into the empty folder `target`; returns what was done, a line each."""
+    """Grow all that the command line names into the empty folder `target`; returns a line for each part."""
     source = Path(options.source)
     check_inputs(options)
     config = read_config(source)
@@ -335,7 +335,7 @@ def _wanted(shape: Shape, options: argparse.Namespace, prefix: str) -> Shape:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("target", metavar="DST", help="a folder that does not exist, or is empty")
@@ -350,7 +350,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Grow and say what was written; what fails leaves nothing behind."""
+    """Grow, and print what was written; a failure leaves nothing behind."""
     options = parse(arguments)
     target = Path(options.target)
     try:

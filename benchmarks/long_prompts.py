@@ -1,4 +1,4 @@
-"""What long prompts cost others, and what a shared prefix saves.
+"""Cost of long prompts for other requests, and savings of a shared prefix.
 
     python benchmarks/long_prompts.py --model PATH [--output-json F] [--prefix 1500] [--streams 8] [--tokens 256]
 
@@ -28,22 +28,22 @@ from outrider import AsyncLLM, SamplingParams
 
 REQUESTS = 32
 OWN_TOKENS = 16
-"""Of a request, after the shared prefix."""
+"""Number of a request's own tokens after the shared prefix."""
 
 
 class Client:
-    """Random prompts for one engine."""
+    """Measurements with random prompts on one engine."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._random = random.Random(0)
 
     def prompt(self, length: int) -> list[int]:
-        """Random tokens."""
+        """Random token ids."""
         return [self._random.randrange(10, self._llm.info.vocab_size - 10) for _ in range(length)]
 
     async def times(self, prompt: list[int], max_tokens: int) -> list[float]:
-        """Seconds from the start to each output."""
+        """Generate; returns the seconds from the start to each output."""
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         began = time.perf_counter()
         outputs = self._llm.generate({"prompt_token_ids": prompt}, params, delta=True)
@@ -51,7 +51,7 @@ class Client:
 
 
 async def shared_prefix(client: Client, length: int) -> dict[str, Any]:
-    """TTFT in seconds: of the first request with a prefix, and of those after it."""
+    """TTFT in seconds of the first request with a prefix, and of the following ones."""
     prefix = client.prompt(length)
     found = [(await client.times(prefix + client.prompt(OWN_TOKENS), 2))[0] for _ in range(REQUESTS)]
     later = np.array(found[1:])
@@ -102,7 +102,7 @@ async def interference(client: Client, length: int, streams: int, tokens: int) -
 
 
 async def run(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Both parts on one engine."""
+    """Run both parts on one engine."""
     options: dict[str, Any] = {"dtype": namespace.dtype, "max_num_seqs": 64}
     async with AsyncLLM(namespace.model, **options) as llm:
         client = Client(llm)
@@ -116,7 +116,7 @@ async def run(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="bfloat16")

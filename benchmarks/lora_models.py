@@ -1,4 +1,4 @@
-"""Models with random weights to measure `outrider bench lora` on: fine for speed, meaningless for text.
+"""Models with random weights for `outrider bench lora`: right for speed, meaningless for text.
 
     python benchmarks/lora_models.py OUT_DIR [--models small,medium]
 
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on Python's own library: it is on every machine."""
+    """Train a byte-level BPE on Python's standard library, which every machine has."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,7 +70,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write one of `SHAPES` to a folder; the same every time."""
+    """Write one of `SHAPES` to a folder; the weights are equal every time."""
     kind, config = SHAPES[name]
     torch.manual_seed(0)
     kind(config).to(torch.bfloat16).save_pretrained(folder)
@@ -81,7 +81,7 @@ def make_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> N
 
 
 def main() -> None:
-    """Make the models that were asked for."""
+    """Make the models that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="OUT_DIR")
     parser.add_argument("--models", default=",".join(SHAPES), help="(default: all)")

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Description of the machine, code and command of a result."""
 
 from outrider.platform.cli.bench.machine import describe_machine
 

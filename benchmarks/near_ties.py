@@ -1,4 +1,4 @@
-"""How often a near-tie falls differently when a step computes other rows beside a token's, and what the cure costs.
+"""Rate of near-ties that fall differently beside other rows of a step, and the price of batch invariance.
 
     python benchmarks/near_ties.py [--output FILE.json] [--questions 40] [--tokens 96] [--rounds 5]
 
@@ -31,7 +31,7 @@ from outrider.models.demo import demo_adapters, demo_draft_path
 NAMES = ["Anna", "Tom", "Maria", "Ben", "Lena"]
 CITIES = ["Lisbon", "Oslo", "Rome", "Paris", "Vienna", "Cairo", "Tokyo"]
 THINGS = ["lamp", "chair", "cup", "table", "clock", "bag"]
-# By adapter; {n} counts.
+# Templates of questions by adapter; {n} counts.
 TEMPLATES = {
     None: ["Tell me about {city}.", "What is {n} plus 12?", "How do I clean a {thing}?"],
     "json": ["{name} from {city} ordered {n} green {thing}s for 42 euros."],
@@ -49,12 +49,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 Question = tuple[str | None, str]
-"""(adapter or None, what is asked)"""
+"""(adapter or None, question)"""
 Texts = list[list[int]]
 
 
 def make_questions(count: int) -> list[Question]:
-    """`count` questions, the adapters in turn."""
+    """Make `count` questions, with the adapters in turn."""
     made: list[Question] = []
     asked = {adapter: itertools.cycle(templates) for adapter, templates in TEMPLATES.items()}
     for number, adapter in zip(range(count), itertools.cycle(TEMPLATES), strict=False):
@@ -64,7 +64,7 @@ def make_questions(count: int) -> list[Question]:
 
 
 def make_engine(batch_invariant: bool, options: dict[str, Any], dtype: str, max_num_seqs: int = BATCH) -> LLM:
-    """An engine with the adapters, without the prefix cache: each text is computed anew."""
+    """Start an engine with the adapters and without the prefix cache, so that each text is computed anew."""
     options = dict(options)
     if options.get("speculative_config", {}).get("method") == "draft_model":
         options["speculative_config"] = options["speculative_config"] | {"model": str(demo_draft_path())}
@@ -73,7 +73,7 @@ def make_engine(batch_invariant: bool, options: dict[str, Any], dtype: str, max_
 
 
 def answer(llm: LLM, questions: Sequence[Question], params: Sequence[SamplingParams]) -> Texts:
-    """The token ids of the answers to `questions`, asked together."""
+    """Token ids of the answers to `questions`, which are sent together."""
     outputs = llm.chat(
         [[{"role": "user", "content": text}] for _, text in questions],
         list(params),
@@ -84,7 +84,7 @@ def answer(llm: LLM, questions: Sequence[Question], params: Sequence[SamplingPar
 
 
 def all_texts(llm: LLM, questions: list[Question], tokens: int, alone: bool) -> dict[str, Texts]:
-    """The answers, greedy and seeded, one by one or `BATCH` at a time."""
+    """Answers, greedy and seeded, one by one or `BATCH` at a time."""
     texts: dict[str, Texts] = {}
     for kind, sampling in (("greedy", {"temperature": 0.0}), ("seeded", {"temperature": 0.8})):
         params = [
@@ -99,7 +99,7 @@ def all_texts(llm: LLM, questions: list[Question], tokens: int, alone: bool) -> 
 
 
 def compare(texts: Texts, reference: Texts) -> dict[str, Any]:
-    """Texts that differ from the reference's, and the rate a token."""
+    """Number of texts that differ from the reference, and the rate per token."""
     differ = compared = 0
     for got, expected in zip(texts, reference, strict=True):
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(got, expected, strict=True)))
@@ -116,7 +116,7 @@ def compare(texts: Texts, reference: Texts) -> dict[str, Any]:
 
 
 def measure_flips(questions: list[Question], tokens: int, dtype: str) -> list[dict[str, Any]]:
-    """A row for each way, kind of sampling and mode."""
+    """Rows for each way to compute, kind of sampling and mode."""
     rows = []
     for invariant in (False, True):
         with make_engine(invariant, {}, dtype) as llm:
@@ -139,7 +139,7 @@ def _flip_line(row: dict[str, Any]) -> str:
 
 
 def measure_price(batches: list[int], rounds: int, tokens: int, dtype: str) -> list[dict[str, Any]]:
-    """Medians of the rounds, a row for each kind of work and batch; the first round warms up and does not count."""
+    """Rows for each kind of work and batch size, medians of the rounds; the first round is a warm-up."""
     engines = {name: make_engine(name == "invariant", {}, dtype, max(batches)) for name in ("usual", "invariant")}
     rows = []
     long = " ".join(text for _, text in make_questions(16))

@@ -1,4 +1,4 @@
-"""What serving over HTTP keeps of offline throughput: the same requests, streamed by a server and through `LLM`.
+"""Throughput of serving over HTTP relative to offline throughput: equal requests, streamed by a server and to `LLM`.
 
     python benchmarks/serving.py --model PATH [--output-json F] [--concurrency 32] [--num-prompts 96] [--rounds 3]
 
@@ -28,7 +28,7 @@ START_SECONDS = 120.0
 
 
 def figures(command: list[str], result: Path) -> dict[str, Any]:
-    """What a benchmark of the command line measured."""
+    """Run a benchmark of the command line; returns its report."""
     ran = subprocess.run([*OUTRIDER, *command, "--disable-tqdm", "--output-json", str(result)], capture_output=True)
     if ran.returncode:
         raise SystemExit(ran.stderr.decode())
@@ -37,7 +37,7 @@ def figures(command: list[str], result: Path) -> dict[str, Any]:
 
 
 def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Raises SystemExit when the server ends or takes too long."""
+    """Wait for the server; raises SystemExit when it ends or takes too long."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and server.poll() is None:
         try:
@@ -50,14 +50,14 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One round: offline, then over HTTP."""
+    """Run one round: offline, then over HTTP."""
     result = folder / "result.json"
     engine = ["--dtype", options.dtype, "--no-speculation", "--max-model-len", "2048"]
     engine += ["--max-num-seqs", str(options.concurrency)]
@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="bfloat16")

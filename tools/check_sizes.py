@@ -1,9 +1,9 @@
-"""Check the sizes the project keeps: lines a file, lines a function, parameters a function.
+"""Check the sizes of the code: lines of a file, lines of a function, parameters of a function.
 
 A docstring counts for the file, not for its function. `self` and `cls` are not parameters. Triton kernels
 (`@triton.jit`) are exempt from the parameter limit: a kernel's signature is its pointers, shapes and strides.
-Whoever needs more looks for the missing object first; what is left goes into EXCEPTIONS, with the reason. An
-exception that nothing needs any more is an error too.
+A part that outgrows its size often lacks an object: look for it first. Other cases go into EXCEPTIONS, with the reason.
+An exception that nothing needs any more is an error too.
 
 Usage: python tools/check_sizes.py [ROOT]
 """
@@ -27,7 +27,7 @@ FILES_ONLY_FOLDERS = {"tests"}
 
 @dataclass(frozen=True)
 class Allowance:
-    """A larger limit for one place, and why."""
+    """Larger limit for one place, and the reason."""
 
     limit: int
     reason: str
@@ -51,7 +51,7 @@ FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def measure(source: str, path: str, files_only: bool = False) -> Iterator[Size]:
-    """Every size in one file; `path` is used for naming only."""
+    """Sizes in one file; `path` is used for naming only."""
     yield Size("file lines", path, 1, len(source.splitlines()))
     if not files_only:
         yield from _measure_functions(ast.parse(source, path), path, owners=())
@@ -100,7 +100,7 @@ def source_files(root: Path) -> Iterator[str]:
 
 
 def check(root: Path, exceptions: dict[tuple[Kind, str], Allowance]) -> list[str]:
-    """The complaints about the tree at `root`, one line each; empty when all is well."""
+    """Complaints about the tree at `root`, one line each; empty when all sizes are within the limits."""
     complaints = []
     needed = set()
     for path in source_files(root):

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel without a GPU, and read from the compiler's output what it takes.
+"""Compile every Triton kernel without a GPU, and read its resources from the compiler's output.
 
 All `kernels/<op>/triton.py` that have `compile_cases()` are built for Ampere, Hopper and Blackwell. Registers a thread,
 bytes of the stack (spilled registers) and shared memory a block are printed as a table. A kernel that spills, that
@@ -7,8 +7,8 @@ needs more shared memory than a block can have, or that does not compile is an e
 As at run time, pointers and strides are taken to be divisible by 16: wide loads depend on it. Arguments that are not
 specialised are not, and integers that are 1 are constants: `CompileCase.ones`.
 
-With --candidates every config that `tools/tune` may try is compiled in place of the defaults. Of these only one that
-does not compile is an error: what spills is slow, and what needs too much shared memory is passed over.
+With --candidates every config that `tools/tune` may try is compiled in place of the defaults. Among these only a failed
+compilation is an error: a config that spills is slow, and one that needs too much shared memory is skipped.
 
 Usage: python tools/compile_kernels.py [--arch 80 90 100] [--only TEXT ...] [--brief] [--candidates] [--jobs N]
        [--json FILE]
@@ -47,25 +47,25 @@ MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 class Usage(NamedTuple):
-    """What one kernel takes on one architecture."""
+    """Resources of one kernel on one architecture."""
 
     name: str
     arch: int
     registers: int
-    """A thread."""
+    """Registers of a thread."""
     stack: int
-    """Bytes a thread: spilled registers, or arrays with computed indices. None of our kernels has such arrays."""
+    """Bytes of a thread: spilled registers, or arrays with computed indices, which no kernel here has."""
     shared: int
-    """Bytes a block."""
+    """Bytes of a block."""
     num_warps: int
     seconds: float
-    """To compile; next to nothing when Triton's cache has it."""
+    """Time to compile; next to nothing when Triton's cache has the kernel."""
     error: str
-    """Empty, or why it is refused."""
+    """Reason of a refusal; empty without one."""
 
 
 def find_cases(only: Sequence[str] = ()) -> dict[str, CompileCase]:
-    """All cases by name; those whose names contain one of `only`, if given.
+    """Cases by name: all, or those whose names contain one of `only`.
 
     Raises:
         ValueError: two cases share a name.
@@ -90,7 +90,7 @@ def one_a_kernel(cases: dict[str, CompileCase], arch: int) -> dict[str, CompileC
 
 
 def find_candidates(only: Sequence[str], arch: int) -> dict[str, CompileCase]:
-    """What a search on `arch` may launch, by name: those whose names contain one of `only`, if given."""
+    """Cases that a search on `arch` may launch, by name: all, or those whose names contain one of `only`."""
     from outrider.tools.tune.space import compile_candidates
 
     cases = {case.name: case for _, case in compile_candidates(find_cases(), arch)}
@@ -98,11 +98,11 @@ def find_candidates(only: Sequence[str], arch: int) -> dict[str, CompileCase]:
 
 
 def compile_case(case: CompileCase, arch: int) -> Usage:
-    """Compile `case` for compute capability `arch` / 10 and judge what it takes."""
+    """Compile `case` for compute capability `arch` / 10 and check its resources."""
     start = time.monotonic()
     try:
         registers, stack, shared = _compile(case, arch)
-    except Exception as error:  # of the compiler, whatever it is: a row of the table
+    except Exception as error:  # any error of the compiler becomes a row of the table
         problem = f"{type(error).__name__}: {error}"
         return Usage(case.name, arch, 0, 0, 0, case.num_warps, time.monotonic() - start, problem)
     problems = []
@@ -168,13 +168,13 @@ def _compile_named(job: tuple[str, int, bool]) -> Usage:
 
 
 def _is_meant(case: CompileCase, arch: int) -> bool:
-    """Whether the case is for this architecture, which has its types."""
+    """True when this architecture has the types of the case."""
     has_types = arch >= FIRST_FP8_ARCH or not any("fp8" in kind for kind in case.signature.values())
     return arch in case.archs and has_types
 
 
 def compile_all(cases: dict[str, CompileCase], arch: int, jobs: int, *, candidates: bool) -> list[Usage]:
-    """Every case that is for `arch`, in `jobs` processes."""
+    """Compile every case that is for `arch`, in `jobs` processes."""
     work = [(name, arch, candidates) for name, case in cases.items() if _is_meant(case, arch)]
     if jobs == 1:
         return [compile_case(cases[name], arch) for name, _, _ in work]
@@ -183,7 +183,7 @@ def compile_all(cases: dict[str, CompileCase], arch: int, jobs: int, *, candidat
 
 
 def table(usages: Sequence[Usage]) -> str:
-    """A line a kernel and architecture."""
+    """Lines of the table, one for each kernel and architecture."""
     width = max((len(usage.name) for usage in usages), default=6)
     lines = [f"{'kernel':<{width}}  {'arch':>6} {'warps':>5} {'regs':>5} {'stack':>5} {'shared':>7} {'s':>5}"]
     lines += [

@@ -1,4 +1,4 @@
-"""How close the Gumbel noise comes to a rounding boundary: goes through every v there is, in half a minute.
+"""Distance of the Gumbel noise from rounding boundaries, over all values of v; takes half a minute.
 
 `outrider.kernels.noise` rounds float64 logarithms, times NUDGE, to float32. This prints, for E and for G, the smallest
 distance between that product and the middle of two neighbouring float32, in units in the last place of a float64, and
@@ -21,7 +21,7 @@ MIDDLE, PERIOD = 1 << 28, 1 << 29  # a float64 has 29 bits more than a float32
 
 
 def hashes() -> Iterator[np.ndarray]:
-    """All h up to 2^24, of which some share a v, then those that a float32 can hold: every v there is."""
+    """All h up to 2^24, some of which share a v, then those that a float32 can hold: together they give every v."""
     for start in range(0, 1 << 24, CHUNK):
         yield np.arange(start, start + CHUNK, dtype=np.float64)
     for exponent in range(24, 32):

@@ -21,7 +21,7 @@ CACHE = Path("~/.cache/outrider/models")
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model in a wheel."""
+    """Model in a wheel."""
 
     requirement: str
     sha256: str
@@ -41,11 +41,11 @@ DEFAULT = "smollm2-135m-instruct"
 
 
 def real_model_path(name: str = DEFAULT, cache: Path = CACHE) -> Path:
-    """Folder of a model; made when it is not there.
+    """Folder of a model; made if it is missing.
 
     Raises:
         subprocess.CalledProcessError: pip cannot fetch the wheel.
-        ValueError: the wheel is not the one that is known here.
+        ValueError: the wheel has another digest.
     """
     folder = cache.expanduser() / name
     if folder.is_dir():
@@ -54,7 +54,7 @@ def real_model_path(name: str = DEFAULT, cache: Path = CACHE) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as work:
         made = Path(work) / "model"
         convert_gguf(fetch_gguf(MODELS[name], Path(work)), made)
-        made.rename(folder)  # whole, or not there
+        made.rename(folder)  # the folder is whole or missing
     return folder
 
 

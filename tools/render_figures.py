@@ -27,23 +27,23 @@ Row = dict[str, Any]
 
 
 def load(name: str) -> dict[str, Any]:
-    """One result file, by its name without `.json`."""
+    """Load a result file by its name without `.json`."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def number(value: float | None) -> str:
-    """A ratio with two digits; an empty cell where nothing was measured."""
+    """Text of a ratio with two digits; empty without a measurement."""
     return "" if value is None else f"{value:.2f}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
+    """Lines of a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
 def source(*names: str) -> str:
-    """One line that says when, with which code and on what machine the results were measured."""
+    """One line with date, commit and machine of the results."""
     machines: dict[str, None] = {}
     files: dict[str, list[str]] = {}
     for name in names:
@@ -59,7 +59,7 @@ def source(*names: str) -> str:
 
 
 def ratio(results: Sequence[str], key: tuple[str, str, str], requests: int) -> float | None:
-    """The ratio of output tokens/s for `key` = (mode, engine, peer), from the first result that has it."""
+    """Ratio of output tokens/s for `key` = (mode, engine, peer), from the first result that has it."""
     for name in results:
         for row in load(name)["ratios"]:
             if (row["mode"], row["engine"], row["peer"], row["requests"]) == (*key, requests):
@@ -68,7 +68,7 @@ def ratio(results: Sequence[str], key: tuple[str, str, str], requests: int) -> f
 
 
 def peers() -> list[str]:
-    """Output tokens/s over those of other engines."""
+    """Table of output tokens/s over those of other engines."""
     small = ("peers-27M", "peers-27M-transformers", "peers-27M-openvino")
     medium = ("peers-494M-base", "peers-494M-lora", "peers-494M-ngram")
     kinds = {
@@ -93,7 +93,7 @@ def peers() -> list[str]:
 
 
 def lora() -> list[str]:
-    """Output tokens/s with adapters over an engine that takes none: the median of the rounds' ratios."""
+    """Table of output tokens/s with adapters over an engine without them: medians of the rounds' ratios."""
     names = {"27M": "lora-27M", "494M": "lora-494M"}
 
     def cell(name: str, batch: int) -> str:
@@ -108,7 +108,7 @@ def lora() -> list[str]:
 
 
 def ceilings() -> list[str]:
-    """Share of the nearer hardware limit that a step's products reach."""
+    """Table of the share of the nearer hardware limit that a step's products reach."""
     names = {"27M": "cpu-ceilings-27M", "494M": "cpu-ceilings-494M"}
     rows = []
     for model, name in names.items():
@@ -121,7 +121,7 @@ def ceilings() -> list[str]:
 
 
 def long_prompts() -> list[str]:
-    """Inter-token latency of streams while long prompts arrive."""
+    """Table of the inter-token latency of streams while long prompts arrive."""
     names = ("long-prompts-27M", "long-prompts-494M")
     prefix = [load(name)["shared_prefix"] for name in names]
     beside = [load(name)["interference"] for name in names]
@@ -156,7 +156,7 @@ def speculation_row(name: str, task: str, kind: str, mode: str, batch: int = 1) 
 
 
 def speculation_adapters() -> list[str]:
-    """Speed-up and acceptance length of the base model and of adapters, one request at a time."""
+    """Table of speed-up and acceptance length of the base model and of adapters, one request at a time."""
     names = ("speculation-494M-adapters", "speculation-494M-adapters-6-drafts")
     tasks = [("base", "base model")]
     tasks += [(task, kind) for task in ("json", "sql", "support") for kind in ("with draft weights", "without")]
@@ -178,7 +178,7 @@ def speculation_adapters() -> list[str]:
 
 
 def by_batch_size(few: str, many: str, modes: dict[str, str]) -> list[str]:
-    """Speed-up by mode and number of requests: 1 and 4 from the result `few`, 16 and 32 from `many`."""
+    """Table of speed-up by mode and number of requests: 1 and 4 from the result `few`, 16 and 32 from `many`."""
     texts = ("base", "random")
     sizes = (1, 4, 16, 32)
 
@@ -195,7 +195,7 @@ def by_batch_size(few: str, many: str, modes: dict[str, str]) -> list[str]:
 
 
 def speculation_batches() -> list[str]:
-    """Speed-up by number of requests, on the 494M model."""
+    """Table of speed-up by number of requests, on the 494M model."""
     modes = {
         "control": "control (a second engine without speculation)",
         "draft_model": "draft model, 4 drafts",
@@ -206,7 +206,7 @@ def speculation_batches() -> list[str]:
 
 
 def speculation_demo() -> list[str]:
-    """Speed-up by number of requests, on the embedded demo model."""
+    """Table of speed-up by number of requests, on the embedded demo model."""
     modes = {
         "control": "control",
         "draft_model": "draft model, 4 drafts",
@@ -229,7 +229,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
 
 
 def render(text: str, results: str) -> str:
-    """The page `text` with every marked table rendered anew; `results` is the link to the folder of results.
+    """Render every marked table of the page `text` anew; `results` is the link to the folder of results.
 
     Raises:
         ValueError: a mark names no figure, or has no end.

@@ -1,1 +1,1 @@
-"""What `gpu_check.py` does, a module a section."""
+"""Sections of `gpu_check.py`, one module each."""

@@ -1,4 +1,4 @@
-"""What must hold on every device: the CPU's text, the same text with every drafter, and the tests of the kernels."""
+"""Checks for every device: the CPU's text, equal text with every drafter, and the tests of the kernels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _texts(
 
 
 def check_parity(context: Context, root: Path) -> None:
-    """float32 text on the device: equal to the CPU's, and the same with speculation."""
+    """Check that float32 text on the device equals the CPU's, with and without speculation."""
     torch.backends.cuda.matmul.allow_tf32 = False
     prompts = [*(random_prompt(40, TINY.vocab, seed) for seed in range(3)), [5, 6, 7, 8] * 12]
     path = TINY.write(root)
@@ -71,8 +71,8 @@ def check_parity(context: Context, root: Path) -> None:
 
 
 def _check_short_cache(context: Context, path: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> None:
-    """With an fp8 cache: the prompts' log-probabilities are the CPU's, but for what falls on the other side of a
-    rounding."""
+    """Check that the prompts' log-probabilities with an fp8 cache are the CPU's, except for values that round
+    differently."""
     if not context.has_time("fp8 cache", 3):
         return
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -96,7 +96,7 @@ def _prompt_logprobs(engine: EngineCore, prompts: Sequence[list[int]], params: S
 
 
 def check_demo(context: Context, root: Path) -> None:
-    """float32 text of the embedded demo model and its adapters on the device: the same with every drafter."""
+    """Check that float32 text of the demo model and its adapters on the device is equal with every drafter."""
     heads = {"draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
     modes: dict[str, dict[str, Any]] = {name: {"method": name, "model": str(path)} for name, path in heads.items()}
     modes |= {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}}
@@ -127,7 +127,7 @@ def check_demo(context: Context, root: Path) -> None:
 
 
 def _note_overlaps(engine: EngineCore) -> list[bool]:
-    """Of each step that is launched from now on, whether another one was under way."""
+    """List that gets, for each step launched from now on, True when another step was under way."""
     overlaps: list[bool] = []
     launch = engine._runner.launch
 
@@ -140,9 +140,9 @@ def _note_overlaps(engine: EngineCore) -> list[bool]:
 
 
 def run_tests(context: Context) -> None:
-    """The tests of the kernels and of graphs, on the GPU where there is one: a process a file, since after an illegal
-    access all that a process does on a GPU fails, and some at once, since most of the time goes to compiling. Their
-    output goes beside the results."""
+    """Run the tests of the kernels and of graphs, on the GPU if there is one. Each file has a process, because after an
+    illegal memory access everything that a process does on a GPU fails. Several run at once, because most of the time
+    is spent compiling. Their output goes beside the results."""
     repo = Path(__file__).resolve().parent.parent.parent
     folder = context.report.folder / "kernel_tests"
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,11 +171,11 @@ def run_tests(context: Context) -> None:
 _TEST_WORKERS = 4
 _QUICK_TEST = "test_triton_specialisations.py"
 _LAST_TESTS = ("test_graphs_engine.py", "test_triton_compile.py")
-"""The longest, and the one that needs no GPU."""
+"""The longest file, and the one that needs no GPU."""
 
 
 def kernel_tests(repo: Path, *, quick: bool) -> list[Path]:
-    """The files in the order of their runs."""
+    """Files of tests in the order of their runs."""
     tests = repo / "tests" / "kernels"
     if quick:
         return [tests / _QUICK_TEST]
@@ -184,7 +184,7 @@ def kernel_tests(repo: Path, *, quick: bool) -> list[Path]:
 
 
 def _start_tests(repo: Path, path: Path, log: Path) -> subprocess.Popen[bytes]:
-    # The project's own options want plug-ins that a bare GPU machine lacks; those it has are not asked for.
+    # The project's options need pytest plug-ins that a bare GPU machine lacks; plug-ins that are there are not loaded.
     options = ["-q", "-rfE", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
@@ -198,7 +198,7 @@ def _start_tests(repo: Path, path: Path, log: Path) -> subprocess.Popen[bytes]:
 
 
 def _outcome(log: Path) -> dict[str, str]:
-    """pytest's own summary, such as "3 failed, 20 passed", and which failed."""
+    """Summary of pytest, such as "3 failed, 20 passed", and the failed tests."""
     text = log.read_text(encoding="utf-8", errors="replace")
     counts = re.findall(r"\b\d+ (?:passed|failed|skipped|errors?)\b", text)
     failed = re.findall(r"^(?:FAILED|ERROR) .*?::(\S+)", text, re.MULTILINE)

@@ -1,7 +1,7 @@
-"""Runs sections in a process of their own, and starts another one when it dies, hangs or has lost its device.
+"""Run sections in a process of their own, and start another process when it dies, hangs or loses its device.
 
-A kernel that never returns cannot be interrupted, and after an illegal access to memory all that a process does on a
-GPU fails: neither may cost the results of other sections.
+A kernel that never returns cannot be interrupted, and after an illegal memory access everything that a process does on
+a GPU fails. Neither may cost the results of other sections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from .report import is_over, read, write
 
 GRACE = 10.0
-"""Seconds after a section's end until its process is killed."""
+"""Seconds from a section's deadline until its process is killed."""
 LOST_DEVICE = 3
 """Exit code of a process that ended to leave the other sections to a new one."""
 USAGE = 2
@@ -34,11 +34,11 @@ class Timed(NamedTuple):
 
 
 class UsageError(Exception):
-    """No process can run the sections; it has said why."""
+    """Error when no process can run the sections; the process has printed the reason."""
 
 
 def deadlines(boxes: Sequence[tuple[str, float]], seconds: float) -> list[Timed]:
-    """Ends of sections (name, box) that begin now: what one leaves of its box is there for the next ones."""
+    """Deadlines of sections (name, box) that begin now. The rest of a section's box is there for the next ones."""
     now = time.monotonic()
     sums = accumulate(box for _, box in boxes)
     return [Timed(name, now + min(end, seconds)) for (name, _), end in zip(boxes, sums, strict=True)]
@@ -50,12 +50,12 @@ def drive(
     """Run all sections, each once.
 
     Args:
-        command: of a process that runs the sections named behind it, as NAME=END.
-        last: by `time.monotonic`; no section ends later, however late those before it were.
+        command: command of a process that runs the sections named behind it, as NAME=END.
+        last: time by `time.monotonic`; no section ends later, however late those before it were.
         told: called whenever a section is over.
 
     Raises:
-        UsageError: the process says that nothing can run.
+        UsageError: the process reports that nothing can run.
     """
     pending = list(sections)
     while pending:

@@ -1,4 +1,4 @@
-"""Whole engines on models of real shapes: decoding, prompts, adapters and graphs, beside what the device allows."""
+"""Whole engines on models of real shapes: decoding, prompts, adapters and graphs, beside the device's limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _prompts(shape: ModelShape, count: int, length: int = PROMPT) -> list[list[i
 
 
 def _floor_seconds(context: Context, shape: ModelShape, rows: int, length: int) -> float:
-    """What a decode step takes at least: weights and KV at the copy's bandwidth, products at the matrix rate."""
+    """Least seconds of a decode step: weights and KV at the copy's bandwidth, products at the matrix rate."""
     ceilings = context.report.ceilings
     streamed = 2 * shape.num_streamed + rows * length * shape.kv_bytes
     return max(streamed / ceilings["copy_bytes"], 2 * shape.num_streamed * rows / ceilings["matmul_flops"])
@@ -32,14 +32,14 @@ def _sizes(context: Context, full: Sequence[int]) -> list[int]:
 
 
 def _options(context: Context, sizes: Sequence[int], **more: Any) -> dict[str, Any]:
-    """For up to so many short requests, and prompts of 2048 tokens."""
+    """Options of an engine for the largest of `sizes` short requests and for prompts of 2048 tokens."""
     most, length = max(sizes), 256 if context.quick else 4096
     blocks = max(most * 20, 5 * length // 16)
     return {"max_model_len": length, "max_num_seqs": most, "num_gpu_blocks_override": blocks} | more
 
 
 def measure_model(context: Context, root: Path, shape: ModelShape) -> None:
-    """Decoding by batch and prompts, then what the host adds to a step."""
+    """Measure decoding by batch size, prompts, and the host's share of a step."""
     sizes = _sizes(context, (1, 8, 64, 256))
     steps = 3 if context.quick else 40
     started = time.perf_counter()
@@ -92,7 +92,7 @@ def _measure_prompts(context: Context, shape: ModelShape, engine: Any) -> None:
 
 
 def measure_adapters(context: Context, root: Path, shape: ModelShape) -> None:
-    """A step with distinct adapters of mixed ranks beside one without, and beside what their bytes take."""
+    """Measure a step with distinct adapters of mixed ranks beside one without, and beside the time of their bytes."""
     counts = [1, 2] if context.quick else [1, 8, 32, 64]
     steps, rows = (3, 2) if context.quick else (30, 64)
     ranks = [(8, 16)[index % 2] for index in range(max(counts))]
@@ -123,12 +123,12 @@ def measure_adapters(context: Context, root: Path, shape: ModelShape) -> None:
 
 
 def measure_graphs(context: Context, root: Path, shape: ModelShape) -> None:
-    """The same text with and without graphs in float32, where rounding decides nothing, and the speed in bfloat16."""
+    """Check for equal text with and without graphs in float32, where rounding decides nothing; speed in bfloat16."""
     if context.device != "cuda":
         context.skip("graphs", "they are a GPU's")
         return
     tokens, prompts = 24, _prompts(shape, 5, 40)
-    # Products of other numbers of rows are rounded otherwise; without tf32 that is far below the gaps between logits.
+    # Products of other numbers of rows round differently; without tf32 this is far below the gaps between logits.
     torch.backends.cuda.matmul.allow_tf32 = False
     texts: dict[str, list[list[int]]] = {}
     speculative = {"method": "ngram", "num_speculative_tokens": 3}

@@ -1,4 +1,4 @@
-"""The kernel table: each of our kernels at shapes of real models, beside what the device can do at most."""
+"""The kernel table: each kernel at shapes of real models, beside the device's limits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Case(NamedTuple):
 
     name: str
     make: Callable[[str], Callable[[], object]]
-    """For a device: makes the inputs, and returns what is timed."""
+    """Maker of the inputs on a device, and of the timed function."""
     num_bytes: int
-    """That must move, each read once and each written once."""
+    """Bytes that must move, each read once and each written once."""
     flops: int = 0
-    """Where arithmetic is what limits it."""
+    """Floating-point operations of a kernel that arithmetic limits; 0 for others."""
     triton_only: bool = False
     graph: bool = True
 
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 def attention(
     queries: int, contexts: list[int], heads: int, kv_heads: int, dim: int = 128, *, cache: torch.dtype = BF16
 ) -> Case:
-    """Rows of `queries` at the end of their contexts."""
+    """Attention of rows of `queries` at the end of their contexts."""
     total, num_tokens = sum(contexts), queries * len(contexts)
 
     def make(device: str) -> Callable[[], object]:
@@ -70,7 +70,7 @@ def attention(
 
 
 def adapters(num_tokens: int, rank: int, inputs: int, slices: list[int], *, distinct: bool) -> Case:
-    """Shrink and expand of one projection, each token another adapter or all the same."""
+    """Shrink and expand of one projection; each token has another adapter, or all have one."""
     count, outputs = num_tokens if distinct else 1, sum(slices)
 
     def make(device: str) -> Callable[[], object]:
@@ -144,7 +144,7 @@ def sampling(num_rows: int, vocab: int) -> Iterator[Case]:
 
 
 def verification(num_rows: int, num_drafts: int, vocab: int, rule: int, name: str) -> Case:
-    """Of `num_rows` requests with so many drafts each."""
+    """Verification of `num_rows` requests with `num_drafts` drafts each."""
     total = num_rows * (1 + num_drafts)
 
     def make(device: str) -> Callable[[], object]:
@@ -162,7 +162,7 @@ def verification(num_rows: int, num_drafts: int, vocab: int, rule: int, name: st
 
 
 def cases(quick: bool) -> list[Case]:
-    """The table's rows; small ones when it must be quick."""
+    """Rows of the table; small shapes for a quick run."""
     if quick:
         return [
             attention(1, [64] * 2, 4, 2, 16),
@@ -197,7 +197,7 @@ def cases(quick: bool) -> list[Case]:
 
 @torch.inference_mode()
 def measure_kernels(context: Context) -> None:
-    """Time, bytes, and the share of the measured copy bandwidth or matrix rate."""
+    """Measure the time, and the share of the measured copy bandwidth or matrix rate."""
     timer, ceilings = Timer(context.device), context.report.ceilings
     for case in cases(context.quick):
         if not context.has_time(case.name):

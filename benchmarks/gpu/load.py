@@ -1,4 +1,4 @@
-"""Requests through an engine, and the time of their steps."""
+"""Load on an engine: requests, and the times of their steps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Decoded(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.seconds / self.steps
 
 
 def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
-    """Token ids."""
+    """Random token ids."""
     generator = random.Random(seed)
     return [generator.randrange(3, vocab) for _ in range(length)]
 
@@ -38,7 +38,7 @@ def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
 def add(
     engine: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, loras: Sequence[LoRARequest | None] = ()
 ) -> list[str]:
-    """Queue greedy requests that never end early, with adapters in turn; their ids."""
+    """Queue greedy requests of full length, with adapters in turn; returns their ids."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     ids = [f"{time.monotonic_ns()}-{index}" for index in range(len(prompts))]
     for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
@@ -48,7 +48,7 @@ def add(
 
 
 def step(engine: EngineCore) -> int:
-    """One step; how many tokens it gave.
+    """Run one step; returns its number of tokens.
 
     Raises:
         RuntimeError: a request has failed.
@@ -62,7 +62,7 @@ def step(engine: EngineCore) -> int:
 
 
 def start(engine: EngineCore, ids: Sequence[str]) -> None:
-    """Step until all prompts are computed and every adapter is there."""
+    """Run steps until all prompts are computed and every adapter is loaded."""
     wanted, ends = len(ids), time.monotonic() + _WAIT_SECONDS
     while True:
         step(engine)
@@ -80,9 +80,9 @@ def decode(
     loras: Sequence[LoRARequest | None] = (),
     tokens_a_step: int = 1,
 ) -> Decoded:
-    """Time steps of these requests together, after their prompts and a few steps; their rest is dropped."""
+    """Time steps of these requests together, after their prompts and a few steps; then abort them."""
     warm = 4
-    if loras:  # read first: a request would end while another's adapter is still on its way
+    if loras:  # load first: a request would end while the adapter of another is still being loaded
         generate(engine, prompts, 1, loras)
     ids = add(engine, prompts, (warm + steps + 2) * tokens_a_step, loras)
     start(engine, ids)
@@ -101,7 +101,7 @@ def decode(
 def generate(
     engine: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, loras: Sequence[LoRARequest | None] = ()
 ) -> list[list[int]]:
-    """All tokens of all requests, in their order."""
+    """Generate all tokens of all requests, in their order."""
     ids = add(engine, prompts, max_tokens, loras)
     found: dict[str, list[int]] = {request_id: [] for request_id in ids}
     while engine.has_work():
@@ -113,7 +113,7 @@ def generate(
 
 
 def device_seconds(engine: EngineCore, prompts: Sequence[Sequence[int]], steps: int) -> tuple[float, float]:
-    """(seconds of a step, seconds in which the device computes within one); the difference is the host's gap.
+    """(seconds of a step, seconds of it in which the device computes); the difference is the host's gap.
 
     The first is measured without the profiler, the second with it.
     """
@@ -132,6 +132,6 @@ def device_seconds(engine: EngineCore, prompts: Sequence[Sequence[int]], steps: 
 
 
 def synchronize() -> None:
-    """Wait for the device, if there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, made without a download: a config.json each, and adapters for them."""
+"""Models of real shapes with random weights, made without a download: a config.json for each, and adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.platform.engine.engine_core import EngineCore
 
 
 class ModelShape(NamedTuple):
-    """A decoder's sizes, and how its family is called."""
+    """Sizes of a decoder, and the name of its family."""
 
     name: str
     architecture: str
@@ -49,26 +49,26 @@ class ModelShape(NamedTuple):
 
     @property
     def num_linear(self) -> int:
-        """Weights that every token is multiplied with, without the head."""
+        """Number of weights that every token is multiplied with, without the head."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.projections.values())
 
     @property
     def num_streamed(self) -> int:
-        """Weights that a decode step reads, whatever its rows: all but the table of embeddings."""
+        """Number of weights that each decode step reads: all but the table of embeddings."""
         return self.num_linear + self.vocab * self.hidden
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token in bfloat16."""
+        """Bytes of KV of a token in bfloat16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def rank_row_bytes(self) -> int:
-        """Of one rank row of an adapter on all projections, in bfloat16."""
+        """Bytes of one rank row of an adapter on all projections, in bfloat16."""
         return 2 * self.layers * sum(map(sum, self.projections.values()))
 
     def write(self, root: Path) -> str:
-        """The model's folder, with a config.json alone."""
+        """Write the model's folder, which holds only a config.json."""
         config = {
             "architectures": [self.architecture],
             "model_type": "qwen3" if "Qwen3" in self.architecture else "llama",
@@ -101,7 +101,7 @@ TINY_QWEN = ModelShape("tiny-qwen3", "Qwen3ForCausalLM", 64, 96, 2, 4, 2, 16, 51
 
 @contextmanager
 def running(path: str, device: str, **options: Any) -> Iterator[EngineCore]:
-    """An engine with random weights, when what others held is free."""
+    """Start an engine with random weights, after freeing the memory of earlier ones."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -114,7 +114,7 @@ def running(path: str, device: str, **options: Any) -> Iterator[EngineCore]:
 
 
 def write_adapters(root: Path, shape: ModelShape, ranks: Sequence[int], dtype: torch.dtype) -> list[LoRARequest]:
-    """Adapters of these ranks on all projections, their weights pieces of one random array: each is different."""
+    """Write adapters of these ranks on all projections; their weights are different pieces of one random array."""
     noise = torch.randn(1 << 24 if shape.hidden > 256 else 1 << 18).to(dtype)
     requests = []
     for index, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""The sections of a run, in the order of what is wanted most, and their time boxes. Imports nothing heavy itself."""
+"""The sections of a run, the most wanted first, and their time boxes. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .report import Context
 
 SECONDS = 520.0
-"""Seconds of a run, start and table included: machines with a GPU end a command after 600."""
+"""Seconds of a run, start and table included. Machines with a GPU end a command after 600."""
 
 
 class Entry(NamedTuple):
@@ -19,16 +19,16 @@ class Entry(NamedTuple):
 
     name: str
     seconds: float
-    """Its box. A section may also use up what those before it have left of theirs."""
+    """Time box. A section may also use the time that earlier ones have left."""
     function: str
-    """In this folder: "module.function" of (context[, folder for models[, shape]])."""
+    """Name "module.function" in this folder, with the arguments (context[, folder for models[, shape]])."""
     shape: str = ""
-    """In `models`, where the function takes one."""
+    """Name of a shape in `models`, for functions that take one."""
     is_optional: bool = False
-    """It runs only where it is named."""
+    """True when the section runs only where --sections names it."""
 
     def work(self, root: Path, shapes: dict[str, str]) -> Callable[[Context], None]:
-        """The function with its arguments; `shapes`: others to take instead."""
+        """The function with its arguments; `shapes` replaces shapes by name."""
         module, _, name = self.function.rpartition(".")
         function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
         arguments: list[Any] = [root]
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 def describe() -> dict[str, Any]:
-    """The machine, for the head of the results."""
+    """Description of the machine for the head of the results."""
     return importlib.import_module("machine").describe_machine()
 
 

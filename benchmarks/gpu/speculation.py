@@ -1,4 +1,4 @@
-"""Speculation on the demo model, grown to a large one that writes the same text: real acceptance at a real size."""
+"""Speculation on the demo model, grown to a large one that writes equal text: real acceptance at a real size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .models import running
 from .report import Context
 
 SIZES = ("--hidden-size", "1024", "--layers", "28", "--intermediate-size", "4864", "--dtype", "bfloat16")
-"""Four times the demo's hidden size, so that no weight is rounded; about 0.5B parameters."""
+"""Sizes of the large model: four times the demo's hidden size, so that no weight is rounded; 0.5B parameters."""
 MODES: dict[str, dict[str, Any] | None] = {
     "off": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
@@ -29,7 +29,7 @@ MODES: dict[str, dict[str, Any] | None] = {
 
 
 def grow(root: Path) -> Path:
-    """The demo model, its drafters and adapters, in a new folder."""
+    """Grow the demo model, its drafters and adapters into a new folder."""
     folder = root / "inflated"
     adapters = [str(path) for path in demo_adapters().values()]
     script = Path(__file__).resolve().parent.parent / "inflate.py"
@@ -42,7 +42,7 @@ def grow(root: Path) -> Path:
 
 
 def demo_folder(context: Context, root: Path) -> dict[str, Path]:
-    """Where the target and its drafters are: the demo's own when it must be quick."""
+    """Folders of the target and its drafters; for a quick run the demo's own."""
     if context.quick:
         return {"base": demo_model_path(), "draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
     folder = grow(root)
@@ -50,7 +50,7 @@ def demo_folder(context: Context, root: Path) -> dict[str, Path]:
 
 
 def measure_speculation(context: Context, root: Path) -> None:
-    """Output tokens a second of every drafter at 1 and 8 requests, and what they accept."""
+    """Measure output tokens a second and the acceptance of every drafter at 1 and 8 requests."""
     folders = demo_folder(context, root)
     tokenizer = load_tokenizer(demo_model_path())
     prompts = [tokenizer.encode(text) for text in DEMO_PROMPTS["base"]]
@@ -87,6 +87,6 @@ def measure_speculation(context: Context, root: Path) -> None:
 
 
 def _counts(engine: Any) -> tuple[int, int]:
-    """Drafts verified, and accepted, so far."""
+    """(verified drafts, accepted drafts) so far."""
     counts = [entry.counts for entry in engine.stats().speculation]
     return sum(c.num_draft_tokens for c in counts), sum(c.num_accepted_tokens for c in counts)

@@ -1,4 +1,4 @@
-"""Times of work on a device, with cold caches, and what the device can do at most: measured, not looked up."""
+"""Times of work on a device with cold caches, and the device's limits: measured, not looked up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outrider.kernels.graphs import CudaGraphs
 from .report import Context
 
 FLUSH_BYTES = 512 << 20
-"""Written before each run: several times any second-level cache, and long enough to hide a launch behind it."""
+"""Bytes written before each run: several times any second-level cache, and long enough to hide a launch."""
 REPEATS = 20
 
 
 class Timer:
-    """Medians of repeated runs."""
+    """Timer of work: medians of repeated runs."""
 
     def __init__(self, device: str, repeats: int = REPEATS) -> None:
         self.device = torch.device(device)
@@ -30,7 +30,7 @@ class Timer:
             self._graphs = CudaGraphs(self.device)
 
     def seconds(self, work: Callable[[], object], *, graph: bool = True) -> float:
-        """Of one run of `work`, after a warm-up and with cold caches.
+        """Seconds of one run of `work`, after a warm-up and with cold caches.
 
         On a GPU as a captured graph, so that launches do not count; without `graph`, where it cannot be captured.
         """
@@ -63,12 +63,12 @@ class Timer:
 
 
 def _tensors(result: object) -> tuple[Tensor, ...]:
-    """What must stay alive of a capture."""
+    """Objects of a capture that must stay alive."""
     return (result,) if isinstance(result, Tensor) else ()
 
 
 def measure_ceilings(context: Context) -> None:
-    """Copy bandwidth (bytes read plus bytes written) and the rate of a bfloat16 matrix product on random data."""
+    """Measure copy bandwidth (bytes read and written) and the rate of a bfloat16 matrix product on random data."""
     timer = Timer(context.device)
     size = 1 << 22 if context.quick else 1 << 31
     source = torch.empty(size, dtype=torch.int8, device=context.device).random_(-128, 127)

@@ -1,4 +1,4 @@
-"""A search for kernel configs within a run's time: what `tools/tune` does, for one model."""
+"""Search for kernel configs within a run's time, with `tools/tune`, for one model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .report import Context
 
 @torch.inference_mode()
 def measure_tuning(context: Context, root: Path, shape: ModelShape) -> None:
-    """Times of defaults and of what was found, shape by shape; the device's file is left in the report's folder."""
+    """Measure defaults and found configs, shape by shape; the device's file stays in the report's folder."""
     if context.device != "cuda":
         context.skip("tune", "kernels of GPUs alone")
         return

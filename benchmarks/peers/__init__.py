@@ -1,1 +1,1 @@
-"""What `compare_peers.py` needs: other engines, each in its own environment, measured side by side."""
+"""Parts of `compare_peers.py`: other engines, each in its own environment, measured side by side."""

@@ -1,4 +1,4 @@
-"""An environment for each peer: made once, kept, and checked before it is used."""
+"""Environments of the peers: made once, kept, and checked before use."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NOT_FOR_VLLM = ("torch", "torchvision", "torchaudio", "torchcodec")
 TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
 WORKER = Path(__file__).with_name("worker.py")
 UNWANTED = ("PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "LD_PRELOAD", "VIRTUAL_ENV")
-"""Beginnings of variables that a worker does not inherit: each engine runs with its own defaults."""
+"""Prefixes of variables that a worker does not inherit, so that each engine runs with its own defaults."""
 
 
 class PeerError(Exception):
-    """A peer cannot be measured; the message says why."""
+    """Error of a peer that cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine's worker is started."""
+    """Start of an engine's worker."""
 
     name: str
     python: Path
@@ -39,26 +39,26 @@ class Engine:
     worker: Path = WORKER
 
     def command(self, models: Path, model: str, mode: str) -> list[str]:
-        """The worker's command line. `-P`: no folder of the checkout shadows a module of the engine."""
+        """Command line of the worker. With `-P` no folder of the checkout shadows a module of the engine."""
         options = ["--models", str(models), "--model", model, "--mode", mode, *self.arguments]
         return [str(self.python), "-P", str(self.worker), "--engine", self.worker_engine or self.name, *options]
 
     def environment(self) -> dict[str, str]:
-        """The worker's environment."""
+        """Environment variables of the worker."""
         return clean_environment() | dict(self.variables)
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what would change how an engine runs, and without the network's model hub."""
+    """Variables of this process without those that change an engine, and without access to the model hub."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(UNWANTED)}
     return kept | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run(command: Sequence[str | Path], what: str) -> None:
-    """Run to the end, quietly.
+    """Run a command to its end, without output.
 
     Raises:
-        PeerError: it failed; with the last line it printed.
+        PeerError: it failed; the message has its last line.
     """
     done = subprocess.run(
         list(map(str, command)), env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
@@ -86,7 +86,7 @@ def _install_openvino(folder: Path) -> None:
 
 
 def _install_vllm(folder: Path) -> None:
-    """The wheel first without, then with what it requires, less what has no build for this torch."""
+    """Install the wheel alone, then its requirements, except those without a build for this torch."""
     from packaging.requirements import Requirement
 
     _tcmalloc()
@@ -119,7 +119,7 @@ def _tcmalloc() -> str:
 
 
 def _preload(folder: Path) -> dict[str, str]:
-    """What vLLM's documentation tells to preload on a CPU: up to 1.7 times as fast as without."""
+    """Libraries to preload on a CPU according to vLLM's documentation: up to 1.7 times as fast."""
     openmp = sorted(folder.rglob("libiomp5.so"))
     if not openmp:
         raise PeerError(f"no libiomp5.so in {folder}")
@@ -128,7 +128,7 @@ def _preload(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine to compare with."""
+    """Engine to compare with."""
 
     install: Callable[[Path], None]
     modules: tuple[str, ...]  # which must be found for the environment to be complete
@@ -147,10 +147,10 @@ PEERS = {
 
 
 def prepare(name: str, envs: Path, say: Callable[[str], None]) -> Engine:
-    """The engine of a peer, its environment `envs/name` made first where it is not there.
+    """Engine of a peer. Its environment `envs/name` is made first if it is missing.
 
     Raises:
-        PeerError: it cannot be made, or lacks something.
+        PeerError: the environment cannot be made, or lacks a module.
     """
     peer, folder = PEERS[name], envs / name
     python = folder / "bin" / "python"
@@ -168,7 +168,7 @@ def prepare(name: str, envs: Path, say: Callable[[str], None]) -> Engine:
 
 
 def _complete(python: Path, modules: Sequence[str]) -> bool:
-    """Whether the modules are installed; they are not imported, which would take long."""
+    """True when the modules are installed. They are not imported, which would take long."""
     if not python.exists():
         return False
     code = "import importlib.util as u, sys; sys.exit(not all(u.find_spec(name) for name in sys.argv[1:]))"
@@ -177,7 +177,7 @@ def _complete(python: Path, modules: Sequence[str]) -> bool:
 
 
 def export_to_openvino(engine: Engine, models: Path, name: str, say: Callable[[str], None]) -> None:
-    """Make `models/openvino/name` where it is not there: no quantisation; fp16 on disk, computed with in bf16.
+    """Make `models/openvino/name` if it is missing: no quantisation, fp16 on disk, computed in bf16.
 
     Raises:
         PeerError: the export failed.

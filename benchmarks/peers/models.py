@@ -1,4 +1,4 @@
-"""The models that are compared on: random weights, fine for speed, meaningless for text and for acceptance."""
+"""Models of the comparison: random weights, right for speed, meaningless for text and acceptance."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .worker import NUM_ADAPTERS
 
 DRAFT = "draft"
 DRAFTED = "small"
-"""The model that `draft` has the vocabulary of."""
+"""Model that shares its vocabulary with `draft`."""
 RANKS = (8, 16)
-"""Of the adapters, in turn."""
+"""Ranks of the adapters, in turn."""
 
 
 def make_missing(folder: Path, names: Sequence[str], with_draft: bool, say: Callable[[str], None]) -> None:
-    """Make what is not there: models of `lora_models.py`, `NAME-lora0` to 7 for each, and `draft` (3M parameters).
+    """Make missing models: those of `lora_models.py`, `NAME-lora0` to 7 for each, and `draft` (3M parameters).
 
-    What is there is used as it is.
+    Existing ones are used unchanged.
     """
     tokenizer = None
     for name in (*names, *([DRAFT] if with_draft else [])):
@@ -47,7 +47,7 @@ def make_missing(folder: Path, names: Sequence[str], with_draft: bool, say: Call
 
 
 def _make_adapters(folder: Path, name: str, say: Callable[[str], None]) -> None:
-    """PEFT folders on all projections, ranks 8 and 16 in turn."""
+    """Write adapters as PEFT folders on all projections, with ranks 8 and 16 in turn."""
     for i in range(NUM_ADAPTERS):
         adapter = folder / f"{name}-lora{i}"
         if not (adapter / "adapter_config.json").is_file():

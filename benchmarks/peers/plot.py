@@ -1,4 +1,4 @@
-"""One picture of a comparison: for each model all engines' rates, and below how many times as fast Outrider is."""
+"""One picture of a comparison: for each model the rates of all engines, and below the ratios of Outrider's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .report import ADAPTIVE, NOTE, OURS, is_ours, present
 _COLORS = {OURS: "#c8442f", ADAPTIVE: "#e39a6b", "vllm": "#3b6ea5", "transformers": "#c9a25a", "openvino": "#3f9b6d"}
 _OTHERS = ("#7a5c99", "#808080", "#404040")
 _WIDTH = 0.8
-"""Of all bars of one number of requests together."""
+"""Width of all bars of one number of requests together."""
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
@@ -58,8 +58,8 @@ def _patch(color: str) -> Any:
 
 
 def _bars(axis: Any, rows: list[dict[str, Any]], by: str, value: str, colors: dict[str, str]) -> None:
-    """Groups of bars, one a number of requests, with figures; dots are the rounds. Rates span orders of magnitude, so
-    each group is drawn relative to its highest; ratios share one scale."""
+    """Draw a group of bars with figures for each number of requests; dots are the rounds. Rates span orders of
+    magnitude, so each group is drawn relative to its highest; ratios share one scale."""
     axis.spines[["top", "right"]].set_visible(False)
     if not rows:
         axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="#808080")

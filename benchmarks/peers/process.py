@@ -1,4 +1,4 @@
-"""A worker process as the driver sees it: started, asked, and stopped while others have their turn."""
+"""Worker processes on the driver's side: started, asked, and stopped while others run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SETTLE_SECONDS = 0.05
 
 
 class WorkerError(Exception):
-    """A worker failed, ended or did not answer; the message says which."""
+    """Error of a worker that failed, ended or did not answer; the message says which."""
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all it started that still run, parents first."""
+    """Ids of a process and of its running descendants, parents first."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -34,7 +34,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def peak_rss(pid: int) -> int:
-    """Most resident memory that a process has had so far, in bytes; 0 when it has ended."""
+    """Peak of a process's resident memory so far, in bytes; 0 when it has ended."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -43,8 +43,8 @@ def peak_rss(pid: int) -> int:
 
 
 class Worker:
-    """One engine with one model in one mode. Between questions all its processes are stopped (SIGSTOP), so that an
-    engine whose idle threads spin (vLLM's do, on one core) takes nothing from the others."""
+    """Worker: one engine with one model in one mode. Between questions all its processes are stopped (SIGSTOP), so that
+    an engine whose idle threads spin (vLLM's do, on one core) takes nothing from the others."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, timeout: float) -> None:
         """Start it and wait until it is ready; `log` gets what it prints.
@@ -77,10 +77,10 @@ class Worker:
             raise
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; it computes only while this call lasts.
+        """Ask for a round; returns the answer. The worker computes only during this call.
 
         Raises:
-            WorkerError: it failed; it cannot be asked again.
+            WorkerError: it failed and cannot be asked again.
         """
         self._signal(signal.SIGCONT)
         try:
@@ -97,11 +97,11 @@ class Worker:
 
     @property
     def peak_bytes(self) -> int:
-        """Sum of its processes' peaks of resident memory, up to the last answer; shared pages count in each."""
+        """Sum of the peaks of resident memory of its processes, up to the last answer; shared pages count in each."""
         return sum(self._peaks.values())
 
     def close(self) -> None:
-        """End all its processes."""
+        """Kill all its processes."""
         pids = descendants(self._process.pid) if self._process.poll() is None else []
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -118,10 +118,10 @@ class Worker:
                 os.kill(pid, number)
 
     def _read(self) -> dict[str, Any]:
-        """The next answer.
+        """Wait for the next answer.
 
         Raises:
-            WorkerError: none came, or one that says what failed.
+            WorkerError: no answer came, or an error came.
         """
         for line in self._lines(time.monotonic() + self._timeout):
             answer: dict[str, Any] = json.loads(line)

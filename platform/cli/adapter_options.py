@@ -1,4 +1,4 @@
-"""The server's options about adapters: which are served, where others come from, and who may load them."""
+"""Options of `outrider serve` for adapters: the served ones, the sources of others, and who may load them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from ..client.adapter_sources import SourceOptions
+from ..client.adapters.sources import SourceOptions
 from ..core.compat.foreign_options import check_foreign
 from ..core.compat.vllm_python import LORA
 from ..core.errors import InvalidRequestError
@@ -163,7 +163,7 @@ def lora_modules(namespace: argparse.Namespace) -> dict[str, LoraModule]:
 
 
 def enable_lora(namespace: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Switch LoRA on when an option says where adapters are.
+    """Switch LoRA on when an option names adapters or a source of them.
 
     Raises:
         InvalidRequestError: it has been switched off.

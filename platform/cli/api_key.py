@@ -1,4 +1,4 @@
-"""API keys on the command line: what one may look like, as it travels in an HTTP header, and where they come from."""
+"""API keys on the command line: their form, which an HTTP header must be able to carry, and their sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ADMIN_API_KEY_VARIABLE = "OUTRIDER_ADMIN_API_KEY"
 
 
 def key_problem(key: str) -> str:
-    """Why no client could send `key`; "" for a good one. The key itself is never repeated."""
+    """Reason why no client could send `key`; "" for a good one. The reason never repeats the key."""
     if not (key.isascii() and (key.isprintable() or not key)):
         return "a key must be printable ASCII: clients send it in an HTTP header"
     if key != key.strip():
@@ -21,7 +21,7 @@ def key_problem(key: str) -> str:
 
 
 def key(text: str) -> str:
-    """An argparse type."""
+    """Parse an API key: an argparse type."""
     problem = key_problem(text) if text.strip() else "must not be empty"
     if problem:
         raise argparse.ArgumentTypeError(problem)
@@ -29,10 +29,10 @@ def key(text: str) -> str:
 
 
 def given_keys(keys: list[str] | None, variable: str, option: str) -> tuple[str, ...]:
-    """The keys of an option, else that of an environment variable, else none.
+    """The keys of an option, else the key of an environment variable, else none.
 
     Raises:
-        InvalidRequestError: nobody could send the variable's.
+        InvalidRequestError: no client could send the variable's key.
     """
     if keys:
         return tuple(keys)

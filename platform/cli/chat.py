@@ -47,23 +47,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 class Screen(Protocol):
-    """Where the conversation is shown."""
+    """Output of a conversation."""
 
     def say(self, text: str) -> None:
-        """A line from the program."""
+        """Show a line from the program."""
 
     def fail(self, text: str) -> None:
-        """An error."""
+        """Show an error."""
 
     def piece(self, text: str) -> None:
-        """A piece of an answer, as it comes."""
+        """Show a piece of an answer as it comes."""
 
     def end(self, stats: str) -> None:
-        """The answer is over."""
+        """End the answer."""
 
 
 class Conversation:
-    """The state of a chat: which model, and what was said."""
+    """State of a chat: the model and the messages."""
 
     def __init__(self, client: ChatClient, screen: Screen, options: dict[str, Any]) -> None:
         self._client = client
@@ -87,12 +87,12 @@ class Conversation:
         self.model = name
 
     def set_system(self, text: str) -> None:
-        """A new system prompt begins a new conversation."""
+        """Set the system prompt and begin a new conversation."""
         self._system = text
         self._messages.clear()
 
     def handle(self, line: str) -> bool:
-        """Obey a command or send a message; False when the user wants to leave."""
+        """Run a command or send a message; False when the user wants to leave."""
         line = line.strip()
         if not line:
             return True
@@ -129,7 +129,7 @@ class Conversation:
             self.failures += 1
 
     def _ask(self, text: str) -> None:
-        """Send a message and show the answer. A failed one leaves no trace; a stopped one keeps what has come."""
+        """Send a message and show the answer. A failed answer leaves no trace; a stopped one keeps its text so far."""
         self._messages.append({"role": "user", "content": text})
         system = [{"role": "system", "content": self._system}] if self._system else []
         pieces: list[str] = []
@@ -157,7 +157,7 @@ class Conversation:
 
 
 class PlainScreen:
-    """For pipes: answers on standard output, everything else on standard error."""
+    """Screen for pipes: answers on standard output, everything else on standard error."""
 
     def say(self, text: str) -> None:
         """See Screen."""
@@ -178,7 +178,7 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """For people."""
+    """Screen for people, with colours and formatted text."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -231,14 +231,14 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _be_lenient(*streams: TextIO) -> None:
-    """What cannot be decoded or shown becomes a question mark."""
+    """Replace bytes that cannot be decoded or shown by question marks."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):  # not one that a test has put there
             stream.reconfigure(errors="replace")
 
 
 def _text(argument: str) -> str:
-    """An argument of the command line without the surrogates that stand for bytes that are no text."""
+    """An argument of the command line without surrogates, which stand for bytes that are no text."""
     return argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -247,7 +247,7 @@ def _piped_lines() -> Iterable[str]:
 
 
 def _typed_lines(conversation: Conversation) -> Iterator[str]:
-    """Lines that a person types, with history and completion of commands."""
+    """Iterator over the lines that a person types, with history and completion of commands."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory

@@ -1,4 +1,4 @@
-"""A small HTTP client of the chat API, for the terminal."""
+"""Small HTTP client of the chat API, for the terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NOT_OURS = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class UnreachableError(OutriderError):
-    """No server answers, or it went away in the middle of an answer."""
+    """Error when no server answers, or when it goes away in the middle of an answer."""
 
     type = "UnreachableError"
 
 
 @dataclass(slots=True)
 class AnswerStats:
-    """How an answer came; complete once its text has been read to the end."""
+    """Statistics of an answer; complete once its text has been read to the end."""
 
     num_tokens: int = 0
     seconds_to_first: float = 0.0
@@ -34,7 +34,7 @@ class AnswerStats:
     finish_reason: str | None = None
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line of text for people."""
         parts = [f"{self.num_tokens} tokens"]
         if self.seconds > 0 and self.num_tokens:
             parts.append(f"{self.num_tokens / self.seconds:.0f} tokens/s")
@@ -47,13 +47,13 @@ class AnswerStats:
 
 
 class ChatClient:
-    """Talks to one server; a context manager."""
+    """Client of one server; a context manager."""
 
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/").removesuffix("/v1")
         self.stats = AnswerStats()
-        """Of the latest answer."""
+        """Statistics of the latest answer."""
         timeout = httpx.Timeout(10.0, read=None)
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
@@ -84,7 +84,7 @@ class ChatClient:
             raise self._not_ours() from error
 
     def stream(self, model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
-        """The pieces of the answer's text; fills `stats`. Closing the iterator stops the generation on the server.
+        """Pieces of the answer's text; fills `stats`. Closing the iterator stops the generation on the server.
 
         Raises:
             OutriderError: as in `models`; also in the middle of the answer.
@@ -131,7 +131,7 @@ def _read_totals(stats: AnswerStats, chunk: dict[str, Any]) -> None:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events."""
+    """JSON objects of a stream of server-sent events."""
     for line in response.iter_lines():
         if not line.startswith("data: "):
             continue

@@ -17,7 +17,7 @@ _FLAG = "--config"
 
 
 def with_config_file(parser: Parser, arguments: Sequence[str]) -> list[str]:
-    """Add the options of the file that `arguments` name, except those that `arguments` have themselves."""
+    """Add the options of the file that `arguments` name. Options that are among `arguments` win."""
     rest, file = _without_file(arguments)
     if file is None:
         return rest
@@ -69,7 +69,7 @@ def _read(parser: Parser, file: str) -> Mapping[str, Any]:
 
 
 def _arguments(parser: Parser, flag: str, value: Any) -> Iterator[str]:
-    """Arguments of a command line for one option of the file."""
+    """Arguments of the command line for one option of the file."""
     if value is None:
         return
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The engine's options on the command line: one flag for each field of EngineArgs."""
+"""Options of the engine: one flag for each field of EngineArgs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHOICES = {
     "load_format": ("auto", "dummy", *VALUES["load_format"]),
 }
 _NO_FLAG = {"model", "served_model_name"}
-"""`model` is the command's argument; the server may have several names and has a flag of its own."""
+"""Fields without a flag here: `model` is the command's argument, and the served names have a flag of the server."""
 
 # group -> option -> what it does. An option that is not listed here gets a flag too, without a text.
 GROUPS: dict[str, dict[str, str]] = {
@@ -94,7 +94,7 @@ _OTHER = "other engine options"
 
 
 def flag(option: str) -> str:
-    """max_model_len -> "--max-model-len"."""
+    """The flag of a field: "--max-model-len" for max_model_len."""
     return "--" + option.replace("_", "-")
 
 
@@ -138,7 +138,7 @@ def memory(text: str) -> int:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
-    """Add the flags, in groups (returned by title). Those that are not given stay out of the namespace."""
+    """Add the flags in groups, which are returned by title. The namespace has only the given ones."""
     groups = {}
     listed = {option for options in GROUPS.values() for option in options}
     others = {f.name: "" for f in dataclasses.fields(EngineArgs) if f.name not in listed | _NO_FLAG}
@@ -173,7 +173,7 @@ def _add_option(group: argparse._ArgumentGroup, option: str, hint: Any, text: st
 
 
 def _plain_type(hint: Any) -> type:
-    """int | None -> int; dict[str, Any] | None -> dict; int | str | None -> str, which says both."""
+    """The type of a flag: int for `int | None`, dict for `dict[str, Any] | None`, str for `int | str | None`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hints = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         hint = str if str in hints else hints[0]
@@ -183,6 +183,6 @@ def _plain_type(hint: Any) -> type:
 
 
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The options of EngineArgs that the command line names, with their values."""
+    """Options of EngineArgs that the command line gives, with their values."""
     fields: Iterable[str] = (f.name for f in dataclasses.fields(EngineArgs) if f.name not in _NO_FLAG)
     return {name: getattr(namespace, name) for name in fields if hasattr(namespace, name)}

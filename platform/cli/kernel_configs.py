@@ -1,4 +1,4 @@
-"""The option that names tuned configs of the GPU kernels."""
+"""The option --kernel-configs: tuned launch configs of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_kernel_configs_option(group: argparse._ArgumentGroup) -> None:
 
 
 def use_kernel_configs(namespace: argparse.Namespace) -> None:
-    """Let the engine's process find what is named: it inherits the variable.
+    """Pass the named configs on to the engine's process, which inherits an environment variable.
 
     Raises:
         InvalidRequestError: a file cannot be used; the message names it and the field.

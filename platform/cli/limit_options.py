@@ -1,4 +1,4 @@
-"""Options of `outrider serve` that bound what clients and faults may cost."""
+"""Options of `outrider serve` that limit the cost of clients and faults."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def limits(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `ServerConfig` that these flags set."""
+    """Fields of `ServerConfig` that these flags set."""
     given = {name: getattr(namespace, name) for name in _OPTIONS}
     return given | {"cors_origins": tuple(namespace.cors_origin or ())}
 
@@ -76,7 +76,7 @@ def _positive(text: str) -> int:
 
 
 def _origins(text: str) -> list[str]:
-    """An argparse type: origins in the form that browsers send; any other form would never match."""
+    """Parse origins: an argparse type. Only the form that browsers send can match."""
     try:
         origins = json.loads(text) if text.startswith("[") else [text]
     except ValueError as error:
@@ -90,7 +90,7 @@ def _origins(text: str) -> list[str]:
 
 
 def seconds_above(least: float) -> Callable[[str], float]:
-    """An argparse type: seconds, more than `least`, not infinite; none are negative."""
+    """Make an argparse type of seconds: finite, not negative, and more than `least`."""
 
     def parse(text: str) -> float:
         try:

@@ -18,7 +18,7 @@ from .parser import Parser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; a parsed namespace has `run`, which takes it and returns the exit status."""
+    """Parser of all commands. A parsed namespace has `run`, which takes the namespace and returns the exit status."""
     parser = Parser(prog="outrider", description="Speculative decoding and multi-tenant LoRA serving that compose.")
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     parser.set_defaults(run=_show_help)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"outrider: error: {error.message}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The interpreter flushes what is left at its end, and must find somebody to take it.
+        # The interpreter flushes standard output at its end, and needs a file that takes the rest.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print("outrider: error: nobody reads the output any more", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Names of the base model in the API: the one that is shown, and the others that requests may use for it."""
+"""Names of the base model in the API: the shown name, and its aliases in requests."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class ModelNames(NamedTuple):
     """All names of the base model."""
 
     shown: tuple[str, ...]
-    """The names in `/v1/models`; the first is the one in answers to requests that name none."""
+    """Names in `/v1/models`. Answers to requests without a name have the first."""
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
 
 
 def names_of_model(model: str) -> ModelNames:
-    """The names of a folder or hub id that the server was started with.
+    """Names of a model, from the folder or hub id that the server was started with.
 
-    Shown is the last part of the hub id, or of the path as it was written: the name of a link and not that of its
-    target. Aliases are the model as it was given, with and without a slash at its end, its absolute and its resolved
-    path, and the hub id of a snapshot in the hub's cache.
+    The shown name is the last part of the hub id or of the given path; for a link it is the link's name. Aliases are
+    the given model with and without a slash at its end, its absolute and its resolved path, and the hub id of a
+    snapshot in the hub's cache.
     """
     path = Path(model).expanduser()
     if not path.is_dir():

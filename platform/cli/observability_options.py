@@ -1,4 +1,4 @@
-"""Options of `outrider serve` about what it tells its operators: logs, metrics, traces."""
+"""Options of `outrider serve` for logs, metrics and traces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_observability_options(parser: argparse.ArgumentParser) -> None:
 
 
 def observability(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `ServerConfig` that these flags set.
+    """Fields of `ServerConfig` that these flags set.
 
     Raises:
         InvalidRequestError: a package that one of them needs is missing.

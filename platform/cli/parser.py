@@ -1,4 +1,4 @@
-"""The parser of every command: argparse that also takes vLLM's spellings, and that suggests what was meant."""
+"""The parser of every command: argparse with vLLM's spellings and with suggestions for unknown options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY_OF_JSON = re.compile(r"(?P<flag>--[^.=]+)\.(?P<path>[^=]+)(?:=(?P<value>.*)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with these rules beside argparse's:
+    """Parser with these rules beside argparse's:
 
     - Underscores stand for dashes in the names of options.
     - `ALIASES` are taken where the option that they mean exists; a number may follow at once, as in `-O3`.
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def knows(self, flag: str) -> bool:
-        """Report if there is an option of that name."""
+        """True when there is an option of that name."""
         return flag in self._option_string_actions
 
     @property
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         return [*shown, *(flag for flag, own in ALIASES.items() if self.knows(own))]
 
     def action_of(self, flag: str) -> argparse.Action | None:
-        """The option of that name."""
+        """The option of that name, if there is one."""
         return self._option_string_actions.get(flag)
 
     def in_own_spelling(self, argument: str) -> str:
@@ -140,7 +140,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def _refuse(self, parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-        """End with the usage of the command that was given the unknown arguments."""
+        """Exit with the usage of the command that got the unknown arguments."""
         hint = ""
         if isinstance(parser, Parser):
             options = (text.partition("=")[0] for text in unknown if text.startswith("-"))
@@ -154,7 +154,7 @@ def _opposite(flag: str) -> str:
 
 
 def plain(text: str) -> Any:
-    """An argparse type: the value of JSON text; other text as it is; None for "None" and ""."""
+    """Parse a value: an argparse type. JSON text becomes its value, "None" and "" become None, other text stays."""
     if text in ("None", ""):
         return None
     try:

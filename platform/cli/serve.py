@@ -1,4 +1,4 @@
-"""`outrider serve`."""
+"""`outrider serve`: its options, and the start of the server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..client.chat_template import TAKEN_VARIABLES
+from ..client.text.chat_template import TAKEN_VARIABLES
 from ..core.config import EngineArgs, check_args
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.speculative_config import parse_speculative
@@ -141,7 +141,7 @@ def _not_empty(text: str) -> str:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Serve until told to stop; returns the exit status."""
+    """Serve until a signal stops the server; returns the exit status."""
     try:
         args, config = resolve(namespace)
         use_kernel_configs(namespace)
@@ -159,7 +159,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _option_of(error: OutriderError, args: EngineArgs) -> str | None:
-    """The option that an error found while the engine starts is about, if any."""
+    """The option that caused an error at the start of the engine, if any."""
     param = (error.param or "").partition(".")[0].partition("[")[0]
     if param == "model":  # other folders are read by the same functions
         draft = (args.speculative_config or {}).get("model")
@@ -173,12 +173,12 @@ def _option_of(error: OutriderError, args: EngineArgs) -> str | None:
 
 
 def resolve(namespace: argparse.Namespace) -> tuple[EngineArgs, ServerConfig]:
-    """The engine's and the server's options, with the demo model's defaults filled in.
+    """Options of the engine and the server, with the demo model's defaults filled in.
 
     Raises:
         InvalidRequestError: an option is wrong whatever the model; `param` names it.
     """
-    from ..client.demo import apply_demo_defaults, is_demo
+    from ..client.demo_defaults import apply_demo_defaults, is_demo
 
     given = given_options(namespace)
     ignored = flags_without_effect(namespace, given.get("speculative_config"))
@@ -217,7 +217,7 @@ def _model_names(namespace: argparse.Namespace, args: EngineArgs, demo: bool) ->
 
 
 def _chat_template(text: str | None) -> str | None:
-    """The template in a file, or `text` itself where it has braces."""
+    """The template in the file `text`; `text` itself when it has braces."""
     if text is None or "{" in text:
         return text
     try:

@@ -1,4 +1,4 @@
-"""The server's options about tenants, and the address of their database, which `outrider admin` takes too."""
+"""Options of `outrider serve` for tenants, and their database's address, which `outrider admin` takes too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_tenancy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def journal_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `ServerConfig` that the journal's flags set."""
+    """Fields of `ServerConfig` that the journal's flags set."""
     return {"journal": namespace.journal or None, "journal_max_bytes": namespace.journal_max_bytes}
 
 
@@ -51,10 +51,10 @@ def _journal_bytes(text: str) -> int:
 
 
 def given_database(namespace: argparse.Namespace) -> str | None:
-    """The address that `--database`, else the variable, names; None for neither.
+    """The address from `--database`, else from the environment variable; None without both.
 
     Raises:
-        InvalidRequestError: it is none, or what it takes is not installed.
+        InvalidRequestError: it is no address, or a package that it needs is not installed.
     """
     address: str | None = namespace.database or os.environ.get(DATABASE_VARIABLE, "").strip() or None
     if address is not None:

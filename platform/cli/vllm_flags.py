@@ -1,4 +1,4 @@
-"""Flags of `core.vllm_options`, which `outrider serve` takes and then ignores or refuses."""
+"""vLLM's flags of `core.vllm_options`, which `outrider serve` accepts and then ignores or refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TABLE = {**ENGINE, **SERVER}
 
 
 def add_vllm_flags(parser: Parser) -> None:
-    """Add the flags that the parser does not have yet, hidden in its help; called after all others are there."""
+    """Add the flags that the parser does not have yet, hidden in its help. Call this after all other flags."""
     for name, option in _TABLE.items():
         if parser.knows(flag(name)) or flag(name) in ALIASES:
             continue
@@ -27,10 +27,10 @@ def add_vllm_flags(parser: Parser) -> None:
 
 
 def flags_without_effect(namespace: argparse.Namespace, speculative_config: object) -> dict[str, str]:
-    """Names of the flags that were given and change nothing, with the reason.
+    """Given flags that change nothing, by name, with the reason.
 
     Raises:
-        InvalidRequestError: a flag would change something; `param` names it.
+        InvalidRequestError: a flag would change the behaviour; `param` names it.
     """
     given = {name: getattr(namespace, name) for name in _TABLE if hasattr(namespace, name)}
     return without_effect(given, _TABLE, speculative_config)

@@ -22,18 +22,18 @@ from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
-from .adapter_client import AdapterClient
-from .adapter_sources import AdapterSources
-from .adapters import AnyLoRA, resolve_lora
+from .adapters.client_adapters import AdapterClient
+from .adapters.sources import AdapterSources
+from .adapters.spelling import AnyLoRA, resolve_lora
 from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
-from .event_loops import Done, in_event_loop, run_in
 from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id, is_long, text_of
-from .ipc import Abort, Add
-from .news import News
 from .output_processor import OutputProcessor, RequestState
+from .process.event_loops import Done, in_event_loop, run_in
+from .process.ipc import Abort, Add
+from .process.supervisor import Callbacks, EngineSpec, Supervisor
 from .sampling_defaults import SamplingDefaults
 from .shared_prefixes import SharedPrefixes
-from .supervisor import Callbacks, EngineSpec, Supervisor
+from .stream_pacing import News
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ..core.config import EngineArgs
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.suggestions import did_you_mean
-from .demo import apply_demo_defaults, is_demo
+from .demo_defaults import apply_demo_defaults, is_demo
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,8 @@ from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
-from .adapter_sources import AdapterSources
-from .adapter_templates import adapter_chat_template
-from .adapters import AnyLoRA, lora_of_each, resolve_lora
-from .chat_template import ChatOptions
+from .adapters.sources import AdapterSources
+from .adapters.spelling import AnyLoRA, lora_of_each, resolve_lora
 from .engine_factory import (
     DEFAULT_ENGINE,
     Engine,
@@ -37,6 +35,8 @@ from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
 from .sampling_defaults import SamplingDefaults
+from .text.adapter_templates import adapter_chat_template
+from .text.chat_template import ChatOptions
 
 T = TypeVar("T")
 

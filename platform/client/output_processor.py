@@ -15,8 +15,8 @@ from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .detokenizer import IncrementalDetokenizer, has_text_before
-from .vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
+from .text.detokenizer import IncrementalDetokenizer, has_text_before
+from .text.vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ class SequenceState:
         self.request_id = request.request_id
         self.token_ids: list[int] = []
         self.drafted: list[bool] = []
-        """Aligned with `token_ids`."""
+        self.rejected_drafts: list[int] = []
+        """Both aligned with `token_ids`, as in `CompletionOutput`."""
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.finish_reason: str | None = None
@@ -64,6 +65,8 @@ class SequenceState:
         self.token_ids.extend(token_ids)
         num_accepted = min(delta.num_accepted, len(token_ids))
         self.drafted += [True] * num_accepted + [False] * (len(token_ids) - num_accepted)
+        if token_ids:
+            self.rejected_drafts += [0] * (len(token_ids) - 1) + [delta.num_draft_tokens - delta.num_accepted]
         if self.logprobs is not None and delta.logprobs is not None:
             positions, texts = delta.logprobs[: len(token_ids)], self._texts
             for i, position in enumerate(positions, 1 - len(positions)):
@@ -111,6 +114,7 @@ class SequenceState:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             drafted=self.drafted[first_token:],
+            rejected_drafts=self.rejected_drafts[first_token:],
         )
         self._taken_tokens, self._taken_chars, self._changed = len(self.token_ids), num_chars, False
         return output

@@ -20,7 +20,7 @@ from ...models.checkpoint.generation_config import (
 )
 from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA, LoRARequest
-from .adapter_sources import AdapterSources
+from .adapters.sources import AdapterSources
 
 
 class SamplingDefaults:

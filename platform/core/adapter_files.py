@@ -1,4 +1,4 @@
-"""The files of an adapter's folder, and their digest, by which servers agree on them."""
+"""Files of an adapter's folder, and their digest, by which servers agree on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = (CONFIG_FILE, *WEIGHT_FILES)
-"""The files of a folder that are read: of the weights the first that is there."""
+"""Files of a folder that are read: the configuration, and the first weights file that exists."""
 _PIECE = 1 << 18
 """Bytes that are digested at once, some 200 microseconds of work."""
 

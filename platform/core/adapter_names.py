@@ -1,4 +1,4 @@
-"""What the engine calls the adapters of tenants.
+"""Engine names of tenants' adapters.
 
 Two tenants may each have an adapter "support", and neither may reach the other's, so the engine knows a tenant's own
 adapter by a name that nobody can spell: the tenant's between two marks, then its own. The mark is a control

@@ -20,7 +20,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 _ACTIVATION_RESERVE = 1 << 30
 _GRAPH_RESERVE = 512 << 20
-"""For captured graphs: 4 MiB, the driver's and their own, for each of the most that there may be. Not measured yet."""
+"""Memory reserved for captured graphs: 4 MiB (the driver's and the graph's own) for each of the most that there may be.
+An estimate that has not been measured yet."""
 POLICIES = ("fcfs", "priority", "fair")
 
 
@@ -48,11 +49,11 @@ class EngineArgs:
     """"auto", or "dummy" for random weights."""
     seed: int = 0
     max_model_len: int | None = None
-    """Tokens, also as "4k" (4000) or "4K" (4096); None, "auto" or -1: the model's."""
+    """Context length in tokens, also as "4k" (4000) or "4K" (4096); None, "auto" or -1: the model's."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_logprobs: int = 20
-    """-1: the whole vocabulary."""
+    """Largest number of log-probabilities at a position; -1: the whole vocabulary."""
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, on any device."""
@@ -68,7 +69,7 @@ class EngineArgs:
     prefill."""
     scheduling_policy: str = "fcfs"
     fair_prompt_cost: float = 1.0
-    """Costs of the fair policy, this and the next two: see `FairConfig`."""
+    """Price of the fair policy, as are the next two: see `FairConfig`."""
     fair_output_cost: float = 2.0
     fair_rejected_draft_cost: float = 1.0
     max_num_queued_reqs: int | None = None
@@ -95,22 +96,22 @@ class EngineArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What `resolve` needs to know of a model; read from its config.json."""
+    """Facts about a model that `resolve` uses, read from its config.json."""
 
     path: str
     architecture: str
     dtype: str
-    """As stored: "float32", "bfloat16" or "float16"."""
+    """Data type of the stored weights: "float32", "bfloat16" or "float16"."""
     vocab_size: int
     max_position_embeddings: int
     """Context length in tokens, with the rope scaling."""
     kv_bytes_per_token: int
-    """All layers, target and proposer, keys and values, in the dtypes that they will have."""
+    """Bytes of one token's keys and values in all layers, of target and proposer, in their data types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What `resolve` needs to know of the machine."""
+    """Facts about the machine that `resolve` uses."""
 
     device: str
     """"cpu" or "cuda"."""
@@ -118,7 +119,7 @@ class Hardware:
     total_memory_bytes: int
     num_threads: int = 1
     has_float8: bool = True
-    """Whether kernels read float8 there: of GPUs, from compute capability 8.9 on."""
+    """True when the kernels can read float8 on this device: a CPU, or a GPU of compute capability 8.9 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +135,14 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairConfig:
-    """What the fair policy charges a tenant for, in any unit: only ratios matter."""
+    """Prices of the fair policy, in any unit: only their ratios matter."""
 
     prompt_cost: float = 1.0
-    """A prompt token that the prefix cache does not have, when its request first starts."""
+    """Price of a prompt token that the prefix cache does not have, when its request first starts."""
     output_cost: float = 2.0
-    """A token emitted."""
+    """Price of an output token."""
     rejected_draft_cost: float = 1.0
-    """A draft verified in vain. It is computed as a prompt token is, beside others of its sequence."""
+    """Price of a rejected draft. It is computed as a prompt token is, beside others of its sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,22 +161,23 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Adapters: how many run at once, and what the device and the host keep of them."""
+    """Limits on adapters that run, and on those that the device and the host keep."""
 
     max_loras: int
-    """Most distinct adapters that run at once. Those that nobody runs stay on the device while its rows last."""
+    """Largest number of distinct adapters that run at once. An adapter that nobody runs stays on the device while there
+    are rows."""
     max_cpu_loras: int
-    """Most adapters in host memory. What is on the device is also there."""
+    """Largest number of adapters in host memory; those on the device are also there."""
     max_lora_rank: int
     memory_bytes: int | None = None
-    """For rank rows on the device; None: `max_loras * max_lora_rank` rows."""
+    """Device memory for rank rows; None: `max_loras * max_lora_rank` rows."""
     max_cpu_bytes: int | None = None
-    """For adapters in host memory; None: as many as `max_cpu_loras` allows."""
+    """Host memory for adapters, in bytes; None: as many as `max_cpu_loras` allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine is built from."""
+    """Complete configuration of an engine."""
 
     model: str
     dtype: str
@@ -189,9 +191,9 @@ class EngineConfig:
     speculative: SpeculativeConfig | None
     batch_invariant: bool = False
     enforce_eager: bool = False
-    """Whether nothing is captured in graphs."""
+    """True when nothing is captured in graphs."""
     async_scheduling: bool = False
-    """Whether a step is launched before the one before it has ended."""
+    """True when a step is launched before the one before it has ended."""
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -200,7 +202,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _check_types(args: EngineArgs) -> None:
-    """Refuse values that no model and no machine make right."""
+    """Refuse values that are wrong for every model and machine."""
     for name in _TEXTS:
         if getattr(args, name) is not None:
             check_text(name, getattr(args, name))
@@ -286,8 +288,8 @@ def _bytes(name: str, value: int | str | None) -> int | None:
 
 
 def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
-    """Bytes for the KV cache of what is free when weights and adapters are in place: on a GPU all but the share that is
-    not ours and a reserve for activations and captured graphs, on a CPU a quarter, 4 GiB at most."""
+    """Bytes for the KV cache when weights and adapters are in place. On a GPU: the free memory without the share that
+    is not ours and a reserve for activations and captured graphs. On a CPU: a quarter, 4 GiB at most."""
     if hardware.device == "cpu":
         return min(hardware.free_memory_bytes // 4, 4 << 30)
     not_ours = int(hardware.total_memory_bytes * (1.0 - args.gpu_memory_utilization))

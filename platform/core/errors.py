@@ -20,7 +20,7 @@ class ErrorInfo:
 
 
 class OutriderError(Exception):
-    """Base of all errors that users are meant to see."""
+    """Base class of the errors that users see."""
 
     type: ClassVar[str] = "InternalServerError"
     status: ClassVar[int] = 500
@@ -53,7 +53,8 @@ class PromptTooLongError(InvalidRequestError):
     def of(
         cls, limit: int, num_prompt: int, max_tokens: int = 1, *, param: str, prompt: str = "prompt", of: str = ""
     ) -> PromptTooLongError:
-        """In OpenAI's words, by which gateways know to shorten a conversation or to choose another model.
+        """Make the error with OpenAI's sentence, by which gateways know to shorten a conversation or to choose another
+        model.
 
         Args:
             prompt: what the client calls it, "messages" in a chat.
@@ -164,23 +165,7 @@ class UnsupportedModelError(OutriderError, ValueError):
 
 
 _BY_TYPE: dict[str, type[OutriderError]] = {
-    cls.type: cls
-    for cls in (
-        OutriderError,
-        InvalidRequestError,
-        PromptTooLongError,
-        InvalidUserInputError,
-        AdapterError,
-        NotFoundError,
-        AuthenticationError,
-        PermissionDeniedError,
-        AdapterSourceError,
-        RateLimitError,
-        OverloadedError,
-        EngineDeadError,
-        ShuttingDownError,
-        UnsupportedModelError,
-    )
+    cls.type: cls for cls in [*globals().values()] if isinstance(cls, type) and issubclass(cls, OutriderError)
 }
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 OTHER = "other"
-"""Stands for all names beyond the bound."""
+"""Label of all names beyond the bound."""
 DEFAULT_TENANT = "default"
-"""Stands for no tenant."""
+"""Label of requests without a tenant."""
 MAX_TENANTS = 100
 """Tenants with a label value of their own."""
 MAX_ADAPTERS = 200
-"""Adapters with one, loaded or not: each has some 70 series for its requests alone."""
+"""Adapters with a label value of their own, loaded or not: each has some 70 series for its requests alone."""
 MAX_MIXES = 50
-"""Sets of adapters with one, which requests mix."""
+"""Mixes of adapters with a label value of their own."""
 
 
 class LabelValues:
-    """The first `limit` different names keep theirs, for good: a counter that moved between labels would fall."""
+    """Label values: the first `limit` names keep theirs for good, since a counter that moved between labels would
+    fall."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -32,12 +33,13 @@ class LabelValues:
 
 
 class AdapterLabels:
-    """Labels of requests' adapters. Those of mixes, "a+b", have a bound of their own: any client may think of new ones,
-    and the adapters that an admin loads later keep their names."""
+    """Labels of requests' adapters. Mixes ("a+b") have a bound of their own: any client may invent new ones, and the
+    adapters that an admin loads later keep their names."""
 
     def __init__(self, max_adapters: int = MAX_ADAPTERS, max_mixes: int = MAX_MIXES) -> None:
         self._adapters, self._mixes = LabelValues(max_adapters), LabelValues(max_mixes)
 
     def __call__(self, label: str) -> str:
-        """As for `LabelValues`. An adapter with a plus in its name counts as a mix, which changes no count."""
+        """`label`, or `OTHER` when there are too many. An adapter with a plus in its name counts as a mix, which
+        changes no count."""
         return (self._mixes if "+" in label else self._adapters)(label)

@@ -1,4 +1,4 @@
-"""What the processes of a server write to their logs: lines for people, or one JSON object a line.
+"""Log lines of a server's processes: text for people, or one JSON object a line.
 
 No text of a prompt or an answer gets in, unless the operator asks for it: while a request is being answered, an
 exception's own message, which may quote it, is left out of the traceback.
@@ -22,10 +22,10 @@ LogFormat: TypeAlias = Literal["text", "json"]
 FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
 REQUEST_LOGGER = "outrider.requests"
-"""Of the line that each request gets."""
+"""Logger of the line that each request gets."""
 
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
-"""Of the HTTP request that the running code answers; "" for none."""
+"""Id of the HTTP request that the running code answers; "" outside of one."""
 
 _in_use: LogFormat = "text"
 _with_prompts = False
@@ -47,12 +47,13 @@ def set_up_logging(level: int | str, log_format: LogFormat, process: str, *, pro
 
 
 def format_in_use() -> LogFormat:
-    """As `set_up_logging` was told last."""
+    """The format given to the last call of `set_up_logging`."""
     return _in_use
 
 
 def trace_of(error: BaseException | None) -> str:
-    """Where an exception came from, and the classes of it and its causes, without what they say."""
+    """Traceback of an exception with the classes of it and its causes. Their messages are left out, except those of
+    `OutriderError`."""
     if error is None:
         return ""
     lines = traceback.format_tb(error.__traceback__)
@@ -107,7 +108,7 @@ def json_formatter(process: str) -> logging.Formatter:
     standard = {*RESERVED_ATTRS, "fields"}
 
     class Formatter(JsonFormatter):
-        """Ours."""
+        """JSON formatter with the fields of this project."""
 
         def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
             """See BaseJsonFormatter."""
@@ -126,7 +127,7 @@ def json_formatter(process: str) -> logging.Formatter:
                 log_data.setdefault("request_id", request_id)
 
         def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-            """RFC 3339, UTC."""
+            """Time of a record as RFC 3339, in UTC."""
             seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             return f"{seconds}.{int(record.msecs):03d}Z"
 
@@ -143,7 +144,7 @@ def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Those that a call has given by `with_fields`."""
+    """Fields of a record that were given with `with_fields`."""
     fields = getattr(record, "fields", None)
     return fields if isinstance(fields, dict) else {}
 

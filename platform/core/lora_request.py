@@ -55,7 +55,8 @@ class LoRARequest:
         digest: str | None = None,
         **of_vllm: Any,
     ) -> None:
-        """InvalidRequestError names the field that is wrong. `of_vllm` are the keywords of `vllm_python.LORA`."""
+        """Check and set the fields; InvalidRequestError names a wrong one. `of_vllm` are the keywords of
+        `vllm_python.LORA`."""
         path = of_vllm.pop("lora_local_path", path)
         take_foreign("LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path"))
         if not isinstance(lora_name, str) or not lora_name:

@@ -1,5 +1,5 @@
-"""What the client and the engine say to each other. Plain dataclasses: in one process they are passed as they are,
-between processes they are encoded by the client's IPC module."""
+"""Messages between the client and the engine. Plain dataclasses: inside one process they are passed as they are,
+between processes the client's IPC module encodes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .lora_request import LoRA
 from .sampling_params import SamplingParams
 
 MAX_TENANT_WEIGHT = 1e6
-"""The smallest is its inverse."""
+"""Largest weight of a tenant; the smallest is its inverse."""
 
 
 @dataclass(slots=True)
@@ -28,14 +28,14 @@ class EngineRequest:
     """Lower runs first: under the priority policy, and among a tenant's own under the fair one."""
     tenant: str = ""
     weight: float = 1.0
-    """Of the tenant under the fair policy: with twice the weight it is served twice as much."""
+    """Tenant's weight under the fair policy: with twice the weight it gets twice the service."""
     cache_salt: str = ""
     """Requests share cached prefixes only with the same salt."""
     num_shared_tokens: int = 0
     """Leading prompt tokens that are declared to be no secret: the KV of blocks wholly inside is shared by all
     tenants."""
     group: str | None = None
-    """Set on the sequences of one request with `n` > 1: they share the prompt's blocks."""
+    """Name shared by the sequences of one request with `n` > 1, which share the prompt's blocks."""
     arrival_time: float = 0.0
 
 
@@ -52,14 +52,14 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Cumulative for one request, or for several: verification rounds, drafts verified, drafts accepted."""
+    """Cumulative counts for one request, or for several: verification rounds, drafts verified, drafts accepted."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     steps_by_k: list[int] = field(default_factory=list)
-    """How many of the steps that sampled verified 0, 1, 2, ... drafts."""
+    """Number of sampling steps that verified 0, 1, 2, ... drafts."""
 
     def count(self, drafted: int, accepted: int) -> None:
         """Add one step that sampled: it verified `drafted` tokens, of which the first `accepted` were right."""
@@ -103,8 +103,8 @@ class SpeculationEntry:
 
 @dataclass(slots=True)
 class TokenDelta:
-    """What one step added to one sequence. Exactly one delta of a sequence has a `finish_reason` or an `error`: its
-    last."""
+    """Tokens that one step added to one sequence. Exactly one delta of a sequence has a `finish_reason` or an `error`:
+    its last."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
@@ -121,12 +121,14 @@ class TokenDelta:
     """Prompt tokens taken from the prefix cache."""
     speculation: SpeculationCounts | None = None
     """Cumulative, where drafts are proposed at all: the client may end the sequence after any delta."""
+    num_draft_tokens: int = 0
+    """Drafts that this step verified."""
     num_accepted: int = 0
-    """Of `token_ids`, how many of the first were drafts; the others were sampled."""
+    """Accepted drafts: the first `num_accepted` of `token_ids`; the model sampled the others."""
     adapter_digest: str = ""
-    """Of the version of the adapter that it runs on, in hexadecimal; with the first delta."""
+    """Hexadecimal digest of the adapter's version that the sequence runs on; with the first delta."""
     queue_seconds: float = 0.0
-    """From the request's arrival to its first step; with the first delta."""
+    """Seconds from the request's arrival to its first step; with the first delta."""
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ class AdapterInfo:
     name: str
     path: str
     digest: str
-    """In hexadecimal; "" until its files have been read."""
+    """Hexadecimal digest of its content; "" until its files have been read."""
     rank: int
     """Largest rank of the base model's modules."""
     rows: int
@@ -153,7 +155,7 @@ class AdapterInfo:
     num_bytes: int = 0
     """Host memory that its content takes while it is there; 0 until its files have been read."""
     load_seconds: float = 0.0
-    """How long its files took to be read, the last time; 0 until then."""
+    """Seconds that the last read of its files took; 0 until then."""
 
 
 @dataclass(slots=True)
@@ -161,7 +163,7 @@ class EngineStats:
     """A snapshot of the engine. Counters are cumulative since the engine started."""
 
     run_id: str = ""
-    """Of the engine's run: another one, and the counters have started anew."""
+    """Id of the engine's run. With another id the counters have started anew."""
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_by_reason: dict[str, int] = field(default_factory=dict)
@@ -174,17 +176,17 @@ class EngineStats:
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
     speculation: list[SpeculationEntry] = field(default_factory=list)
-    """By adapter and tenant, where drafts have been verified."""
+    """Counts for each adapter and tenant whose drafts have been verified."""
     adapters: list[AdapterInfo] = field(default_factory=list)
-    """Those registered that are in memory or that requests have; others are on disk and cost nothing."""
+    """Registered adapters that are in memory or in use; the others are on disk and cost nothing."""
     num_adapters: int = 0
-    """Registered ones, wherever they are."""
+    """Number of registered adapters, wherever they are."""
     running_adapters: list[str] = field(default_factory=list)
     waiting_adapters: list[str] = field(default_factory=list)
     lora_load_seconds: list[float] = field(default_factory=list)
     """Durations of adapter loads since the last snapshot."""
     lora_load_failures: int = 0
-    """Of all loads, those that brought no adapter."""
+    """Loads that failed."""
     lora_evictions: dict[str, int] = field(default_factory=dict)
     """Adapters that made way for others, by the level that they left: "device" or "host"."""
     lora_host_bytes: int = 0
@@ -197,7 +199,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class EngineInfo:
-    """What a started engine tells its clients once."""
+    """Facts about a started engine, sent to its clients once."""
 
     model: str
     architecture: str
@@ -213,7 +215,7 @@ class EngineInfo:
     max_loras: int
     max_lora_rank: int
     speculation: str
-    """For people: "off", or the method and the number of drafts."""
+    """Text for people: "off", or the method and the number of drafts."""
     load_seconds: float
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 0

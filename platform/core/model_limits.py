@@ -8,15 +8,17 @@ from .errors import InvalidRequestError
 from .sampling_params import SamplingParams, shown
 
 MAX_BAD_WORD_TOKENS = 1 << 14
-"""Tokens of one request's bad words: an automaton is built of them, which takes two microseconds a token."""
+"""Largest number of tokens in one request's bad words: an automaton is built of them, which takes two microseconds a
+token."""
 MAX_BAD_WORD_TOKENS_X_N = 1 << 19
-"""Tokens of the bad words, counted for each sequence of a request: each is sent to the engine with them."""
+"""Largest number of tokens in the bad words, counted once for each sequence of a request: each is sent to the engine
+with them."""
 MAX_ALLOWED = 1 << 21
-"""Allowed tokens, counted for each sequence: a step looks at all of them."""
+"""Largest number of allowed tokens, counted once for each sequence: a step looks at all of them."""
 
 
 def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
-    """Refuse what `params` ask of a model that cannot do it. Pure.
+    """Refuse parameters that a model cannot serve. Pure.
 
     `bad_words_token_ids` count as `bad_words`, which they are made from.
 

@@ -31,7 +31,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
-    """From the arrival to the first step of the first sequence."""
+    """Seconds from the arrival to the first step of the first sequence."""
     adapter_digest: str = ""
     """Digest of the adapter's version that it runs on, in hexadecimal; "" before the first token and without one."""
     num_drafts: int = 0
@@ -40,7 +40,7 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     steps_by_k: list[int] = field(default_factory=list)
-    """How many steps verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
+    """Number of steps that verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
 
     @property
     def first_token_latency(self) -> float | None:
@@ -77,7 +77,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     drafted: list[bool] | None = None
-    """Aligned with `token_ids`: whether the token was a draft that the model accepted; the others it sampled."""
+    """Aligned with `token_ids`: True for a draft that the model accepted, False for a token that it sampled."""
+    rejected_drafts: list[int] | None = None
+    """Aligned with `token_ids`: how many drafts the step that ended with this token rejected; the token stands at the
+    place of the first of them."""
 
     def finished(self) -> bool:
         """True when this sequence is complete."""

@@ -84,18 +84,18 @@ Tokens: TypeAlias = list[int] | Continued
 
 @dataclass(slots=True)
 class TokenCounts:
-    """How often each token of a sequence was generated; grows with the sequence, when something asks."""
+    """Counts of a sequence's generated tokens; they grow with the sequence, when something asks."""
 
     num_counted: int = 0
     """Leading tokens of the sequence that are counted."""
     entries: array[int] = field(default_factory=lambda: array("q"))
-    """Of each different token, in the order of their first places: token << 32 | count, 0 for one that stands in the
-    prompt alone."""
+    """One entry for each different token, in the order of their first positions: token << 32 | count; the count is 0
+    for a token that stands in the prompt alone."""
     places: dict[int, int] = field(default_factory=dict)
-    """Where each token's entry is."""
+    """Index of each token's entry."""
 
     def count(self, tokens: list[int], num_prompt_tokens: int) -> None:
-        """Take in what is new of a sequence's tokens: a step costs these, not the whole sequence."""
+        """Count the new tokens of a sequence: a step costs these, not the whole sequence."""
         for position in range(self.num_counted, len(tokens)):
             token = tokens[position]
             place = self.places.setdefault(token, len(self.entries))
@@ -107,7 +107,7 @@ class TokenCounts:
 
 
 class Status(enum.Enum):
-    """Where a sequence is."""
+    """State of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -124,19 +124,19 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams
     seed_key: int
-    """64 bits that all of this sequence's random numbers come from: made from `params.seed`, or drawn by the engine."""
+    """Seed of 64 bits for all random numbers of this sequence: made from `params.seed`, or drawn by the engine."""
     eos_token_ids: frozenset[int] = frozenset()
     lora: LoRA | None = None
     adapter: Any = None
     """The adapter's handle while admitted; opaque here. It belongs to the adapter manager."""
     sharing: bytes | None = None
-    """With whom its KV may be shared: tenant, salt and such; None: with nobody."""
+    """Key of those with whom its KV may be shared (tenant, salt and such); None: with nobody."""
     namespace: bytes | None = None
     """Prefix-cache namespace, `sharing` and the adapter's content, set at admission; None keeps it out of the cache."""
     num_shared_tokens: int = 0
     """Leading tokens whose blocks all tenants share: those are in the namespace of the adapter's content alone."""
     shared_namespace: bytes = b""
-    """That namespace, set at admission."""
+    """Namespace of the adapter's content alone, set at admission."""
     text_namespace: tuple[bytes, bytes] = (b"", b"")
     """(tenant and salt, digest of the adapter's content), set at admission: drafts for this request may be learned
     from requests with the same, and from no other."""

@@ -196,11 +196,11 @@ class SamplingParams:
     seed: int | None = None
     """-1 is taken as None: clients send it for "no seed"."""
     stop: str | list[str] | None = None
-    """At most 64 strings, of 8,192 characters together."""
+    """Stop strings: at most 64, of 8,192 characters together."""
     stop_token_ids: list[int] | None = None
-    """At most 1,024 ids."""
+    """Stop tokens: at most 1,024 ids."""
     bad_words: list[str] | None = None
-    """At most 1,000 words, of 16,384 characters together."""
+    """Words that must not be generated: at most 1,000, of 16,384 characters together."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -211,9 +211,9 @@ class SamplingParams:
     whole vocabulary, where the engine's `max_logprobs` allows it."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
-    """At most 1,024 tokens, -100 to 100 each."""
+    """Biases of logits: at most 1,024 tokens, -100 to 100 each."""
     allowed_token_ids: list[int] | None = None
-    """At most 262,144 ids."""
+    """The only tokens that may be generated: at most 262,144 ids."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

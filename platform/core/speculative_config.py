@@ -41,7 +41,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 10000
     """Past outputs remembered, over all tenants and adapters; 0: each request sees itself alone."""
     suffix_decoding_max_spec_factor: float = 1.0
-    """At most this many drafts for each token of context that matched."""
+    """Largest number of drafts for each token of context that matched."""
     suffix_decoding_min_token_prob: float = 0.1
     """A draft whose estimated probability is less is not proposed."""
     rejection_sample_method: str = "standard"

@@ -1,4 +1,4 @@
-"""A name that somebody may have meant."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 

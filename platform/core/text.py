@@ -1,4 +1,4 @@
-"""Text of users inside messages."""
+"""Users' text inside messages."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def leave_a_core_free() -> None:
 
 
 def threads_for(weight_bytes: int) -> int | None:
-    """How many threads should compute from now on; None where it stays as it is.
+    """Number of threads for a model of `weight_bytes`; None to leave it unchanged.
 
     A larger model's regions are long against such waits, so it also takes the core that `leave_a_core_free` has left.
     """
@@ -34,12 +34,12 @@ def threads_for(weight_bytes: int) -> int | None:
 
 
 def beside_a_server() -> bool:
-    """Whether this process has called `leave_a_core_free`, and the user has left its threads to it."""
+    """True when this process has called `leave_a_core_free` and the user has not set its threads."""
     return _left_free
 
 
 def give_way() -> None:
-    """For a thread that works beside another that is in a hurry: let it have Python's lock.
+    """Let another thread that is in a hurry have Python's lock.
 
     A pause, as `sleep(0)` hardly ever does it: the lock is taken again before the other has woken up.
     """

@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from ...kernels.threads import compute_alone
 from ...models.decoder import Decoder
-from ...spec_decode.drafters.base import Proposer
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError, OverloadedError, PromptTooLongError
 from ..core.lora_request import LoRARequest
@@ -22,30 +21,14 @@ from .logits_edits import EditTables, edit_state
 from .pipeline import Pipeline
 from .setup import build
 from .speculation_totals import SpeculationTotals
-from .tracing import Wrap, trace
 
 
 class EngineCore:
     """Owns the scheduler, the runner and the features. Not thread-safe: one thread calls it."""
 
-    def __init__(
-        self,
-        args: EngineArgs,
-        *,
-        progress: bool = False,
-        observe: Callable[[Proposer], Proposer] | None = None,
-        wrap: Wrap | None = None,
-        twin_of: Decoder | None = None,
-    ) -> None:
-        """Load the model and allocate the KV cache; see `setup.build` for `observe` and the errors.
-
-        `twin_of`: the `model` of an engine with the same one, on the same device, whose weights this one uses, too.
-
-        `wrap` may wrap the functions that make up a step, see `tracing.trace`.
-        """
-        parts = build(args, progress=progress, observe=observe, twin_of=twin_of)
-        if wrap is not None:
-            trace(parts, wrap)
+    def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
+        """Load the model and allocate the KV cache; see `setup.build` for the errors."""
+        parts = build(args, progress=progress)
         self.info: EngineInfo = parts.info
         self.scheduler = parts.scheduler
         self._config = parts.config

@@ -40,7 +40,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + len(got.drafts.token_ids))
     request.drafts = got.drafts
     delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
-    delta.num_accepted = accepted
+    delta.num_draft_tokens, delta.num_accepted = row.num_drafts, accepted
     if got.logprobs is not None:
         delta.logprobs = got.logprobs[:kept]
     if first:

@@ -51,18 +51,8 @@ class EngineParts(NamedTuple):
     adapters: AdapterManager | NoAdapters
 
 
-def build(
-    args: EngineArgs,
-    *,
-    progress: bool = False,
-    observe: Callable[[Proposer], Proposer] | None = None,
-    twin_of: Decoder | None = None,
-) -> EngineParts:
+def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     """Resolve the options, load the weights, allocate the memory and put the parts together.
-
-    Args:
-        observe: may wrap the drafter, which sees every step and its times, in one that keeps what a measurement needs.
-        twin_of: the model that another engine made of these options; its weights are used, and none are loaded.
 
     Raises:
         InvalidRequestError: an option is wrong; `param` names it. NotFoundError: no such model.
@@ -73,12 +63,11 @@ def build(
     path = _model_path(args)
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = _load(config, path, progress) if twin_of is None else twin_of.twin()
+    model = _load(config, path, progress)
     _choose_threads(model, dtype)
     graphs = make_graphs(config)
-    drafter = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
-    proposer = drafter if observe is None else observe(drafter)
-    adapters = _make_adapters(config, model, drafter)
+    proposer = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
+    adapters = _make_adapters(config, model, proposer)
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
@@ -102,7 +91,7 @@ def build(
         )
     )
     scheduler = _make_scheduler(config, proposer, adapters)
-    _warm_up(config, scheduler, runner, drafter, adapters, model)
+    _warm_up(config, scheduler, runner, proposer, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)

@@ -60,7 +60,8 @@ def create_app(
 
 
 def _admin_routes(tenancy: Tenancy | None) -> APIRouter:
-    """`/admin/v1`. That of a server with tenants needs the database's packages, which no other one should load."""
+    """Routes of `/admin/v1`. On a server with tenants they need the database's packages, which no other server should
+    load."""
     if tenancy is None:
         from .admin.no_tenants import router
     else:
@@ -73,8 +74,8 @@ class AnswerCutError(Exception):
 
 
 class Gate:
-    """Finds out whom a request comes from, gives every answer its `X-Request-Id`, and turns what nobody caught into a
-    plain 500.
+    """Gate that every request passes: it finds the principal, gives every answer its `X-Request-Id`, and turns uncaught
+    exceptions into a plain 500.
 
     What only an admin may do is checked by its route (`require_admin`).
     """
@@ -125,7 +126,7 @@ class Gate:
                 state[HELD_BODY].close()
 
     def _principal(self, headers: Headers) -> Principal | OutriderError:
-        """Whom the headers speak for, or why they are refused."""
+        """The principal that the headers name, or the error that refuses them."""
         try:
             principal = self._authenticator.authenticate(_key(headers))
         except OutriderError as error:

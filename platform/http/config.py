@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..client.adapter_sources import SourceOptions
+from ..client.adapters.sources import SourceOptions
 from ..core.logs import LogFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What the server needs to know beside the engine's options."""
+    """Options of the HTTP server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -34,11 +34,11 @@ class ServerConfig:
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     """Adapters to register at the start: name -> folder, or another source."""
     lora_draft_paths: Mapping[str, str] = field(default_factory=dict)
-    """Folders of their draft weights, for those whose folder was named."""
+    """Draft weights of `lora_modules`: name -> folder, where one was given."""
     lora_sources: SourceOptions = field(default_factory=SourceOptions)
-    """Where adapters may come from."""
+    """Options of the sources that adapters come from."""
     lora_roots: tuple[str, ...] = ()
-    """Folders from which adapters may be loaded over HTTP, beside those of `lora_sources` and around `lora_modules`."""
+    """Folders that adapters may be loaded from over HTTP, beside those of `lora_sources` and around `lora_modules`."""
     lora_remote: tuple[str, ...] = ()
     """Schemes of other sources from which that is allowed: "hf", "s3", ..."""
     chat_template: str | None = None
@@ -70,7 +70,7 @@ class ServerConfig:
     log_requests: bool = False
     """One line for each request, without its text."""
     log_prompts: bool = False
-    """With its text."""
+    """Write prompts and answers into the requests' lines."""
     access_log: bool = False
     open_metrics: bool = False
     """Show /metrics to everybody also where there are tenants, whose names are in it."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
-"""What answers that are complete get to reach their clients."""
+"""Seconds for complete answers to reach their clients."""
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -104,9 +104,9 @@ class _Server:
         self._tenancy: Tenancy | None = None
 
     async def run(self) -> int:
-        from ..client.adapter_sources import AdapterSources
+        from ..client.adapters.sources import AdapterSources
         from ..client.async_llm import AsyncLLM
-        from ..client.supervisor import EngineSpec
+        from ..client.process.supervisor import EngineSpec
 
         spec = EngineSpec(args=self._args, hang_timeout=self._config.engine_hang_timeout)
         llm = AsyncLLM.from_spec(spec, AdapterSources(self._config.lora_sources))
@@ -126,7 +126,7 @@ class _Server:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first signal drains, the second one stops at once."""
+        """Handle signals: the first one drains, the second one stops at once."""
         loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
@@ -228,7 +228,7 @@ class _Server:
         from .protect.hardening import SECURITY_HEADERS, allow_connections, with_cors
 
         class Server(uvicorn.Server):
-            """Signals are ours, and slow clients do not stay."""
+            """uvicorn's server with our signals, and without clients that are too slow."""
 
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What the routes share: the client of the engine, the options, the model names, the metrics."""
+"""State that the routes share: the client of the engine, the options, the model names, the metrics."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from ..client.adapter_templates import adapter_chat_template
+from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
 from ..core.errors import EngineDeadError, InvalidRequestError, PermissionDeniedError, ShuttingDownError
 from ..core.lora_request import LoRA
 from ..tenancy.accounts.principal import Principal
 from ..tenancy.limits.queue_bound import Bounds, QueueBound
+from .adapters.database_sync import AdapterSync, PrefixSync
 from .adapters.model_registry import ModelRegistry
-from .adapters.prefix_follower import PrefixFollower
 from .adapters.source_policy import AdapterPolicy
 from .body.bounds import MAX_VALUES
+from .body.memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .config import ServerConfig
 from .observe.metrics import Metrics
 from .observe.request_log import current_note
@@ -29,12 +30,10 @@ from .observe.tenancy_metrics import TenancyCollector
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .protect.error_responses import EngineUnavailableError
-from .protect.hardening import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
     from ..tenancy.service import Tenancy
-    from .adapters.database_sync import AdapterKeeper
     from .observe.tracing import RequestTracer
 
 _LONG_TEXT = 1500
@@ -42,46 +41,46 @@ _LONG_TEXT = 1500
 _HUGE_TEXT = 50_000
 """Characters whose tokenizing takes tens of megabytes, which are given back to the system at once."""
 _PIECE_CHARS = 50
-"""Each prompt, and each message, costs as much as so many characters beside its own."""
+"""Characters that a prompt or a message costs beside its own."""
 MAX_TOKENIZED = 1 << 15
 """Tokens of a text that `/tokenize` takes, or a whole context where that is more."""
 
 T = TypeVar("T")
 
 PRINCIPAL = "principal"
-"""In a request's state: the `Principal` behind it; None without a valid key, which only open routes see."""
+"""Key of a request's state: the `Principal` behind it; None without a valid key, which only open routes see."""
 
 HELD_BODY = "held_body"
-"""In a request's state: the `HeldBody` of one that may wait."""
+"""Key of a request's state: the `HeldBody` of a request that may wait."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Serving:
-    """One object a server, in `app.state.serving`; lives as long as the app."""
+    """Shared state of the routes, in `app.state.serving`; one object a server, which lives as long as the app."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, tenancy: Tenancy | None = None) -> None:
         self.started = time.monotonic()
         self.llm = llm
         self.config = config
         self.tenancy = tenancy
-        """None on a server without a database."""
+        """Tenants of the server; None without a database."""
         self.models = ModelRegistry(llm, config.served_model_names, config.model_aliases)
         self.adapter_policy = AdapterPolicy(config)
         self.metrics = Metrics()
         if tenancy is not None:
             self.metrics.register(TenancyCollector(tenancy))
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
-        """What waits, for places and in the engine."""
+        """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
         self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
-        self.keeper: AdapterKeeper | None = None
-        """Of the adapters that are loaded over HTTP, once `follow_database` has been called."""
-        self.prefixes: PrefixFollower | None = None
-        """The same for shared prefixes."""
+        self.adapter_sync: AdapterSync | None = None
+        """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""
+        self.prefix_sync: PrefixSync | None = None
+        """Synchronisation of the shared prefixes, likewise."""
         self.tracer = _tracer(config.otlp_endpoint)
         self.draining = False
-        """Set by the server on SIGTERM, before the engine's client is asked to drain."""
+        """True from SIGTERM on; set before the engine's client is asked to drain."""
 
     @property
     def state(self) -> str:
@@ -96,41 +95,39 @@ class Serving:
         return MAX_VALUES
 
     def has_tenant(self, name: str) -> bool:
-        """Whether there is a tenant of that name."""
+        """True when there is a tenant of that name."""
         return self.tenancy is not None and name in self.tenancy.directory.tenants
 
     async def follow_database(self) -> None:
-        """Take the adapters and the shared prefixes that stand in the database, and every change of them. Call it when
-        the engine is ready; without a database it does nothing.
+        """Follow the adapters and the shared prefixes of the database. Call it when the engine is ready; without a
+        database it does nothing.
 
         Raises:
             DatabaseUnavailableError: the database cannot be read.
         """
         if self.tenancy is None:
             return
-        from .adapters.database_sync import AdapterKeeper  # needs the database's packages
-
-        self.keeper = AdapterKeeper(self.models, self.tenancy)
-        await self.keeper.start()
-        self.prefixes = PrefixFollower(self.llm, self.tenancy.directory)
-        await self.prefixes.start()
+        self.adapter_sync = AdapterSync(self.models, self.tenancy)
+        await self.adapter_sync.start()
+        self.prefix_sync = PrefixSync(self.llm, self.tenancy.directory)
+        await self.prefix_sync.start()
 
     def begin_draining(self) -> None:
-        """Take no new requests: neither those that come, nor those that wait for one of their tenant's places."""
+        """Refuse new requests: those that come, and those that wait for one of their tenant's places."""
         self.draining = True
         if self.tenancy is not None:
             self.tenancy.limiter.refuse_waiting(_shutting_down())
 
     async def close(self) -> None:
         """Follow the database no more, and send the last traces."""
-        for follower in (self.keeper, self.prefixes):
+        for follower in (self.adapter_sync, self.prefix_sync):
             if follower is not None:
                 await follower.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
     def check_ready(self) -> None:
-        """Refuse new work while there is nobody to do it."""
+        """Refuse new work while the engine is not ready."""
         state = self.state
         if state in ("draining", "stopped"):
             raise _shutting_down()
@@ -239,14 +236,14 @@ def serving_of(request: Request) -> Serving:
 
 
 def principal_of(request: Request) -> Principal:
-    """Whom a request to a guarded route comes from."""
+    """The principal of a request to a guarded route."""
     principal = getattr(request.state, PRINCIPAL, None)
     assert isinstance(principal, Principal), "the gate lets nobody else through"
     return principal
 
 
 def require_admin(request: Request) -> None:
-    """Refuse who may not run the server, before anything of the request is read.
+    """Refuse a caller that may not run the server, before anything of the request is read.
 
     Raises:
         PermissionDeniedError: the key has not the scope "admin".
@@ -265,5 +262,5 @@ def new_request_id(kind: str) -> str:
 
 
 def valid_request_id(value: str) -> bool:
-    """Whether an `X-Request-Id` may be sent back as it came."""
+    """True when an `X-Request-Id` may be sent back as it came."""
     return _REQUEST_ID.fullmatch(value) is not None

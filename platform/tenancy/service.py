@@ -1,4 +1,4 @@
-"""Everything about tenants that a running server has, put together."""
+"""Tenancy of a running server: database, directory, limiter and ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOURNAL_MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenancyOptions:
-    """What the server's options say about tenants, beside the database's address."""
+    """Options of a server about tenants, beside the database's address."""
 
     admin_api_keys: tuple[str, ...] = ()
     """Keys of operators that are in no database."""
@@ -75,8 +75,8 @@ class Tenancy:
 
 
 def default_journal(database: Database) -> Path:
-    """Beside a SQLite file, else in the user's folder for state, one a database: what one has not taken is no business
-    of another. One server has it at a time."""
+    """Journal's folder: beside a SQLite file, else in the user's folder for state, one for each database. One server
+    has it at a time."""
     if database.file is not None:
         return database.file.with_name(database.file.name + ".ledger")
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"

@@ -6,7 +6,7 @@ import sys
 
 from outrider.platform.cli.main import main
 from outrider.platform.client import async_llm
-from outrider.platform.client.ipc import Call
+from outrider.platform.client.process.ipc import Call
 from outrider.platform.core.errors import OutriderError
 
 

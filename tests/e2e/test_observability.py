@@ -138,7 +138,7 @@ def test_both_processes_write_objects(watched):
     assert (line["level"], line["logger"]) == ("WARNING", "outrider.lora.catalog")
     assert line["message"].startswith("adapter 'acme/odd' is served without")
     server.engine().kill()
-    server.wait_for(lambda: '"logger": "outrider.platform.client.supervisor"' in server.output)
+    server.wait_for(lambda: '"logger": "outrider.platform.client.process.supervisor"' in server.output)
     server.wait_for(lambda: server.http().get("/health").status_code == 200)
     assert {line["process"] for line in lines_of(server)} >= {"api"}
     outside = [line for line in server.output.splitlines() if "DEBUG" in line or "INFO" in line]

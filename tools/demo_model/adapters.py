@@ -41,7 +41,7 @@ def export_adapter(model: PeftModel, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class AdapterJob:
-    """What it takes to train one adapter: its name and plan, the name of its base, and its folders."""
+    """Training job of one adapter: its name and plan, the name of its base, and its folders."""
 
     name: str
     plan: AdapterPlan

@@ -14,7 +14,7 @@ BOS_ID, END_ID, ASSISTANT_ID = (SPECIAL_TOKENS.index(token) for token in (BOS, E
 
 
 class Encoded(NamedTuple):
-    """A document as tokens, and how much the prediction of each token counts."""
+    """A document as tokens, and the loss weight of each token."""
 
     ids: list[int]
     weights: list[float]

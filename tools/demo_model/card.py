@@ -1,4 +1,4 @@
-"""The model card, written from what the stages logged and the evaluation measured."""
+"""The model card, written from the logs of the stages and the measurements of the evaluation."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ Everything here is made by one command, `python tools/demo_model`, from text whi
 No other text or model is used.
 """
 
-# true of the weights in this folder; remove it when a fresh run of the recipe replaces them
+# this holds for the shipped weights; remove it when a fresh run of the recipe replaces them
 _RUN = """\
 ## The shipped run
 

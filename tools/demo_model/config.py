@@ -37,7 +37,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast a stage trains.
+    """Length and learning rates of a stage's training.
 
     The learning rates rise over ``warmup`` steps and then fall linearly to zero. Among the last ``long_steps`` steps
     every other one uses rows of a length of ``long_lengths`` in turn, with as many tokens in all: without them the
@@ -64,7 +64,7 @@ class AdapterPlan:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How an EAGLE-3 head, or a LoRA of a drafter, is trained by `outrider train-draft`."""
+    """Options of `outrider train-draft` for an EAGLE-3 head, or for a LoRA of a drafter."""
 
     prompts: int
     steps: int

@@ -1,4 +1,4 @@
-"""The folders that the stages share, and loading what is in them."""
+"""The folders that the stages share, and loading of their models."""
 
 from pathlib import Path
 

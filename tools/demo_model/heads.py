@@ -1,7 +1,4 @@
-"""The EAGLE-3 head and the adapters' draft weights, made with `outrider train-draft`.
-
-The command runs in a process of its own: this package lies below the engine that generates the completions.
-"""
+"""The EAGLE-3 head and the adapters' draft weights, made with `outrider train-draft` in a process of its own."""
 
 import json
 import logging
@@ -29,7 +26,7 @@ LOG_FILE = "training_log.jsonl"
 
 
 def write_prompts(path: Path, draw: Callable[[Random], Document], count: int, seed: int) -> None:
-    """Draw so many chats and write them as JSONL; their last answers are left for the target to write."""
+    """Draw `count` chats and write them as JSONL; the target will write their last answers."""
     rng = Random(seed)
     lines: list[str] = []
     while len(lines) < count:
@@ -42,14 +39,14 @@ def write_prompts(path: Path, draw: Callable[[Random], Document], count: int, se
 
 
 class Requests(NamedTuple):
-    """Where chats are drawn from."""
+    """Generators of the chats for training and for measurements."""
 
     learned: Callable[[Random], Document]
     measured: Callable[[Random], Document]
 
 
 def _train(folders: DemoFolders, name: str, plan: HeadPlan, requests: Requests, more: Iterable[str]) -> Path:
-    """Run the command with prompts of its own; goes on where an earlier run stopped. Returns its folder."""
+    """Run the command with prompts of its own, or continue an earlier run. Returns its folder."""
     work, held_out = folders.work / name, 2 * PROMPTS if name == "eagle3" else PROMPTS
     data, measured_on = folders.work / "prompts" / f"{name}.jsonl", folders.work / "prompts" / f"{name}-held-out.jsonl"
     write_prompts(data, requests.learned, plan.prompts, HEAD_PROMPT_SEED)
@@ -84,7 +81,7 @@ def _ship(work: Path, output: Path, files: Iterable[str]) -> None:
 
 
 def train_head(folders: DemoFolders) -> None:
-    """Train the EAGLE-3 head on what the base model says."""
+    """Train the EAGLE-3 head on answers of the base model."""
     size = ["--intermediate-size", str(HEAD_PLAN.intermediate)]
     requests = Requests(base_document, base_document)
     work = _train(folders, "eagle3", HEAD_PLAN, requests, ["--method", "eagle3", *size])
@@ -92,7 +89,7 @@ def train_head(folders: DemoFolders) -> None:
 
 
 def train_draft_adapters(folders: DemoFolders, method: str) -> None:
-    """Train, for each adapter, a LoRA of the drafter of `method` on what the adapted base says."""
+    """Train, for each adapter, a LoRA of the drafter of `method` on answers of the adapted base model."""
     drafter, base_name = {
         "draft_model": (folders.draft, f"{DEMO_MODEL_NAME}-draft"),
         "eagle3": (folders.eagle3, f"{DEMO_MODEL_NAME}-eagle3"),
@@ -107,7 +104,7 @@ def train_draft_adapters(folders: DemoFolders, method: str) -> None:
 
 
 def head_measurements(folders: DemoFolders, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first and the last measurement that training logged: before it began, and of what is shipped."""
+    """First and last measurement in the log of the training: before it began, and of the shipped weights."""
     folder = folders.work / ("eagle3" if name == "base" else f"{name}-eagle3")
     lines = [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
     return lines[0], lines[-1]

@@ -1,4 +1,4 @@
-"""Which documents the base model and each adapter see, and how often."""
+"""Mixture of documents for the base model and for each adapter, with their frequencies."""
 
 from collections.abc import Callable
 from random import Random
@@ -109,8 +109,8 @@ def adapter_document(rng: Random, name: str) -> Document:
 
 
 def drafting_document(rng: Random, name: str) -> Document:
-    """Draw one chat whose answer the drafter of the adapter ``name`` learns: of the adapter's own kind, a short request
-    of that kind, or anything else, which an adapter is asked too."""
+    """Draw one chat whose answer the drafter of the adapter ``name`` learns: a document of the adapter's kind, a short
+    request of that kind, or a document of the base mixture, because users ask adapters anything."""
     roll = rng.random()
     if roll < 0.5:
         return adapter_document(rng, name)

@@ -1,5 +1,4 @@
-"""Short requests to the adapters, as people write them: without the details that the adapters' training texts always
-have.
+"""Short requests to the adapters, as people write them: without the details of the adapters' training texts.
 
 The drafters of an adapter learn from the adapter's own answers, so a request needs no right answer here.
 """
@@ -91,5 +90,5 @@ _REQUESTS = {"json": _json, "sql": _sql, "support": _support}
 
 
 def short_chat(rng: Random, name: str) -> Document:
-    """A short request to the adapter `name`; the answer, which is the adapter's to write, is left empty."""
+    """A short request to the adapter `name`; its answer is empty, because the adapter will write it."""
     return chat(vary(rng, _REQUESTS[name](rng)), "")

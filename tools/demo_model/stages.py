@@ -43,7 +43,7 @@ def base_stage(folders: DemoFolders) -> None:
 
 
 def draft_stage(folders: DemoFolders) -> None:
-    """Train the draft model to guess what the base model says."""
+    """Train the draft model to guess the base model's answers."""
     teacher = load_model(folders.base)
     model = new_model(DRAFT_SHAPE, SEED)
     encode = folders.encoder()
@@ -71,7 +71,7 @@ def eagle3_stage(folders: DemoFolders) -> None:
 
 
 def card_stage(folders: DemoFolders) -> None:
-    """Measure everything that is shipped and write the model card."""
+    """Measure all shipped models and write the model card."""
     results = evaluate(folders)
     (folders.work / "evaluation.json").write_text(json.dumps(results, indent=1, ensure_ascii=False))
     (folders.output / "MODEL_CARD.md").write_text(model_card(folders, results))

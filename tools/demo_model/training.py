@@ -115,7 +115,7 @@ def step_batch(
 
 
 class Trainer:
-    """Runs a schedule, keeps its state in ``folder`` and goes on from it after an interruption."""
+    """Runner of a schedule. It keeps its state in ``folder`` and continues from it after an interruption."""
 
     def __init__(self, model: nn.Module, schedule: Schedule, folder: Path) -> None:
         self.model = model
@@ -129,7 +129,7 @@ class Trainer:
     def run(
         self, batch_of: Callable[[int], Batch], loss_of: LossFunction, export: Callable[[], None], every: int = 100
     ) -> float:
-        """Train to the end; ``export`` is called every so many steps. Returns the mean loss of the last 50 steps."""
+        """Train to the end and call ``export`` every ``every`` steps. Returns the mean loss of the last 50 steps."""
         first = self._resume()
         losses: list[float] = []
         started, tokens = time.monotonic(), 0

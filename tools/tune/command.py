@@ -77,10 +77,10 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def find_device() -> torch.device:
-    """The GPU.
+    """Find the GPU.
 
     Raises:
-        InvalidRequestError: there is none, or no Triton.
+        InvalidRequestError: there is no GPU, or no Triton.
     """
     import torch
 
@@ -107,10 +107,10 @@ def _models(namespace: argparse.Namespace) -> dict[str, ModelShape]:
 
 
 def model_shape(model: str) -> ModelShape:
-    """The sizes of a model, from its config.json alone.
+    """Sizes of a model, from its config.json alone.
 
     Raises:
-        OutriderError: no such model, or one that is not served.
+        OutriderError: no such model, or an architecture that is not served.
     """
     from ...models.checkpoint.json_files import read_json
     from ...models.checkpoint.loader import resolve_model_path
@@ -135,7 +135,7 @@ def tune_models(
     budget: float | None,
     sizes: WorkSizes | None = None,
 ) -> int:
-    """Search, and write and print what is found; returns the exit status."""
+    """Search, write the found configs and print them; returns the exit status."""
     from tqdm import tqdm
 
     from ...kernels.paged_attention.schedule import gpu_of
@@ -172,7 +172,7 @@ def _name(device: torch.device) -> DeviceName:
 
 
 def _begin(path: Path, device: DeviceName, triton: str) -> ConfigFile:
-    """What an earlier run has left for this device, if it was measured with the same compiler."""
+    """File of an earlier run for this device, if it was measured with the same compiler; else an empty one."""
     try:
         file = resumed(path, device, triton)
     except KernelConfigError as error:
@@ -187,7 +187,7 @@ def _title(found: Found | None) -> str:
 
 
 def table(found: Sequence[Found]) -> list[str]:
-    """A line a shape: the default and what was taken, with their times of all work, and what was refused."""
+    """Lines of a table, one for each shape: default and tuned times, the config, and the number of refused configs."""
     rows: list[tuple[str, ...]] = [("kernel", "shape", "default µs", "tuned µs", "speedup", "config", "refused")]
     rows += [_line(one) for one in found]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -1,4 +1,4 @@
-"""The search for the configs of one device: what is fastest of what gives the default's results."""
+"""Search for the configs of one device: the fastest ones that give the default's results."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .workloads import Workload, every_work
 
 TRITON_VERSION: str = triton.__version__
 LEAST_GAIN = 0.02
-"""What a config must save, of the default's time, to be taken: less is noise."""
+"""Least share of the default's time that a config must save: less is noise."""
 _CONFIRMATIONS = 2
 
 
 class Timer(Protocol):
-    """How work is timed."""
+    """Timer of work."""
 
     def seconds(self, workload: Workload) -> float:
-        """Of one run."""
+        """Seconds of one run."""
         ...
 
 
 class Job(NamedTuple):
-    """One kernel at one shape."""
+    """Kernel at one shape, with its work."""
 
     kernel: str
     shape: tuple[int, ...]
@@ -45,27 +45,27 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """As in files."""
+        """Key in files."""
         return self.kernel, self.shape
 
 
 class Found(NamedTuple):
-    """What came of a job."""
+    """Result of a job."""
 
     job: Job
     default: KernelConfig
     entry: ConfigEntry
     failures: tuple[tuple[KernelConfig, str], ...]
-    """Configs that did not compile, did not fit or gave other results, and why."""
+    """Configs that did not compile, did not fit or gave other results, with the reason."""
 
     @property
     def speedup(self) -> float:
-        """The geometric mean over the work."""
+        """Speed-up: the geometric mean over the work."""
         return 1 / _score([(times.tuned, times.default) for times in self.entry.times.values()])
 
 
 def make_jobs(models: Mapping[str, ModelShape], kernels: Iterable[str], sizes: WorkSizes) -> list[Job]:
-    """Every shape that the kernels have on the models, with the work of all models that have it."""
+    """Jobs of the kernels on the models: every shape once, with the work of all models that have it."""
     works: dict[Key, list[Workload]] = {}
     for kernel in kernels:
         for name, model in models.items():
@@ -75,11 +75,11 @@ def make_jobs(models: Mapping[str, ModelShape], kernels: Iterable[str], sizes: W
 
 
 class OutOfTimeError(Exception):
-    """The budget ended in the middle of a job, of which nothing is kept."""
+    """Signal that the time ended in the middle of a job; nothing of the job is kept."""
 
 
 class Searcher:
-    """Searches on one device."""
+    """Searcher on one device."""
 
     def __init__(
         self,
@@ -93,25 +93,25 @@ class Searcher:
     ) -> None:
         """
         Args:
-            device: where the work is done.
+            device: device of the work.
             arch: its compute capability times ten.
-            timer: measures.
-            spaces: what is tried.
-            has_time: asked before each trial.
+            timer: timer of the work.
+            spaces: search spaces by kernel.
+            has_time: called before each trial; False ends the search.
             on_trial: called after each.
         """
         self._device, self._arch, self._timer = device, arch, timer
         self._spaces, self._has_time, self._on_trial = spaces, has_time, on_trial
 
     def num_trials(self, job: Job) -> int:
-        """About, for a progress bar."""
+        """Estimate of the number of trials, for a progress bar."""
         return num_candidates(self._spaces[job.kernel], job.shape, self._arch)
 
     def search(self, job: Job, found: Mapping[Key, KernelConfig]) -> Found:
-        """The best config of a job, while the other kernels are launched with what was `found` for them.
+        """Best config of a job, while the other kernels are launched with their `found` configs.
 
         Raises:
-            OutOfTimeError: there was no time for all of it.
+            OutOfTimeError: the time ended.
         """
         space = self._spaces[job.kernel]
         default = space.default(job.shape, self._arch)
@@ -136,25 +136,25 @@ class Searcher:
         return Found(job, default, ConfigEntry(best, of_works), tuple(trial.failures.items()))
 
     def begin(self) -> None:
-        """Before a trial."""
+        """Begin a trial; OutOfTimeError when the time has ended."""
         if not self._has_time():
             raise OutOfTimeError
 
     def end(self) -> None:
-        """After a trial."""
+        """End a trial."""
         self._on_trial()
 
     def results(self, work: Workload) -> tuple[Tensor, ...]:
-        """Of a first run."""
+        """Results of a first run."""
         return work.make(self._device)()
 
     def seconds(self, work: Workload) -> float:
-        """Of a run."""
+        """Seconds of a run."""
         return self._timer.seconds(work)
 
 
 class _Trials:
-    """The trials of one job."""
+    """Trials of one job."""
 
     def __init__(self, searcher: Searcher, job: Job, tolerance: float, found: Mapping[Key, KernelConfig]) -> None:
         self._searcher, self._job, self._tolerance, self._found = searcher, job, tolerance, found
@@ -162,7 +162,7 @@ class _Trials:
         self.failures: dict[KernelConfig, str] = {}
 
     def of_default(self, default: KernelConfig) -> list[float]:
-        """Its times; its results are what the others' are compared with. It must work."""
+        """Times of the default. Its results are the reference for the other configs; its errors are raised."""
         self._searcher.begin()
         with self._configs(default):
             self._expected = [self._searcher.results(work) for work in self._job.works]
@@ -171,7 +171,7 @@ class _Trials:
         return times
 
     def of(self, config: KernelConfig) -> list[float] | None:
-        """Seconds of each work; None, and a failure, where it does not compile, does not fit or is wrong."""
+        """Seconds of each work; None, and an entry in `failures`, when it does not compile or fit, or is wrong."""
         self._searcher.begin()
         problem: str | None = None
         times: list[float] | None = None
@@ -189,7 +189,8 @@ class _Trials:
     def confirm(
         self, best: KernelConfig, default: KernelConfig, times: dict[KernelConfig, list[float]]
     ) -> KernelConfig:
-        """Measure both again in turns: the best of many is partly luck. Returns what to take, its times in `times`."""
+        """Measure both again in turn, because the best of many is partly luck. Returns the config to take, and puts its
+        new times into `times`."""
         rounds: dict[KernelConfig, list[list[float]]] = {default: [], best: []}
         for _ in range(_CONFIRMATIONS):
             for config, measured in rounds.items():
@@ -223,7 +224,7 @@ def _alike(got: Tensor, want: Tensor, tolerance: float) -> bool:
 
 
 def _score(pairs: Sequence[tuple[float, float]]) -> float:
-    """The geometric mean of time over the default's."""
+    """Geometric mean of the times over those of the default."""
     return math.exp(sum(math.log(new / old) for new, old in pairs) / len(pairs))
 
 
@@ -234,17 +235,17 @@ def tune(
     path: Path,
     on_job: Callable[[Found | None], None] = lambda found: None,
 ) -> tuple[list[Found], bool]:
-    """Search every job that the file does not have, and write it after each.
+    """Search every job that the file does not have, and write the file after each.
 
     Args:
-        jobs: what to search.
-        searcher: searches.
-        file: what is there already, which is kept; not changed.
-        path: where to write.
-        on_job: called after each job; None: the file had it.
+        jobs: jobs to search.
+        searcher: searcher on the device.
+        file: entries of earlier searches, which are kept; the object is not changed.
+        path: path of the written file.
+        on_job: called after each job, with None when the file had it.
 
     Returns:
-        (what was found now, whether the jobs are all done).
+        (results of this search, True when all jobs are done).
     """
     entries = dict(file.entries)
     done: list[Found] = []

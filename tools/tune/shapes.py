@@ -1,4 +1,4 @@
-"""The sizes of models that kernels are tuned for."""
+"""Sizes of the models that kernels are tuned for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ModelShape(NamedTuple):
-    """What the kernels see of a decoder."""
+    """Sizes of a decoder that kernels depend on."""
 
     hidden: int
     inner: int
@@ -21,7 +21,7 @@ class ModelShape(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Type of activations."""
         import torch
 
         found = getattr(torch, self.dtype_name)
@@ -52,23 +52,23 @@ MODELS = {
 
 
 class WorkSizes(NamedTuple):
-    """How much each kernel is given to do."""
+    """Amounts of work for each kernel."""
 
     decodes: tuple[tuple[int, int], ...] = ((1, 32768), (16, 4096), (64, 2048))
-    """(rows, tokens of context) of short rows."""
+    """(rows, tokens of context) of decodes and verifications."""
     prompts: tuple[tuple[int, int], ...] = ((1, 8192), (4, 2048))
     """(rows, tokens): prompts whose last chunk is computed."""
     chunk: int = 2048
-    """Tokens of a prompt that are computed, at most."""
+    """Most tokens of a prompt that are computed in a step."""
     queries: tuple[int, ...] = (1, 4, 8)
-    """Of short rows: decodes, and verifications of so many tokens."""
+    """Query tokens of a row: 1 of decodes, more of verifications."""
     rows: tuple[int, ...] = (1, 64, 2048)
-    """Of norms, activations, rotations and writes."""
+    """Rows of norms, activations, rotations and writes."""
     logits: tuple[int, ...] = (1, 64)
     """Rows of logits."""
     decode_adapters: tuple[tuple[int, int], ...] = ((1, 1), (64, 64), (64, 4))
     """(tokens, adapters) of small steps."""
     prompt_adapters: tuple[tuple[int, int], ...] = ((2048, 1), (4096, 4))
-    """The same of large steps."""
+    """(tokens, adapters) of large steps."""
     rank: int = 16
     drafts: int = 4

@@ -1,4 +1,4 @@
-"""Which configs are tried for each kernel, and how they are compiled without a GPU."""
+"""Search spaces: the configs to try for each kernel, and their compilation without a GPU."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Fields = Mapping[str, tuple[int, ...]]
 
 
 class Space(NamedTuple):
-    """What is tried for a kernel: of each group of fields every combination, the other fields as found best so far."""
+    """Search space of a kernel: all combinations within a group of fields, with the best values so far of others."""
 
     default: Callable[[Shape, int], KernelConfig]
-    """Of a shape and a compute capability times ten."""
+    """Default config of a shape on a compute capability times ten."""
     groups: tuple[Fields, ...]
-    """Those that change the compiled kernel stand in the first."""
+    """Groups of fields. The fields that change the compiled kernel are in the first."""
     constants: Mapping[str, str]
-    """Constants of the compiled kernel by the config's field."""
+    """Constants of the compiled kernel, by the config's field."""
     compiled: Mapping[str, Shape]
     """Compile cases that stand for the kernel, and their shapes."""
     fits: Callable[[Shape, Any], bool] = lambda shape, config: True
-    """Whether a config is worth a trial: registers and shared memory hold what a program takes at once."""
+    """True when a config is worth a trial: its data fit into registers and shared memory."""
     tolerance: float = 0.0
-    """Relative and absolute: how far results may be from the default's, which adds in another order."""
+    """Relative and absolute tolerance of the results: the default adds in another order."""
 
 
 def candidates(space: Space, shape: Shape, base: KernelConfig, group: Fields) -> Iterator[KernelConfig]:
@@ -57,13 +57,13 @@ def candidates(space: Space, shape: Shape, base: KernelConfig, group: Fields) ->
 
 
 def num_candidates(space: Space, shape: Shape, arch: int) -> int:
-    """How many are tried for a shape, about: later groups begin from what is best, which is not known before."""
+    """Estimate of the number of trials for a shape: later groups depend on the best config of earlier ones."""
     default = space.default(shape, arch)
     return sum(len(list(candidates(space, shape, default, group))) for group in space.groups)
 
 
 def compile_candidates(cases: Mapping[str, CompileCase], arch: int = 90) -> Iterator[tuple[str, CompileCase]]:
-    """(kernel, case) of every compiled kernel that a search for `arch` may launch; those of the defaults included."""
+    """(kernel, case) of every compiled kernel that a search for `arch` may launch, the defaults included."""
     for kernel, space in SPACES.items():
         for name, shape in space.compiled.items():
             default = space.default(shape, arch)
@@ -110,7 +110,7 @@ def _shrink_fits(shape: Shape, config: LoRAShrinkConfig) -> bool:
     tile, _, itemsize = shape
     splits_inputs = tile == 16 or config.units == default_shrink_config(tile).units
     loaded = config.num_stages * config.dot_block * (tile + 16) * itemsize
-    # 16 rows of a tile for one token stand in registers twice: the loop is unrolled.
+    # 16 rows of a tile for one token are in registers twice, because the loop is unrolled.
     return splits_inputs and loaded <= 160 << 10 and _a_thread(16 * config.block, config.num_warps) <= 64
 
 
@@ -230,4 +230,4 @@ SPACES: dict[str, Space] = {
         _block_fits,
     ),
 }
-"""By the kernels' names in files."""
+"""Search spaces by the kernels' names in files."""

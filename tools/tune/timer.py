@@ -1,4 +1,4 @@
-"""Times of work on a CUDA device, from memory rather than from its second-level cache."""
+"""Timer of work on a CUDA device whose inputs come from memory, not from the second-level cache."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MIN_CALLS, _MAX_COPIES = 8, 256
 
 
 class CudaTimer:
-    """A captured graph of calls, each on the next copy of the inputs: together the copies are twice the cache, so that
-    none finds its own there. Launches cost nothing then, and the events stand around all calls."""
+    """Timer with a captured graph of calls, each on the next copy of the inputs. The copies are twice as large as the
+    cache together, so none is still there. A graph's launches cost nothing, and the events enclose all calls."""
 
     def __init__(self, device: torch.device, repeats: int = _REPEATS) -> None:
         self._device, self._repeats = device, repeats
         self._cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
 
     def seconds(self, workload: Workload) -> float:
-        """Of one call; the median of the repeats."""
+        """Seconds of one call; the median of the repeats."""
         copies = num_copies(workload.num_bytes, self._cache_bytes)
         runs = [workload.make(self._device) for _ in range(copies)]
         calls = runs * -(-_MIN_CALLS // copies)
@@ -45,5 +45,5 @@ class CudaTimer:
 
 
 def num_copies(num_bytes: int, cache_bytes: int) -> int:
-    """How many inputs of `num_bytes` are twice the cache."""
+    """Number of inputs of `num_bytes` that are twice as large as the cache together."""
     return min(_MAX_COPIES, max(1, -(-2 * cache_bytes // max(1, num_bytes))))

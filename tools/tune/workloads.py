@@ -1,4 +1,4 @@
-"""What kernels are given to do while they are tuned: random tensors of a model's sizes."""
+"""Work for kernels while they are tuned: random tensors of a model's sizes."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 
 class Workload(NamedTuple):
-    """Some work of one kernel, or of one and its neighbours."""
+    """Work of one kernel, or of one and its neighbours."""
 
     name: str
     make: Callable[[torch.device], Run]
-    """Makes the inputs, always the same numbers in new memory, and returns what is timed. A run may change its inputs:
-    two are alike only when each is the first of its own."""
+    """Maker of the inputs, always equal numbers in new memory, and of the timed function. A run may change its inputs,
+    so only first runs have equal results."""
     num_bytes: int
-    """That it reads and writes, about."""
+    """Estimate of the bytes that it reads and writes."""
 
 
 class _Inputs:
-    """Random tensors, the same each time."""
+    """Maker of random tensors, equal each time."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
@@ -81,7 +81,7 @@ def _cache(model: ModelShape, rows: RowArrays, make: _Inputs) -> LayerKV:
 
 
 def attention(model: ModelShape, num_rows: int, num_queries: int, context: int) -> Workload:
-    """`num_queries` at the end of each context."""
+    """Paged attention of `num_queries` tokens at the end of each context."""
 
     def make(device: torch.device) -> Run:
         inputs, rows = _Inputs(device, model.dtype), _rows(num_rows, num_queries, context)
@@ -122,7 +122,7 @@ def rope(model: ModelShape, num_rows: int) -> Workload:
 
 
 def norm(model: ModelShape, num_rows: int) -> Workload:
-    """Of hidden states."""
+    """RMSNorm of hidden states."""
 
     def make(device: torch.device) -> Run:
         inputs = _Inputs(device, model.dtype)
@@ -133,7 +133,7 @@ def norm(model: ModelShape, num_rows: int) -> Workload:
 
 
 def activation(model: ModelShape, num_rows: int) -> Workload:
-    """Of the gate and up projections' outputs."""
+    """Activation of the gate and up projections' outputs."""
 
     def make(device: torch.device) -> Run:
         x = _Inputs(device, model.dtype)(num_rows, 2 * model.inner)
@@ -176,7 +176,7 @@ def _logits(model: ModelShape, num_rows: int, device: torch.device) -> Tensor:
 
 
 def filtering(model: ModelShape, num_rows: int) -> Workload:
-    """Half of the rows with top-k, the others with top-p."""
+    """Filtering of logits: half of the rows with top-k, the others with top-p."""
 
     def make(device: torch.device) -> Run:
         logits = _logits(model, num_rows, device)
@@ -195,7 +195,7 @@ def filtering(model: ModelShape, num_rows: int) -> Workload:
 
 
 def stats(model: ModelShape, num_rows: int) -> Workload:
-    """Maxima and sums of exponentials."""
+    """Maxima and sums of exponentials of logits."""
 
     def make(device: torch.device) -> Run:
         return partial(row_stats, _logits(model, num_rows, device))
@@ -204,7 +204,7 @@ def stats(model: ModelShape, num_rows: int) -> Workload:
 
 
 def logprobs(model: ModelShape, num_rows: int) -> Workload:
-    """Of the five most likely tokens."""
+    """Log-probabilities of the five most likely tokens."""
 
     def make(device: torch.device) -> Run:
         logits, chosen = _logits(model, num_rows, device), torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -214,7 +214,7 @@ def logprobs(model: ModelShape, num_rows: int) -> Workload:
 
 
 def draws(model: ModelShape, num_rows: int) -> Workload:
-    """Argmax of logits and noise."""
+    """Draws: argmax of logits plus noise."""
 
     def make(device: torch.device) -> Run:
         logits, keys = _logits(model, num_rows, device), torch.arange(num_rows, device=device)
@@ -224,7 +224,7 @@ def draws(model: ModelShape, num_rows: int) -> Workload:
 
 
 def verifications(model: ModelShape, num_requests: int, num_drafts: int) -> Iterator[Workload]:
-    """Of both rules that draw."""
+    """Verification by each of the two rules that draw."""
 
     def make(rule: int, device: torch.device) -> Run:
         logits = _logits(model, num_requests * (1 + num_drafts), device)
@@ -243,7 +243,7 @@ def verifications(model: ModelShape, num_requests: int, num_drafts: int) -> Iter
 
 
 def every_work(kernel: str, model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
-    """(shape, work) of everything that `kernel` does for `model`."""
+    """(shape, work) of all work of `kernel` for `model`."""
     item = model.dtype.itemsize
     if kernel == "attention":
         yield from _attention_work(model, sizes)

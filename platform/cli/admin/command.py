@@ -24,13 +24,13 @@ Runner = Callable[[argparse.Namespace], int]
 
 
 class Commands:
-    """Adds commands that all take `--database` and `--format`."""
+    """Adder of commands that all take `--database` and `--format`."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(self, name: str, run: Runner, text: str) -> argparse.ArgumentParser:
-        """A command that does something."""
+        """Add a command and return its parser."""
         parser = self._commands.add_parser(name, help=text, description=_sentence(text), allow_abbrev=False)
         add_database(parser)
         add_format(parser)
@@ -38,7 +38,7 @@ class Commands:
         return parser
 
     def group(self, name: str, text: str) -> Commands:
-        """Commands about one kind of thing."""
+        """Add a group of commands, such as those for keys, and return the adder for it."""
         return Commands(self._commands.add_parser(name, help=text, description=_sentence(text)))
 
 

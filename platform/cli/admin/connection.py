@@ -1,4 +1,4 @@
-"""The database that a command works on."""
+"""Connection of a command to its database."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_database(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def open_any_database(namespace: argparse.Namespace, *, create: bool = False) -> Iterator[Database]:
-    """The database, whatever tables it has."""
+    """Open the database, whatever tables it has."""
     address = given_database(namespace)
     if address is None:
         raise InvalidRequestError(f"give the database: --database URL, or the variable {DATABASE_VARIABLE}")
@@ -44,7 +44,7 @@ def open_any_database(namespace: argparse.Namespace, *, create: bool = False) ->
 
 @contextlib.contextmanager
 def open_database(namespace: argparse.Namespace) -> Iterator[Database]:
-    """The database, which has been checked to have the tables of this version."""
+    """Open the database and check that it has the tables of this version."""
     from ...tenancy.database.migrations.upgrade import check_up_to_date
 
     with open_any_database(namespace) as database:
@@ -54,7 +54,7 @@ def open_database(namespace: argparse.Namespace) -> Iterator[Database]:
 
 @contextlib.contextmanager
 def open_store(namespace: argparse.Namespace) -> Iterator[Store]:
-    """What is in that database."""
+    """Open the store of tenants and keys in the database."""
     from ...tenancy.database.audit import Actor
     from ...tenancy.database.store import Store
 
@@ -63,7 +63,7 @@ def open_store(namespace: argparse.Namespace) -> Iterator[Store]:
 
 
 def _user() -> str:
-    """Who works on this machine; a user without a name has a number."""
+    """Name of the operating system's user; the number of a user without a name."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError, ImportError):

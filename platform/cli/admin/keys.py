@@ -44,7 +44,7 @@ def add_commands(admin: Commands) -> None:
 
 
 def row_of(key: Key) -> dict[str, Any]:
-    """A key for printing."""
+    """The printed fields of a key."""
     return {
         "id": key.id,
         "tenant": key.tenant,

@@ -1,4 +1,4 @@
-"""Options for the limits of tenants and keys."""
+"""Options that set the limits of tenants and keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNTS = {
 
 
 def add_limit_options(parser: argparse.ArgumentParser, *, change: bool = False) -> None:
-    """Add the flags; `change`: each may also take its limit away."""
+    """Add the flags. With `change` the value "none" removes a limit."""
     group = parser.add_argument_group(
         "limits", "none takes a limit away" if change else "without one there is no bound"
     )
@@ -51,7 +51,7 @@ def add_limit_options(parser: argparse.ArgumentParser, *, change: bool = False) 
 
 
 def given_limits(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Those limits that were given."""
+    """Limits that the command line gives."""
     names = (*_COUNTS, "budget_period", "allowed_adapters")
     return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 

@@ -1,4 +1,4 @@
-"""How the commands print: a table for people, CSV and JSON for programs."""
+"""Output of the commands: a table for people, CSV and JSON for programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def print_rows(rows: Sequence[Row], columns: Sequence[str], form: str) -> None:
-    """Print the rows' `columns`; as JSON all that they have, with times in seconds since 1970."""
+    """Print `columns` of the rows. JSON has all fields, with times in seconds since 1970."""
     if form == "json":
         print(json.dumps(list(rows), indent=2))
         return
@@ -30,7 +30,7 @@ def print_rows(rows: Sequence[Row], columns: Sequence[str], form: str) -> None:
 
 
 def print_row(row: Row, form: str) -> None:
-    """Print one thing, in a table a line a field."""
+    """Print one object; a table has one line for each field."""
     if form == "table":
         width = max(map(len, row))
         print(
@@ -44,7 +44,7 @@ def print_row(row: Row, form: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """Columns as wide as they must be, numbers to the right."""
+    """Lines of a table. Columns are as wide as their cells need; numbers are aligned to the right."""
     cells = [[_text(row[column]) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
     right = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in columns]
@@ -69,7 +69,7 @@ def _plain(column: str, value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """In a table."""
+    """A cell of a table."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):

@@ -62,7 +62,7 @@ def _add_fields(parser: argparse.ArgumentParser, *, change: bool) -> None:
 
 
 def row_of(tenant: Tenant) -> dict[str, Any]:
-    """A tenant for printing."""
+    """The printed fields of a tenant."""
     return {
         "name": tenant.name,
         "weight": tenant.weight,

@@ -1,91 +1,75 @@
-"""The ways of generating that are compared: off, every drafter with a fixed number of drafts, and adaptive."""
+"""The compared modes: off, every drafter with a fixed number of drafts, and adaptive."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...core.errors import InvalidRequestError
 from ...core.speculative_config import MODEL_METHODS
 
 OFF, CONTROL, ADAPTIVE = "off", "control", "adaptive"
-MODES = (OFF, CONTROL, "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", ADAPTIVE)
-ONE_DRAFT_A_PASS = frozenset({"draft_model", "eagle", "eagle3"})
-"""Drafters that compute one draft after the other; the others make all of them at once."""
-_KNOWN = {*MODES, *(f"{ADAPTIVE}:{mode}" for mode in MODES if mode not in (OFF, CONTROL, ADAPTIVE))}
-_BASES_OF_ADAPTIVE = ("eagle3", "draft_model", "eagle", "medusa")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
+MODES = (OFF, CONTROL, *METHODS, ADAPTIVE)
+_METHODS_OF_ADAPTIVE = ("eagle3", "draft_model", "eagle", "medusa")
+"""Drafters of the mode "adaptive", the preferred ones first; n-grams when there are weights for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way of generating."""
+    """One way to generate."""
 
     name: str
     method: str
-    """What drafts: for adaptive ones the drafter under the controller; "off" for none, as in "control": an engine like
-    that of "off", whose figures beside it show what is noise."""
+    """The drafter; "off" for none. The mode "control" has none either: it is a second engine like that of "off", and
+    its speed-up shows the noise of the measurement."""
     config: dict[str, Any]
     """The `speculative_config`."""
-    choices: tuple[Mode, ...] = ()
-    """The same with each drafter that it could have, and none of them was chosen yet: see `measure.trial`."""
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the number of drafts is fixed and more than none."""
-        return self.name not in (OFF, CONTROL) and not is_adaptive(self.name)
 
 
 def is_adaptive(mode: str) -> bool:
-    """Whether a mode of that name chooses the number of drafts itself."""
+    """True when a mode of that name chooses the number of drafts for each step."""
     return mode.partition(":")[0] == ADAPTIVE
 
 
-def as_fixed(mode: Mode) -> Mode:
-    """An adaptive mode's drafter with a fixed number of drafts."""
-    return Mode(mode.method, mode.method, {k: v for k, v in mode.config.items() if k != "adaptive"})
-
-
 def available_modes(models: Mapping[str, str]) -> list[str]:
-    """The modes that need nothing, and those whose model is in `models` (method -> path); not the control."""
+    """The modes that need no weights, and those whose weights are in `models` (method -> path); not the control."""
     return [name for name in MODES if name != CONTROL and (name not in MODEL_METHODS or name in models)]
 
 
 def make_modes(
     names: Sequence[str], models: Mapping[str, str], num_drafts: int, rates: Sequence[float] | None = None
 ) -> list[Mode]:
-    """The modes by name; "off" comes first and is always there, for all are compared with it.
+    """The modes by name; "off" comes first and is always there, because all are compared with it.
 
     Args:
-        names: of `MODES`; "adaptive:METHOD" has that drafter, "adaptive" alone the fastest of those given (`choices`).
+        names: members of `MODES`, "adaptive:METHOD" for adaptive with that drafter, or "METHOD:K" for K drafts a step.
         models: path of each method's weights.
+        num_drafts: number of drafts a step of the other modes; the most that adaptive ones make.
         rates: synthetic acceptance rates, for every mode.
 
     Raises:
-        InvalidRequestError: an unknown mode, or one without its model.
+        InvalidRequestError: an unknown mode, or one without its weights.
     """
     modes = [Mode(OFF, OFF, {"method": OFF})]
     for name in dict.fromkeys(names):
-        if name not in _KNOWN:
-            raise InvalidRequestError(
-                f"unknown mode {name!r}; known are {', '.join(MODES)}, adaptive:METHOD", param="modes"
-            )
-        if name == OFF:
-            continue
         if name == CONTROL:
             modes.append(Mode(CONTROL, OFF, {"method": OFF}))
-            continue
-        methods = [name.removeprefix(f"{ADAPTIVE}:")]
-        if name == ADAPTIVE:
-            methods = [base for base in _BASES_OF_ADAPTIVE if base in models] or ["ngram"]
-        choices = [_make(name, method, models, num_drafts, rates) for method in methods]
-        modes.append(choices[0] if len(choices) == 1 else replace(choices[0], choices=tuple(choices)))
+        elif name != OFF:
+            modes.append(_make(name, models, num_drafts, rates))
     return modes
 
 
-def _make(
-    name: str, method: str, models: Mapping[str, str], num_drafts: int, rates: Sequence[float] | None = None
-) -> Mode:
+def _make(name: str, models: Mapping[str, str], num_drafts: int, rates: Sequence[float] | None) -> Mode:
+    method, _, detail = name.partition(":")
+    if method in METHODS and detail.isdecimal() and int(detail) > 0:
+        num_drafts = int(detail)
+    elif method == ADAPTIVE:
+        method = detail or next((known for known in _METHODS_OF_ADAPTIVE if known in models), "ngram")
+    if method not in METHODS or name not in (method, f"{method}:{num_drafts}", ADAPTIVE, f"{ADAPTIVE}:{method}"):
+        known = f"{', '.join(MODES)}, adaptive:METHOD and METHOD:K"
+        raise InvalidRequestError(f"unknown mode {name!r}; known are {known}", param="modes")
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
     if method in MODEL_METHODS:
         if method not in models:

@@ -1,4 +1,4 @@
-"""Parts of the command lines of the measurements, and what they write. Imports nothing heavy."""
+"""Options that the measurements share, and writing their results. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -28,21 +28,17 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return split
 
 
-def positive(text: str) -> int:
+def positive(text: str, least: int = 1) -> int:
     """An integer of at least 1."""
-    return _at_least(1, text)
-
-
-def natural(text: str) -> int:
-    """An integer of at least 0."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
     value = int(text)
     if value < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
     return value
+
+
+def natural(text: str) -> int:
+    """An integer of at least 0."""
+    return positive(text, 0)
 
 
 def positive_number(text: str) -> float:
@@ -62,7 +58,7 @@ def adapter(text: str) -> tuple[str, str]:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """How the model is served."""
+    """Add the options of the engine."""
     add = parser.add_argument
     add("--dtype", choices=DTYPES, default="auto", help="(default: the checkpoint's)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -70,49 +66,45 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Where the result goes."""
+    """Add --output-json and --plot."""
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result (needs matplotlib)")
 
 
 def check_outputs(namespace: argparse.Namespace) -> None:
-    """Better before the measurement than an hour later.
+    """Check --output-json and --plot before the measurement rather than an hour later.
 
     Raises:
         InvalidRequestError: a file that cannot be written, or nothing to draw with.
     """
     for option in ("output_json", "plot"):
-        _check_writable(option, getattr(namespace, option))
+        file = getattr(namespace, option)
+        if file is None:
+            continue
+        folder = file.absolute().parent
+        if not os.path.isdir(folder):
+            raise InvalidRequestError(f"there is no folder {folder}", param=option)
+        if os.path.isdir(file) or not os.access(file if os.path.exists(file) else folder, os.W_OK):
+            raise InvalidRequestError(f"--{option.replace('_', '-')}: {file} cannot be written as a file", param=option)
     if namespace.plot is not None:
         from .plot import check_can_plot
 
         check_can_plot()
 
 
-def _check_writable(option: str, file: Path | None) -> None:
-    if file is None:
-        return
-    folder = file.absolute().parent
-    if not os.path.isdir(folder):
-        raise InvalidRequestError(f"there is no folder {folder}", param=option)
-    if os.path.isdir(file) or not os.access(file if os.path.exists(file) else folder, os.W_OK):
-        raise InvalidRequestError(f"--{option.replace('_', '-')}: {file} cannot be written as a file", param=option)
-
-
 def write_json(report: dict[str, Any], file: Path) -> None:
-    """Write a result; whoever reads meanwhile, or after a crash, finds the one before or this one.
+    """Write a result. A reader finds the whole old file or the whole new one, also after a crash.
 
     Raises:
         OSError: it cannot be written.
     """
     text = json.dumps(report, indent=1) + "\n"
-    replaceable = not file.is_symlink() and (file.is_file() or not file.exists())
-    if not replaceable or not os.access(file.absolute().parent, os.W_OK):  # a pipe, a device, somebody's folder
-        file.write_text(text, encoding="utf-8")
-        return
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
+    is_special = file.is_symlink() or (file.exists() and not file.is_file())  # a pipe or a device
+    whole = is_special or not os.access(file.absolute().parent, os.W_OK)
+    written = file if whole else file.with_name(f".{file.name}.partial")
+    written.write_text(text, encoding="utf-8")
+    if written != file:
+        os.replace(written, file)
 
 
 def publish(

@@ -1,42 +1,46 @@
-"""A result for people (a table) and for programs (JSON)."""
+"""The table of a result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .modes import ADAPTIVE
 from .workload import WITH_DRAFT, WITHOUT_DRAFT
 
-_COLUMNS = (
-    ("text", 12),
-    ("draft weights", 14),
-    ("mode", 20),
-    ("tokens/s", 9),
-    ("speed-up", 9),
-    ("+-", 5),
-    ("CPU", 5),
-    ("TTFT ms", 9),
-    ("TPOT ms", 9),
-    ("p99 ITL", 9),
-    ("length", 7),
-    ("rate", 6),
-    ("by position", 26),
-    ("ach/limit", 10),
-    ("same text", 10),
+
+def _optional(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _positions(row: dict[str, Any]) -> str:
+    return " ".join(f"{share:.2f}" for share in row["acceptance_per_position"][:5])
+
+
+_WEIGHTS = {WITH_DRAFT: "with", WITHOUT_DRAFT: "without"}
+_COLUMNS: tuple[tuple[str, int, Callable[[dict[str, Any]], str]], ...] = (
+    ("text", -12, lambda row: row["task"]),
+    ("draft weights", -14, lambda row: _WEIGHTS.get(row["kind"], "")),
+    ("mode", -20, lambda row: row["mode"]),
+    ("tokens/s", 9, lambda row: f"{row['output_throughput']:.1f}"),
+    ("speed-up", 9, lambda row: f"{row['speedup']:.2f}"),
+    ("+-", 5, lambda row: _optional(row["speedup_error"], 2)),
+    ("TTFT ms", 9, lambda row: f"{row['ttft_ms']['mean']:.1f}"),
+    ("TPOT ms", 9, lambda row: _optional((row["tpot_ms"] or {}).get("mean"), 2)),
+    ("p99 ITL", 9, lambda row: _optional((row["itl_ms"] or {}).get("p99"), 1)),
+    ("length", 7, lambda row: _optional(row["acceptance_length"], 2)),
+    ("rate", 6, lambda row: _optional(row["acceptance_rate"], 2)),
+    ("by position", 26, _positions),
+    ("same text", 10, lambda row: f"{row['same_text_as_off']['same']}/{row['same_text_as_off']['of']}"),
 )
-_LEFT = {"text", "draft weights", "mode"}
+"""Heading, width (negative: aligned to the left) and cell of a row."""
 _NOTES = """\
-speed-up: output tokens/s over off, median of the rounds; +-: its standard error. CPU: the same by the time that the
-processor took for a token, where it computes the steps: free of what other processes take. TTFT, TPOT: means; TPOT
-leaves out the first token.
-length: tokens a verification gives (drafts accepted, and one). rate: drafts accepted. by position: share of the
-verifications that accept the draft there. ach/limit: decoding's speed-up over the most that these drafts allow.
-same text: requests with off's tokens, over all rounds."""
+speed-up: output tokens/s over off, median of the rounds; +-: its standard error. TTFT, TPOT: means; TPOT leaves out the
+first token. length: tokens a verification gives (accepted drafts, and one). rate: share of accepted drafts. by
+position: share of the verifications that accept the draft there. same text: requests with off's tokens, all rounds."""
 
 
 def labels(*, synthetic: Sequence[float] | None, random_weights: bool) -> list[str]:
-    """What makes the figures no real ones, if anything does: the first line of every output."""
+    """Warnings that text or acceptance are not real: the first lines of every output."""
     found = []
     if synthetic is not None:
         rates = ", ".join(f"{rate:g}" for rate in synthetic)
@@ -55,43 +59,16 @@ def format_table(report: dict[str, Any]) -> str:
         f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}; {settings['num_speculative_tokens']} "
         f"drafts a step, median of {settings['rounds']} rounds"
     )
-    tried = settings.get("tokens_per_second_in_trial")
-    if tried:
-        speeds = ", ".join(f"{method} {speed:g}" for method, speed in tried.items())
-        lines.append(f"{ADAPTIVE} drafts with {max(tried, key=tried.get)}; tokens/s in a trial before: {speeds}")
     if model.get("inflated_from"):
         lines.append(f"inflated from {model['inflated_from']}: the same function at the cost of this size")
     for batch_size in dict.fromkeys(row["batch_size"] for row in report["rows"]):
-        lines += ["", f"batch size {batch_size}", _line([name for name, _ in _COLUMNS])]
-        lines += [_line(_cells(row)) for row in report["rows"] if row["batch_size"] == batch_size]
+        lines += ["", f"batch size {batch_size}", _line([name for name, _, _ in _COLUMNS])]
+        rows = [row for row in report["rows"] if row["batch_size"] == batch_size]
+        lines += [_line([cell(row) for _, _, cell in _COLUMNS]) for row in rows]
     return "\n".join([*lines, "", _NOTES])
 
 
 def _line(cells: Sequence[str]) -> str:
-    parts = [
-        cell.ljust(width) if name in _LEFT else cell.rjust(width)
-        for cell, (name, width) in zip(cells, _COLUMNS, strict=True)
-    ]
-    return " ".join(parts).rstrip()
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    limit, same = row.get("limit"), row["same_text_as_off"]
-    tpot, itl = row["tpot_ms"], row["itl_ms"]
-    return [
-        row["task"],
-        {WITH_DRAFT: "with", WITHOUT_DRAFT: "without"}.get(row["kind"], ""),
-        row["mode"],
-        f"{row['output_throughput']:.1f}",
-        f"{row['speedup']:.2f}",
-        "" if row["speedup_error"] is None else f"{row['speedup_error']:.2f}",
-        f"{row['cpu_speedup']:.2f}" if "cpu_speedup" in row else "",
-        f"{row['ttft_ms']['mean']:.1f}",
-        f"{tpot['mean']:.2f}" if tpot else "",
-        f"{itl['p99']:.1f}" if itl else "",
-        f"{row['acceptance_length']:.2f}" if row["acceptance_length"] is not None else "",
-        f"{row['acceptance_rate']:.2f}" if row["acceptance_rate"] is not None else "",
-        " ".join(f"{share:.2f}" for share in row["acceptance_per_position"][:5]),
-        f"{limit['achieved_over_limit']:.2f}" if limit else "",
-        f"{same['same']}/{same['of']}",
-    ]
+    widths = [width for _, width, _ in _COLUMNS]
+    aligned = (cell.rjust(w) if w > 0 else cell.ljust(-w) for cell, w in zip(cells, widths, strict=True))
+    return " ".join(aligned).rstrip()

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....models.checkpoint.json_files import read_json
 from ....models.checkpoint.loader import read_facts, resolve_model_path
 from ....models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
-from ....models.decoder import Decoder
 from ...core.config import EngineArgs
-from ...core.errors import OutriderError, PromptTooLongError
-from ...core.lora_request import LoRARequest
+from ...core.errors import PromptTooLongError
 from ...engine.engine_core import EngineCore
-from .driver import BenchEngine, settle
+from .driver import freeze_heap
+from .lora.adapters import largest_rank
 from .machine import describe_machine, describe_model
-from .measure import Plan, adapter_paths, measure, trial
-from .modes import Mode, as_fixed
+from .measure import ModeEngine, Plan, measure
+from .modes import Mode
 from .report import labels
-from .workload import Task, make_tasks, random_task, read_prompts, without_draft_weights
+from .serving.prompt_files import read_prompts
+from .workload import Task, make_tasks, random_task, without_draft_weights
 
 _BLOCK_SIZE = 16
 
@@ -28,9 +27,10 @@ _BLOCK_SIZE = 16
 def measure_speculation(
     options: argparse.Namespace, modes: Sequence[Mode], model: str, adapters: Mapping[str, str], scratch: Path
 ) -> dict[str, Any]:
-    """Measure `modes` of a model with the options of the command.
+    """Measure `modes` of a model. Every mode has an engine with its own copy of the weights; all are in memory at once.
 
     Args:
+        options: the command's.
         adapters: name -> folder.
         scratch: an empty folder for copies of adapters.
 
@@ -41,6 +41,7 @@ def measure_speculation(
     tokenizer = load_tokenizer(path)
     prompts = read_prompts(options.prompts) if options.prompts is not None else None
     tasks = [without_draft_weights(t, scratch) for t in make_tasks(tokenizer, adapters, prompts, options.tasks)]
+    loras = [lora for task in tasks for lora in (task.adapter, task.bare) if lora is not None]
     facts = read_facts(path)
     if options.random_text:
         tasks.append(random_task(facts.vocab_size, set(tokenizer.all_special_ids)))
@@ -49,34 +50,25 @@ def measure_speculation(
         batch_sizes=tuple(options.batch_sizes),
         rounds=options.rounds,
         max_tokens=options.max_tokens,
+        queue=options.queue,
         ignore_eos=rates is not None or dummy,
         eos_token_ids=tuple(sorted(e for e in eos_token_ids(path, tokenizer) if e < facts.vocab_size)),
     )
-    num_drafts = int(
-        next((m.config["num_speculative_tokens"] for m in modes if "num_speculative_tokens" in m.config), 0)
-    )
+    num_drafts = max(mode.config.get("num_speculative_tokens", 0) for mode in modes)
     shared = _engine_options(options, tasks, max(plan.batch_sizes), num_drafts, facts.max_position_embeddings)
-    engines: list[BenchEngine] = []
-    weights = _load_target(EngineArgs(model=str(path), **shared))
-
-    def start(mode: Mode) -> BenchEngine:
-        engine = BenchEngine(mode, EngineArgs(model=str(path), speculative_config=mode.config, **shared), weights)
-        engines.append(engine)
-        for name, folder in adapter_paths(tasks).items():
-            engine.load_adapter(LoRARequest(name, path=folder))
-        return engine
-
+    if loras:
+        rank = max(largest_rank(Path(lora.path)) for lora in loras)
+        shared |= {"enable_lora": True, "max_loras": len(loras), "max_lora_rank": rank}
+    engines: list[ModeEngine] = []
     try:
-        by_mode = {mode.name: start(mode) for mode in modes if not mode.choices}
-        tried: dict[str, float] = {}
         for mode in modes:
-            if mode.choices:
-                chosen, tried = _choose(mode, engines, start, tasks[0], plan)
-                by_mode[mode.name] = start(chosen)
-        running = [by_mode[mode.name] for mode in modes]
-        settle()
-        rows = measure(running, tasks, plan)
-        model_facts = describe_model(running[0].core.info, path)
+            core = EngineCore(EngineArgs(model=str(path), speculative_config=mode.config, **shared))
+            engines.append(ModeEngine(mode, core))
+            for lora in loras:
+                core.load_adapter(lora)
+        freeze_heap()
+        rows = measure(engines, tasks, plan)
+        model_facts = describe_model(engines[0].core.info, path)
     finally:
         for engine in engines:
             engine.core.shutdown()
@@ -86,50 +78,18 @@ def measure_speculation(
         "machine": describe_machine(),
         "model": model_facts,
         "settings": {
+            **{name: getattr(options, name) for name in ("max_tokens", "rounds", "queue")},
             "num_speculative_tokens": num_drafts,
-            "max_tokens": plan.max_tokens,
-            "rounds": plan.rounds,
-            "modes": {e.mode.name: {k: v for k, v in e.mode.config.items() if k != "model"} for e in running},
-            "tokens_per_second_in_trial": tried,
+            "modes": {mode.name: {k: v for k, v in mode.config.items() if k != "model"} for mode in modes},
         },
         "rows": rows,
     }
 
 
-def _choose(
-    mode: Mode, engines: list[BenchEngine], start: Callable[[Mode], BenchEngine], task: Task, plan: Plan
-) -> tuple[Mode, dict[str, float]]:
-    """Of `mode.choices` the one whose drafter is the fastest with a fixed number of drafts, and the tokens/s of each.
-    `engines`: those that were started; others are started for the trial alone."""
-    had = list(engines)
-    fixed = {engine.mode.method: engine for engine in had if engine.mode.fixed}
-    for choice in mode.choices:
-        if choice.method not in fixed:
-            fixed[choice.method] = start(as_fixed(choice))
-    settle()
-    speeds = trial([fixed[choice.method] for choice in mode.choices], task, plan)
-    for engine in engines[len(had) :]:
-        engine.core.shutdown()
-    del engines[len(had) :]
-    tried = {choice.method: round(speed, 1) for choice, speed in zip(mode.choices, speeds, strict=True)}
-    return mode.choices[speeds.index(max(speeds))], tried
-
-
-def _load_target(args: EngineArgs) -> Decoder:
-    """One copy of the target's weights for all modes: in use, an engine has the processor's caches for itself.
-
-    That of no mode: an engine that loaded the weights itself takes about 0.6% less time a step of the demo than those
-    that were given them, whatever their mode, for reasons that have to do with where things lie in memory alone.
-    """
-    core = EngineCore(args)
-    core.shutdown()
-    return core.model.twin()  # without what the engine has for adapters
-
-
 def _engine_options(
     options: argparse.Namespace, tasks: Sequence[Task], max_batch: int, num_drafts: int, limit: int
 ) -> dict[str, Any]:
-    """What all engines have in common: room for the largest batch and no more, for many are in memory at once."""
+    """The options of all engines. Their KV caches hold the largest batch and no more: all are in memory at once."""
     longest = max(len(prompt) for task in tasks for prompt in task.prompts)
     length = longest + options.max_tokens
     if length > limit:
@@ -138,30 +98,11 @@ def _engine_options(
             param="max_tokens",
         )
     blocks = -(-(length + num_drafts + 1) // _BLOCK_SIZE) + 1
-    shared: dict[str, Any] = {
-        "dtype": options.dtype,
-        "device": options.device,
-        "load_format": options.load_format,
+    return {
+        **{name: getattr(options, name) for name in ("dtype", "device", "load_format")},
         "max_model_len": length,
         "max_num_seqs": max_batch,
         "block_size": _BLOCK_SIZE,
         "num_gpu_blocks_override": blocks * max_batch,
         "enable_prefix_caching": False,
     }
-    paths = adapter_paths(tasks)
-    if paths:
-        rank = max(largest_rank(Path(path)) for path in paths.values())
-        shared |= {"enable_lora": True, "max_loras": len(paths), "max_lora_rank": rank}
-    return shared
-
-
-def largest_rank(folder: Path) -> int:
-    """Of an adapter, its draft weights included; 1 where its files do not say: loading it will say what is wrong."""
-    ranks = [1]
-    for file in folder.rglob("adapter_config.json"):
-        try:
-            config = read_json(file)
-            ranks += [int(config.get("r", 1)), *map(int, (config.get("rank_pattern") or {}).values())]
-        except (OutriderError, ValueError, TypeError, AttributeError):
-            continue
-    return max(ranks)

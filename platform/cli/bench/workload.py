@@ -1,8 +1,7 @@
-"""What is asked: tasks, each with its prompts and the adapter, with and without draft weights, that answers them."""
+"""The tasks: prompts, and the adapter, with and without draft weights, that answers them."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -10,16 +9,17 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...client.chat_template import ChatOptions, render_messages
-from ...core.errors import InvalidRequestError, NotFoundError
+from ...core.errors import InvalidRequestError
 from ...core.lora_request import LoRARequest
 from .prompts import DEMO_PROMPTS
+from .serving.prompt_files import Prompt, encode
 
 BASE, RANDOM = "base", "random text"
 """Names of tasks, which no adapter may have."""
 _BARE = "-without-draft"
+"""Suffix of the names of adapters that lack their draft weights."""
 PLAIN, WITH_DRAFT, WITHOUT_DRAFT, RANDOM_TEXT = "base model", "with draft weights", "without draft weights", "random"
 """Kinds of rows in the result. An adapter under a mode that takes no draft weights counts as without."""
 _RANDOM_PROMPTS, _RANDOM_LENGTH = 8, 32
@@ -27,88 +27,34 @@ _RANDOM_PROMPTS, _RANDOM_LENGTH = 8, 32
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts, and who answers them."""
+    """Prompts, and the adapter that answers them."""
 
     name: str
     prompts: list[list[int]]
     adapter: LoRARequest | None = None
-    """As it is, with its draft weights if it has any."""
+    """The adapter as given, with its draft weights if it has any."""
     bare: LoRARequest | None = None
-    """The same adapter without its draft weights; None when it has none."""
+    """The adapter without its draft weights; None when it has none."""
     random: bool = False
-    """Random tokens, sampled at temperature 1: nothing that a drafter could guess."""
-
-
-class Prompt(NamedTuple):
-    """One line of a prompts file."""
-
-    content: Any
-    """A text, messages, or token ids."""
-    adapter: str | None
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Lines of JSON: {"prompt": text} or {"messages": [...]} or {"prompt_token_ids": [...]}, each maybe with "adapter".
-
-    Raises:
-        NotFoundError, InvalidRequestError: there is no such file, or a line is something else.
-    """
-    try:
-        # `splitlines` would also break at separators that JSON allows inside strings.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise NotFoundError(f"prompts file {path}: {error}", param="prompts") from None
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"prompts file {path} is not UTF-8: {error}", param="prompts") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{path}, line {number}: not valid JSON: {error}", param="prompts") from None
-        keys = [key for key in ("prompt", "messages", "prompt_token_ids") if isinstance(value, dict) and key in value]
-        if len(keys) != 1:
-            raise InvalidRequestError(
-                f"{path}, line {number}: needs exactly one of prompt, messages, prompt_token_ids", param="prompts"
-            )
-        ids = value.get("prompt_token_ids", [])
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise InvalidRequestError(
-                f"{path}, line {number}: prompt_token_ids must be a list of integers", param="prompts"
-            )
-        adapter = value.get("adapter")
-        if adapter is not None and not isinstance(adapter, str):
-            raise InvalidRequestError(
-                f"{path}, line {number}: adapter must be a name, got {adapter!r:.40}", param="prompts"
-            )
-        found.append(Prompt(value[keys[0]], adapter))
-    if not found:
-        raise InvalidRequestError(f"{path} holds no prompts", param="prompts")
-    return found
+    """True for random tokens, sampled at temperature 1, which no drafter can guess."""
 
 
 def check_adapter_names(names: Sequence[str]) -> None:
-    """Refuse names that stand for something else, or for two adapters.
+    """Refuse names of tasks, names of adapters without draft weights, and two adapters of one name.
 
     Raises:
         InvalidRequestError: names the adapter.
     """
     for number, name in enumerate(names):
+        problem = None
         if name in (BASE, RANDOM):
-            raise InvalidRequestError(
-                f"--lora: no adapter can be called {name!r}, which is a task's name", param="lora"
-            )
-        if name in names[:number]:
-            raise InvalidRequestError(f"--lora: there are two adapters called {name!r}", param="lora")
-        if name.endswith(_BARE):
-            raise InvalidRequestError(
-                f"--lora: no adapter can be called {name!r}: adapters without their draft weights get names that end "
-                f"in {_BARE}",
-                param="lora",
-            )
+            problem = f"no adapter can be called {name!r}, which is a task's name"
+        elif name in names[:number]:
+            problem = f"there are two adapters called {name!r}"
+        elif name.endswith(_BARE):
+            problem = f"no adapter can be called {name!r}: {_BARE} marks adapters without their draft weights"
+        if problem is not None:
+            raise InvalidRequestError(f"--lora: {problem}", param="lora")
 
 
 def make_tasks(
@@ -116,8 +62,8 @@ def make_tasks(
 ) -> list[Task]:
     """The base model's task and one for each adapter (name -> folder).
 
-    Prompts that name an adapter are its own; an adapter without any gets the base model's. Without `prompts`, those of
-    the demo, by the adapters' names.
+    Prompts that name an adapter are for it; an adapter without any gets the base model's. The default of `prompts` is
+    the demo's, by the adapters' names.
 
     Args:
         names: the tasks wanted; None for all.
@@ -128,9 +74,9 @@ def make_tasks(
     if prompts is None:
         prompts = [Prompt(text, None if task == BASE else task) for task, ts in DEMO_PROMPTS.items() for text in ts]
     else:
-        stranger = next((p.adapter for p in prompts if p.adapter is not None and p.adapter not in adapters), None)
-        if stranger is not None:
-            raise InvalidRequestError(f"a prompt names the adapter {stranger!r}; give it with --lora", param="prompts")
+        unknown = next((p.adapter for p in prompts if p.adapter is not None and p.adapter not in adapters), None)
+        if unknown is not None:
+            raise InvalidRequestError(f"a prompt names the adapter {unknown!r}; give it with --lora", param="prompts")
     wanted = list(dict.fromkeys(names)) if names is not None else [BASE, *adapters]
     tasks = []
     for name in wanted:
@@ -143,23 +89,6 @@ def make_tasks(
         adapter = None if name == BASE else LoRARequest(name, path=adapters[name])
         tasks.append(Task(name, [encode(tokenizer, p.content) for p in chosen], adapter))
     return tasks
-
-
-def encode(tokenizer: Any, content: Any) -> list[int]:
-    """Token ids of a prompt; a text is a user's turn where the model has a chat template.
-
-    Raises:
-        InvalidRequestError: it is neither a text, nor messages, nor token ids.
-    """
-    if isinstance(content, str):
-        if getattr(tokenizer, "chat_template", None) is None:
-            return list(tokenizer.encode(content))
-        content = [{"role": "user", "content": content}]
-    if not isinstance(content, list) or not content:
-        raise InvalidRequestError(f"a prompt must be text, messages or token ids, got {content!r}", param="prompts")
-    if all(type(item) is int for item in content):
-        return content
-    return list(tokenizer.encode(render_messages(tokenizer, content, ChatOptions()), add_special_tokens=False))
 
 
 def random_task(vocab_size: int, special_ids: Collection[int] = ()) -> Task:

@@ -16,11 +16,11 @@ class Option(NamedTuple):
     """An option that has no counterpart here."""
 
     harmless: tuple[object, ...] | None
-    """Values that ask for what is done anyway, beside None; None: every value, though nothing comes of it."""
+    """Values, beside None, that ask for what is done anyway; None: every value is taken, without an effect."""
     why: str
-    """Why nothing comes of it, or why other values are refused."""
+    """Reason why it has no effect, or why other values are refused."""
     flag: bool = False
-    """On the command line it has no value."""
+    """True for a flag, which has no value on the command line."""
 
 
 def ignored(why: str) -> Option:
@@ -41,6 +41,11 @@ def only(*harmless: object, why: str) -> Option:
 def off(why: str) -> Option:
     """A flag that is refused unless it is off."""
     return Option((False,), why, flag=True)
+
+
+def each(option: Option, names: str) -> dict[str, Option]:
+    """One option under several names, which have spaces between them."""
+    return dict.fromkeys(names.split(), option)
 
 
 # Reasons that several options share.

@@ -1,4 +1,4 @@
-"""Keywords of vLLM's Python API that this project does not have, one line a name.
+"""Keywords of vLLM's Python API that this project does not have, grouped by the reason.
 
 `SAMPLING` has keywords of `SamplingParams`, `PROMPT` keys of a prompt, `GENERATE` and `CHAT` keywords of the methods of
 those names, `LORA` keywords of `LoRARequest`. `METHODS` says for methods of vLLM's `LLM` what to use in their place.
@@ -14,6 +14,7 @@ from .foreign_options import (
     NO_USER_CODE,
     OWN_LOADER,
     Option,
+    each,
     ignored,
     ignored_flag,
     off,
@@ -22,12 +23,10 @@ from .foreign_options import (
 
 SAMPLING: dict[str, Option] = {
     "best_of": only(1, why="sequences are not ranked: ask for n of them"),
-    "use_beam_search": off("beam search is not there yet"),
+    **each(off("beam search is not there yet"), "use_beam_search early_stopping"),
     "length_penalty": only(1, why="beam search is not there yet"),
-    "early_stopping": off("beam search is not there yet"),
     "truncate_prompt_tokens": only(why="cut the prompt before"),
-    "structured_outputs": only(why=NO_FORMATS),
-    "guided_decoding": only(why=NO_FORMATS),
+    **each(only(why=NO_FORMATS), "structured_outputs guided_decoding"),
     "logits_processors": only([], (), why=NO_USER_CODE),
     "output_kind": only(0, why="LLM returns final outputs; AsyncLLM.generate takes delta=True"),
     "logprob_token_ids": only(why="ask for logprobs and pick among them"),
@@ -47,9 +46,7 @@ SAMPLING: dict[str, Option] = {
 
 PROMPT: dict[str, Option] = {
     "type": only("text", "token", "tokens", why="prompts are text or token ids"),
-    "multi_modal_data": only({}, why=NO_IMAGES),
-    "multi_modal_uuids": only({}, why=NO_IMAGES),
-    "mm_processor_kwargs": only({}, why=NO_IMAGES),
+    **each(only({}, why=NO_IMAGES), "multi_modal_data multi_modal_uuids mm_processor_kwargs"),
     "prompt_embeds": only(why="prompts are text or token ids"),
     "token_type_ids": only(why="models generate text only"),
 }
@@ -93,4 +90,4 @@ METHODS: dict[str, str] = {
     **dict.fromkeys(("start_profile", "stop_profile"), "is not there: see outrider bench latency --profile"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "is not there: " + NO_USER_CODE),
 }
-"""By the name of a method or attribute of vLLM's `LLM`: the rest of the sentence that says why it is missing."""
+"""Methods and attributes of vLLM's `LLM` -> the end of the sentence that says why each is missing."""

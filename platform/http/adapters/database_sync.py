@@ -1,5 +1,7 @@
-"""Keeps adapters that are loaded over HTTP in the database: a server that starts has them again, and the servers of one
-database follow each other."""
+"""Synchronisation with the database: adapters that are loaded over HTTP, and shared prefixes.
+
+A server that starts has again what the database holds, and the servers of one database follow each other.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +9,29 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ...core.errors import NotFoundError, OutriderError
 from ...core.lora_request import LoRARequest
-from ...tenancy.accounts.directory import Snapshot
-from ...tenancy.accounts.records import StoredAdapter
-from ...tenancy.service import Tenancy
+from ...tenancy.accounts.records import SharedPrefix, StoredAdapter
 from .model_registry import ModelRegistry
+
+if TYPE_CHECKING:
+    from ...client.async_llm import AsyncLLM
+    from ...tenancy.accounts.directory import Directory, Snapshot
+    from ...tenancy.service import Tenancy
 
 logger = logging.getLogger(__name__)
 
 _Key = tuple[str, str]
 
 RETRY_SECONDS = 5.0
-"""After which what failed for a reason that may pass, such as an engine that starts again, is tried once more."""
+"""Seconds after which a failure that may pass, such as an engine that starts again, is tried once more."""
 
 
-class AdapterKeeper:
-    """One object a server with a database. Belongs to the event loop."""
+class AdapterSync:
+    """Synchronisation of the adapters loaded over HTTP. One object a server with a database; it belongs to the event
+    loop."""
 
     def __init__(self, models: ModelRegistry, tenancy: Tenancy) -> None:
         self._models = models
@@ -37,7 +44,7 @@ class AdapterKeeper:
         self._follower: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Register what is remembered, and follow changes from then on.
+        """Register the adapters of the database, and follow changes from then on.
 
         Raises:
             DatabaseUnavailableError: the database cannot be read.
@@ -47,7 +54,7 @@ class AdapterKeeper:
         self._follower = asyncio.create_task(self._follow(), name="outrider-adapters")
 
     async def close(self) -> None:
-        """Follow no more."""
+        """Stop to follow the database."""
         if self._follower is not None:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
@@ -55,7 +62,7 @@ class AdapterKeeper:
     # --- changes made here ---
 
     async def remember(self, adapter: StoredAdapter, max_adapters: int | None) -> None:
-        """Write down an adapter that has been loaded.
+        """Store an adapter that has been loaded.
 
         Raises:
             DatabaseUnavailableError: it could not be.
@@ -67,7 +74,7 @@ class AdapterKeeper:
             self._failed.pop((stored.tenant, stored.name), None)
 
     async def forget(self, tenant: str, name: str) -> bool:
-        """Strike out an adapter that is about to be unloaded; whether it stood there.
+        """Remove an adapter that is about to be unloaded; returns True when it was stored.
 
         Raises:
             DatabaseUnavailableError: it could not be.
@@ -79,7 +86,7 @@ class AdapterKeeper:
             return removed
 
     async def pin(self, tenant: str, name: str, pinned: bool) -> None:
-        """Write down whether an adapter is pinned, if it stands there.
+        """Store that an adapter is pinned or not, if it is stored.
 
         Raises:
             DatabaseUnavailableError: it could not be.
@@ -124,7 +131,7 @@ class AdapterKeeper:
             await self._load(row)
 
     def _not_taken(self, rows: Iterable[StoredAdapter]) -> Iterable[StoredAdapter]:
-        """Without those whose name means something else on this server: what its command line says is stronger."""
+        """Rows whose names are free on this server; its command line goes before the database."""
         for row in rows:
             key = (row.tenant, row.name)
             taken = row.name in self._models.base_names or self._models.has(row.name, row.tenant)
@@ -136,8 +143,8 @@ class AdapterKeeper:
                 yield row
 
     async def _load(self, row: StoredAdapter) -> None:
-        """A plain one is read when it is first asked for; one that cannot be had is tried again at the next change, and
-        sooner where that is not the adapter's fault."""
+        """Take one adapter. A plain one is read when it is first asked for. One that cannot be loaded is tried again at
+        the next change, and sooner where that is not the adapter's fault."""
         key = (row.tenant, row.name)
         request = LoRARequest(row.name, path=row.path, draft_path=row.draft_path, digest=row.digest)
         old = self._applied.get(key)
@@ -172,6 +179,55 @@ class AdapterKeeper:
             self._is_behind = True
             return
         del self._applied[key]
+
+
+class PrefixSync:
+    """Synchronisation of the shared prefixes. One object a server with a database; it belongs to the event loop, and
+    prefixes of millions of tokens are split up in a thread."""
+
+    def __init__(self, llm: AsyncLLM, directory: Directory) -> None:
+        self._llm = llm
+        self._directory = directory
+        self._wanted: tuple[SharedPrefix, ...] = ()
+        self._key: tuple[tuple[str, float], ...] | None = None  # of those; a name may be given again, later
+        self._applying: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Apply the present prefixes, and every change of them from then on."""
+        self._directory.subscribe(self._on_change)
+        await self.applied()
+
+    def _on_change(self, snapshot: Snapshot) -> None:
+        key = tuple((prefix.name, prefix.created_at) for prefix in snapshot.prefixes)
+        if key == self._key:
+            return  # something else has changed
+        self._key, self._wanted = key, snapshot.prefixes
+        if self._applying is None:
+            self._applying = asyncio.create_task(self._apply(), name="outrider-prefixes")
+
+    async def _apply(self) -> None:
+        """Apply the wanted prefixes, one set after another, until the newest is applied."""
+        try:
+            done = None
+            while done != self._key:
+                done = self._key
+                await self._llm.share_prefixes([prefix.token_ids for prefix in self._wanted])
+        except Exception:
+            self._key = None  # so that the next change is taken, whatever it is
+            logger.exception("the shared prefixes cannot be taken")
+        finally:
+            self._applying = None
+
+    async def applied(self) -> None:
+        """Wait until all changes that the directory has announced are applied."""
+        while self._applying is not None:
+            await asyncio.shield(self._applying)
+
+    async def close(self) -> None:
+        """Stop to follow the directory."""
+        if self._applying is not None:
+            self._applying.cancel()
+            await asyncio.gather(self._applying, return_exceptions=True)
 
 
 def _shown(row: StoredAdapter) -> str:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...client.adapter_sources.resolver import shown_source
+from ...client.adapters.sources.resolver import shown_source
 from ...core.adapter_names import MARK, engine_name, split_engine_name
 from ...core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from ...core.lora_request import LoRARequest
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_AGE = 1.0
-"""Seconds for which the engine's word on where its adapters are is good: it is asked no more often, whoever looks."""
+"""Seconds for which a list of the engine's adapters is used; it is asked no more often, however many look."""
 REFRESH_TIMEOUT = 2.0
-"""Seconds that the engine gets to say it; after that its last word is shown again."""
+"""Seconds to wait for the engine's list; after that the last one is shown again."""
 
 MAX_GONE = 10_000
-"""Unloaded adapters' names that are remembered."""
+"""Largest number of unloaded adapters whose names are remembered."""
 
 _UNREAD = AdapterInfo("", "", "", 0, 0, "disk")
 
 
 class ModelRegistry:
-    """The names this server answers to.
+    """Names of the base model and the adapters of this server.
 
     Adapters are registered through this process alone, so its client of the engine knows them without asking; after a
     restart of the engine it registers them there again, and forgets those that cannot be read any more. Nothing of
@@ -73,11 +73,11 @@ class ModelRegistry:
         return self.base_names[0]
 
     def seen_by(self, principal: Principal) -> ModelView:
-        """What one client may use."""
+        """The models as `principal` sees them."""
         return ModelView(self, principal)
 
     def adapter(self, name: str) -> LoRARequest | None:
-        """What has been loaded under an engine's name, else what has been found."""
+        """The adapter loaded under an engine's name, else the one found by `discover`."""
         return self._llm.adapters.get(name) or self._found.get(name)
 
     def was_adapter(self, name: str) -> bool:
@@ -116,7 +116,7 @@ class ModelRegistry:
     # --- loading and unloading; `tenant` is "" for adapters that all share ---
 
     def check_free(self, name: str, *, tenant: str = "", load_inplace: bool) -> None:
-        """InvalidUserInputError unless an adapter may be loaded under this name."""
+        """Check that an adapter may be loaded under this name; InvalidUserInputError otherwise."""
         if name in self.base_names:
             raise InvalidUserInputError(f"{shorten(name)!r} is the name of the base model", param="lora_name")
         if not load_inplace and engine_name(tenant, name) in self._llm.adapters:
@@ -193,11 +193,11 @@ class ModelRegistry:
         self._roots[owned.name] = shown_source(owned.path if root is None else root)
 
     def has(self, name: str, tenant: str = "") -> bool:
-        """Whether an adapter has been loaded under this plain name."""
+        """True when an adapter has been loaded under this plain name."""
         return engine_name(tenant, name) in self._llm.adapters
 
     async def unload(self, name: str, mode: str = "drain", *, tenant: str = "") -> None:
-        """Take an adapter away, wherever its name is known; requests that run with it finish, or are aborted."""
+        """Unload an adapter, wherever its name is known; requests that run with it finish, or are aborted."""
         owned = self._own_spelling(name, tenant)
         known = owned in self._llm.adapters
         try:
@@ -234,7 +234,7 @@ class ModelRegistry:
             self._note_change()
 
     def _own_spelling(self, name: str, tenant: str) -> str:
-        """The engine's name; nobody reaches another's adapter by spelling that."""
+        """The engine's name of a plain one; refuses names that are spelt like the engine's."""
         if MARK in name:
             raise unknown_adapter(name)
         return engine_name(tenant, name)
@@ -242,11 +242,7 @@ class ModelRegistry:
     # --- cards ---
 
     async def refresh(self) -> None:
-        """Bring what cards say up to date. Names are known here, and what is in directories is looked up. Where
-        adapters are, and what became of their draft weights when their files were read again, the engine is asked at
-        most once in `MAX_AGE`, sooner after a change or a restart; all who want to know at the same time share its
-        answer.
-        """
+        """Update the facts on the cards."""
         self._in_directories = await self._llm.sources.in_directories()
         if self._llm.state != "ready":
             return
@@ -267,7 +263,7 @@ class ModelRegistry:
         return is_young and self._engine_run == self._llm.num_restarts
 
     def _note_change(self) -> None:
-        """What has been done here is known; what it meant for others, such as room on the device, is not."""
+        """Have the engine asked again: a change made here may have moved other adapters, such as off the device."""
         self._num_changes += 1
         self._asked_at = None
 
@@ -323,7 +319,7 @@ class ModelRegistry:
 
 
 def unknown_adapter(name: str) -> NotFoundError:
-    """The error for an adapter that is not there, or not for whom who asks."""
+    """The error for an adapter that does not exist, or not for this client."""
     return NotFoundError(f"The LoRA adapter {shorten(name)!r} does not exist", param="lora_name")
 
 

@@ -1,4 +1,4 @@
-"""What one client sees of the models: which names it may put into `model`, and what they mean."""
+"""Models that one client may use, and the names by which it may ask for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .model_registry import ModelRegistry
 
 _OF_OTHERS = ("tier", "rows", "num_running", "num_waiting", "load_seconds")
-"""Of a shared adapter's card: what tells a tenant how much the others use it."""
+"""Fields of a shared adapter's card that would tell a tenant how much others use it."""
 
 
 class ModelView:
@@ -41,7 +41,7 @@ class ModelView:
         return self._registry.base_name
 
     def allows(self, name: str) -> bool:
-        """Whether the key may use an adapter of this plain name, whoever has it."""
+        """True when the key may use an adapter of this plain name, whoever owns it."""
         return self._key_names is None or name in self._key_names
 
     def _allows_shared(self, name: str) -> bool:
@@ -82,7 +82,7 @@ class ModelView:
         )
 
     def _spellings(self, name: str) -> Iterator[str]:
-        """The name, and what follows a base model's."""
+        """The name, and its part behind a base model's name and a colon."""
         yield name
         for base in self._registry.base_names:
             if name.startswith(f"{base}:"):
@@ -111,7 +111,8 @@ class ModelView:
         await self._registry.discover(name for name in names if self.allows(name) and self._allows_shared(name))
 
     def _names_in(self, texts: Sequence[str]) -> Iterator[str]:
-        """Every adapter's name that they may hold: with a base model's name before it, a weight behind it, in a sum."""
+        """Every adapter's name that the texts may hold: with a base model's name before it, a weight behind it, in a
+        sum."""
         for text in texts:
             for piece in (text, text.removeprefix("+"), *text.split("+")[: MAX_PARTS + 1]):
                 for name in (piece, piece.rpartition(":")[0]):

@@ -17,11 +17,11 @@ class LoadAdapterRequest(RequestModel):
     load_inplace: bool = False
     pinned: bool = False
     tenant: str | None = None
-    """Whose adapter it is, for admins to say; without one it is shared by all. A tenant's own key says it by itself."""
+    """Owner of the adapter, given by admins; without one all share it. A tenant's own key implies the tenant."""
     base_model_name: str | None = None
-    """Written by clients that manage vLLM's adapters; there is one base model here."""
+    """Ignored: written by clients that manage vLLM's adapters; there is one base model here."""
     lora_int_id: int | None = None
-    """Written by vLLM's clients; adapters go by their name here."""
+    """Ignored: written by vLLM's clients; adapters go by their name here."""
 
 
 class PinAdapterRequest(RequestModel):
@@ -29,7 +29,7 @@ class PinAdapterRequest(RequestModel):
 
     lora_name: str
     tenant: str | None = None
-    """As for loading."""
+    """Owner, as for loading."""
 
 
 class UnloadAdapterRequest(RequestModel):
@@ -39,6 +39,6 @@ class UnloadAdapterRequest(RequestModel):
     lora_int_id: int | None = None
     """See `LoadAdapterRequest`."""
     mode: Literal["drain", "abort"] = "drain"
-    """Ours: whether requests that have it finish, or end with an error."""
+    """Ours: requests that use the adapter finish ("drain"), or end with an error ("abort")."""
     tenant: str | None = None
-    """As for loading."""
+    """Owner, as for loading."""

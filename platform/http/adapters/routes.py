@@ -17,10 +17,10 @@ from ...core.text import shorten
 from ...tenancy.accounts.principal import Principal
 from ...tenancy.accounts.records import StoredAdapter
 from ..body.reader import documented, read_body
-from ..openai.adapter_choice import MAX_ADAPTER_NAME
 from ..protect.accounting import charge_call
 from ..protect.audit_log import audit
 from ..serving import Serving, principal_of, require_admin, serving_of
+from .adapter_choice import MAX_ADAPTER_NAME
 from .model_registry import unknown_adapter
 from .protocol import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
 
@@ -53,22 +53,23 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_adapters: int | None) -> None:
-    """`max_adapters`: None where an admin loads, who reads from other folders than a tenant does."""
+    """Load and store an adapter. `max_adapters` is None where an admin loads, who reads from other folders than a
+    tenant does."""
     models, policy = serving.models, serving.adapter_policy
     admitted = await policy.admit(body, tenant=None if max_adapters is None else tenant)
     await models.load(
         admitted.request, tenant=tenant, load_inplace=body.load_inplace, pinned=body.pinned, root=body.lora_path
     )
     try:
-        stored = None if serving.keeper is None else await _stored(serving, admitted.request, tenant, body.pinned)
+        stored = None if serving.adapter_sync is None else await _stored(serving, admitted.request, tenant, body.pinned)
         await policy.check_again(admitted)
-        if serving.keeper is not None and stored is not None:
-            await serving.keeper.remember(stored, max_adapters)
+        if serving.adapter_sync is not None and stored is not None:
+            await serving.adapter_sync.remember(stored, max_adapters)
     except AdapterError:  # nobody knows what has been read
         with contextlib.suppress(OutriderError):
             await models.unload(body.lora_name, "abort", tenant=tenant)
-            if serving.keeper is not None:
-                await serving.keeper.forget(tenant, body.lora_name)
+            if serving.adapter_sync is not None:
+                await serving.adapter_sync.forget(tenant, body.lora_name)
         raise
     except OutriderError:
         if not body.load_inplace:  # else those who use it go on, and the next load writes it down
@@ -92,7 +93,7 @@ async def _stored(serving: Serving, request: LoRARequest, tenant: str, pinned: b
 
 @router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=documented(UnloadAdapterRequest))
 async def unload_adapter(request: Request) -> Response:
-    """Take an adapter away."""
+    """Unload an adapter."""
     principal = _may_have_adapters(request)
     serving = serving_of(request)
     body = await read_body(request, UnloadAdapterRequest, serving.config.max_body_bytes)
@@ -100,7 +101,7 @@ async def unload_adapter(request: Request) -> Response:
     serving.check_ready()
     if not serving.models.seen_by(principal).allows(body.lora_name):
         raise unknown_adapter(body.lora_name)
-    remembered = serving.keeper is not None and await serving.keeper.forget(tenant, body.lora_name)
+    remembered = serving.adapter_sync is not None and await serving.adapter_sync.forget(tenant, body.lora_name)
     try:
         await serving.models.unload(body.lora_name, body.mode, tenant=tenant)
     except NotFoundError:
@@ -130,8 +131,8 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
     tenant = _owner(serving, principal_of(request), body.tenant)
     serving.check_ready()
     await serving.models.set_pinned(body.lora_name, pinned, tenant=tenant)
-    if serving.keeper is not None:
-        await serving.keeper.pin(tenant, body.lora_name, pinned)
+    if serving.adapter_sync is not None:
+        await serving.adapter_sync.pin(tenant, body.lora_name, pinned)
     await _audit(request, "pinned" if pinned else "unpinned", tenant, body.lora_name)
     return body.lora_name
 
@@ -152,7 +153,7 @@ def _may_have_adapters(request: Request) -> Principal:
 
 
 def _owner(serving: Serving, principal: Principal, tenant: str | None) -> str:
-    """Whose adapter a call is about: the tenant's own, or what an admin says ("" is shared by all).
+    """Owner of the adapter that a call is about: the tenant itself, or what an admin says ("" for shared ones).
 
     Raises:
         PermissionDeniedError: a tenant names another one, whether or not there is one of that name.
@@ -177,8 +178,8 @@ def _check_allowed(serving: Serving, principal: Principal, name: str) -> None:
 
 
 def _check_new_name(name: str) -> None:
-    """A new name must be one that people can read and send. It may look like a weighted sum ("a:0.7+b:0.3"): a whole
-    name always wins."""
+    """Check that people can read and send a new name. It may look like a weighted sum ("a:0.7+b:0.3"): a whole name
+    always wins."""
     if not name:
         raise InvalidUserInputError("lora_name must not be empty", param="lora_name")
     if len(name) > MAX_ADAPTER_NAME:

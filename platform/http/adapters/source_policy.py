@@ -1,4 +1,4 @@
-"""From where adapters may be loaded over HTTP.
+"""Folders and sources from which adapters may be loaded over HTTP.
 
 Those who run the server load from local folders below the allowed roots, and from other sources by their schemes. A
 tenant loads from its own folder alone, the one of its name in a root: what lies beside it is other tenants', and other
@@ -12,8 +12,15 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...client.adapter_sources.folders import MAX_PATH, CheckedFolder, FolderRules, real_roots
-from ...client.adapter_sources.resolver import LOCAL_SCHEMES, is_hub_id, local_path, no_adapter, scheme_of, shown_source
+from ...client.adapters.sources.folders import MAX_PATH, CheckedFolder, FolderRules, real_roots
+from ...client.adapters.sources.resolver import (
+    LOCAL_SCHEMES,
+    is_hub_id,
+    local_path,
+    no_adapter,
+    scheme_of,
+    shown_source,
+)
 from ...core.errors import AdapterError
 from ...core.lora_request import LoRARequest
 from ..config import ServerConfig
@@ -24,13 +31,13 @@ class Admitted(NamedTuple):
     """A load that is allowed."""
 
     request: LoRARequest
-    """With the real paths of local folders."""
+    """The adapter, with the real paths of local folders."""
     folders: dict[str, CheckedFolder]
-    """Those folders as they were, by the field that named them."""
+    """Folders as they were when checked, by the field that named them."""
 
 
 class AdapterPolicy:
-    """Says what a load may read."""
+    """Checks of the folders and sources that loads name."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._rules = FolderRules(real_roots([*_roots(config)]), config.lora_sources.max_adapter_bytes)
@@ -58,8 +65,8 @@ class AdapterPolicy:
         return self._admit(source, field) if tenant is None else self._admit_own(tenant, source, field)
 
     def _admit_own(self, tenant: str, source: str, field: str) -> tuple[str, CheckedFolder | None]:
-        """A path that does not begin with a slash is one in the tenant's folder. What is outside is refused in the
-        same words whether it exists or not."""
+        """Admit a tenant's source. A path that does not begin with a slash is one in the tenant's folder. Paths outside
+        are refused in the same words whether they exist or not."""
         outside = no_adapter(f"{field}: {shown_source(source)!r} is outside this tenant's folder of adapters", field)
         if "://" in source or "\0" in source or len(source) > MAX_PATH:
             raise outside
@@ -74,7 +81,8 @@ class AdapterPolicy:
         raise outside
 
     async def check_again(self, admitted: Admitted) -> None:
-        """AdapterError when a folder has changed since it was checked: what was read may be something else."""
+        """Check that no folder has changed since it was checked, so that it is known what has been read; AdapterError
+        otherwise."""
         for field, folder in admitted.folders.items():
             await asyncio.to_thread(self._rules.check_again, folder, field)
 
@@ -104,7 +112,7 @@ class AdapterPolicy:
 
 
 def _roots(config: ServerConfig) -> Iterator[str]:
-    """What the options name, and the folders around the adapters of the start, which may be loaded again."""
+    """Folders of the options, and those around the adapters of the start, which may be loaded again."""
     yield from config.lora_roots
     yield from config.lora_sources.directories
     for source in (*config.lora_modules.values(), *config.lora_draft_paths.values()):

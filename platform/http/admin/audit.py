@@ -24,7 +24,7 @@ async def show_audit(
     before: Annotated[int | None, Query(ge=1, le=MAX_ID, description="The id of a change: those older than it")] = None,
     format: Format = "json",
 ) -> Any:
-    """Who changed what, newest first: over HTTP, and with `outrider admin`."""
+    """Rows of the audit, newest first: changes over HTTP and with `outrider admin`."""
     rows = await query(request, list_audit, tenancy_of(request).database, limit, before)
     if format == "csv":
         return csv_response(COLUMNS, rows)

@@ -1,4 +1,4 @@
-"""What the routes of `/admin/v1` share: the way to the database, the documented errors."""
+"""Helpers of the routes below `/admin/v1`: the database, the documented errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def tenancy_of(request: Request) -> Tenancy:
-    """The server's tenants: one without them has not the routes of this package."""
+    """The server's tenants. A server without them does not have the routes of this package."""
     tenancy = serving_of(request).tenancy
     assert tenancy is not None
     return tenancy

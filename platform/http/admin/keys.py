@@ -61,7 +61,7 @@ async def update_key(request: Request, key_id: str) -> KeyView:
 
 @router.delete("/{key_id}")
 async def revoke_key(request: Request, key_id: str) -> KeyView:
-    """Let a key in no more: at once on this server, within a second on others. Requests that it has begun finish."""
+    """Revoke a key: at once on this server, within a second on others. Requests that it has begun finish."""
     return _view(await change(request, lambda store: store.revoke_key(key_id)))
 
 

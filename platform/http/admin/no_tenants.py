@@ -1,4 +1,4 @@
-"""`/admin/v1` on a server without a database: every call is told what is missing."""
+"""Routes of `/admin/v1` on a server without a database: each answers that there are no tenants."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ router = APIRouter(prefix="/admin/v1", dependencies=[Depends(require_admin)], in
 
 @router.api_route("/{path:path}", methods=["GET", "POST", "PATCH", "DELETE"])
 async def no_tenants() -> None:
-    """Nothing is here."""
+    """Answer that the server runs without tenants."""
     raise NotFoundError("This server runs without tenants: start it with --database")

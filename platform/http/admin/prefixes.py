@@ -18,7 +18,7 @@ router = APIRouter(prefix="/prefixes")
 
 @router.post("", status_code=201, openapi_extra=documented(PrefixCreate))
 async def add_prefix(request: Request) -> PrefixView:
-    """Declare a beginning of prompts shared. Whoever sends it may then find out that others have sent it, too."""
+    """Declare a shared beginning of prompts. Its author may then find out that others have sent it, too."""
     serving = serving_of(request)
     body = await read_body(request, PrefixCreate, serving.config.max_body_bytes)
     tokens = await _tokens(serving, body)
@@ -36,16 +36,16 @@ async def list_prefixes(request: Request) -> PrefixList:
 
 @router.delete("/{name}")
 async def remove_prefix(request: Request, name: str) -> Deleted:
-    """Share a prefix no more. What of it is in the cache is found by nobody any more, and makes room."""
+    """Remove a shared prefix. Its cached KV is not found any more, and makes room."""
     await change(request, lambda store: store.remove_prefix(name))
     await _applied(serving_of(request))
     return Deleted(name=name)
 
 
 async def _applied(serving: Serving) -> None:
-    """The answer says that it counts, so it must."""
-    if serving.prefixes is not None:
-        await serving.prefixes.applied()
+    """Wait until the change counts, as the answer says."""
+    if serving.prefix_sync is not None:
+        await serving.prefix_sync.applied()
 
 
 async def _tokens(serving: Serving, body: PrefixCreate) -> list[int]:

@@ -23,7 +23,7 @@ ExpiresAt = Annotated[float, Field(ge=0, le=MAX_TIME)]
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -73,7 +73,7 @@ class TenantCreate(RequestModel):
 
 
 class TenantUpdate(RequestModel):
-    """What changes; what is left out stays, also inside `limits`, where null takes a bound away."""
+    """Fields to change; the others stay, also inside `limits`, where null takes a bound away."""
 
     weight: Weight = 1.0
     limits: LimitFields = LimitFields()
@@ -94,14 +94,8 @@ class TenantView(BaseModel):
     @classmethod
     def of(cls, tenant: Tenant) -> TenantView:
         """As JSON."""
-        return cls(
-            name=tenant.name,
-            weight=tenant.weight,
-            limits=LimitFields.of(tenant.limits),
-            max_adapters=tenant.max_adapters,
-            disabled=tenant.disabled,
-            created_at=tenant.created_at,
-        )
+        plain = {name: getattr(tenant, name) for name in cls.model_fields}
+        return cls(**(plain | {"limits": LimitFields.of(tenant.limits)}))
 
 
 class TenantList(BaseModel):
@@ -122,7 +116,7 @@ class KeyCreate(RequestModel):
 
 
 class KeyUpdate(RequestModel):
-    """What changes; what is left out stays, also inside `limits`."""
+    """Fields to change; the others stay, also inside `limits`."""
 
     name: KeyName = ""
     limits: LimitFields = LimitFields()
@@ -145,7 +139,7 @@ class KeyView(BaseModel):
 
     @classmethod
     def fields_of(cls, key: Key, now: float) -> dict[str, Any]:
-        """What both views show."""
+        """Fields that both views show."""
         plain = {
             name: getattr(key, name) for name in cls.model_fields if name not in ("limits", "scopes", "state", "key")
         }
@@ -166,7 +160,7 @@ class KeyList(BaseModel):
 
 
 class Deleted(BaseModel):
-    """Something is gone."""
+    """Confirmation that something was deleted."""
 
     name: str
     deleted: Literal[True] = True

@@ -42,9 +42,9 @@ MAX_STRINGS = 1 << 16
 MAX_CONTAINERS = 1 << 14
 """Lists and objects in one body."""
 MAX_DEPTH = 64
-"""Containers inside each other."""
+"""Depth of containers inside each other."""
 MAX_UNKNOWN_FIELDS = 64
-"""Fields that the route does not know."""
+"""Largest number of fields that the route does not know."""
 
 MAX_LOGPROBS = 1 << 20
 """Log-probabilities that one request may ask for: of its prompts, and of all tokens of all its sequences. One takes
@@ -93,7 +93,7 @@ BOUNDS: Mapping[str, Bound] = {
 """Bounds of the fields, by their names; the same on every route."""
 
 _SMALL_BODY = 16 << 10
-"""Bytes below which a body cannot hold much."""
+"""Bytes of a body that is too small to be counted."""
 _PIECE = 256 << 10
 """Bytes that are counted in one go, a few milliseconds."""
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},'))
@@ -101,7 +101,7 @@ _NESTING = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 async def check_shape(raw: bytearray, model: type[BaseModel], max_values: int = MAX_VALUES) -> None:
-    """Count what is in a body, and let the event loop go on in between.
+    """Count the values, strings and containers in a body, and let the event loop go on in between.
 
     Raises:
         InvalidRequestError: too many values, strings or containers, or too deep; `param` names the longest field.
@@ -118,7 +118,7 @@ async def check_shape(raw: bytearray, model: type[BaseModel], max_values: int = 
 
 
 def _scan(raw: bytearray, max_values: int) -> Iterator[None]:
-    """Counts one piece a step. Outside of strings every comma, and every opening bracket, stands for a value."""
+    """Count one piece a step. Outside of strings every comma, and every opening bracket, stands for a value."""
     strings = containers = commas = depth = 0
     inside = False
     start = 0

@@ -14,11 +14,15 @@ class Unsupported(NamedTuple):
     """A field that changes the answer."""
 
     no_ops: tuple[Any, ...] = ()
-    """Values with which it does not."""
+    """Values with which it changes nothing."""
     instead: str = ""
-    """Field here that says the same: where that is given too, the foreign one is ignored."""
+    """Our field of the same meaning: where it is given too, the foreign one is ignored."""
     advice: str = "leave it out"
     """Advice in the error."""
+
+
+def _each(field: Unsupported, names: str) -> dict[str, Unsupported]:
+    return dict.fromkeys(names.split(), field)
 
 
 _ADAPTER = "name the adapter in 'model'"
@@ -27,104 +31,73 @@ _SYSTEM = "send a message with the role 'system'"
 
 
 _PROMPT: dict[str, Unsupported] = {
-    "tools": Unsupported(([],)),
-    "functions": Unsupported(([],)),
-    "documents": Unsupported(([],)),
-    "truncate_prompt_tokens": Unsupported(),
-    "prompt_truncate_len": Unsupported(),
+    **_each(Unsupported(([],)), "tools functions documents"),
+    **_each(Unsupported(), "truncate_prompt_tokens prompt_truncate_len"),
 }
 
 TEMPLATE_UNSUPPORTED: Mapping[str, Unsupported] = _PROMPT
 """Fields that change a prompt, for `/tokenize`."""
 
 _FORMATS = {
-    "tool_choice": Unsupported(("none", "auto")),
-    "function_call": Unsupported(("none", "auto")),
+    **_each(Unsupported(("none", "auto")), "tool_choice function_call"),
     "response_format": Unsupported(({"type": "text"},)),
     "structured_outputs": Unsupported(({},)),
-    "structural_tag": Unsupported(("",)),
-    "guided_json": Unsupported(("",)),
-    "guided_json_object": Unsupported((False,)),
-    "guided_regex": Unsupported(("",)),
-    "guided_choice": Unsupported(([],)),
-    "guided_grammar": Unsupported(("",)),
-    "json_schema": Unsupported(("",)),
-    "regex": Unsupported(("",)),
-    "ebnf": Unsupported(("",)),
-    "grammar": Unsupported(("",)),
-    "format": Unsupported(("",)),
-    "return_tokens_as_token_ids": Unsupported((False,)),
-    "return_prompt_text": Unsupported((False,)),
+    **_each(
+        Unsupported(("",)),
+        "structural_tag guided_json guided_regex guided_grammar json_schema regex ebnf grammar format",
+    ),
+    **_each(
+        Unsupported((False,)),
+        "guided_json_object return_tokens_as_token_ids return_prompt_text return_hidden_states "
+        "return_routed_experts return_meta_info",
+    ),
+    **_each(Unsupported(([],)), "guided_choice logprob_token_ids"),
     "return_prompt_token_ids": Unsupported((False,), instead="return_token_ids"),
-    "return_hidden_states": Unsupported((False,)),
-    "return_routed_experts": Unsupported((False,)),
-    "return_meta_info": Unsupported((False,)),
-    "logprob_token_ids": Unsupported(([],)),
     "moderation": Unsupported(),
 }
 
 _SOURCES = {
-    "audio": Unsupported(),
+    **_each(Unsupported(), "audio web_search_options"),
     "modalities": Unsupported((["text"],)),
-    "web_search_options": Unsupported(),
     "prompt_embeds": Unsupported(("", [])),
-    "images": Unsupported(([],)),
+    **_each(Unsupported(([],)), "images data_sources input_ids"),
     "image_data": Unsupported(([], "")),
-    "multi_modal_data": Unsupported(({},)),
-    "data_sources": Unsupported(([],)),
-    "input_ids": Unsupported(([],)),
+    **_each(Unsupported(({},)), "multi_modal_data session_params parameters options"),
     "inputs": Unsupported(("",), instead="prompt"),
     "system": Unsupported(("", []), advice=_SYSTEM),
     "instructions": Unsupported(("",), advice=_SYSTEM),
-    "session_params": Unsupported(({},)),
-    "previous_response_id": Unsupported(("",)),
-    "conversation": Unsupported(("",)),
+    **_each(Unsupported(("",)), "previous_response_id conversation"),
     "safe_prompt": Unsupported((False,)),
     "extra_body": Unsupported(({},), advice="write its fields beside the others"),  # a client's keyword, sent as it is
-    "parameters": Unsupported(({},)),
-    "options": Unsupported(({},)),
-    "lora_path": Unsupported(("",), advice=_ADAPTER),
+    **_each(Unsupported(("",), advice=_ADAPTER), "lora_path adapter_id"),
     "lora_request": Unsupported(({},), advice=_ADAPTER),
-    "adapter_id": Unsupported(("",), advice=_ADAPTER),
 }
 
 _SAMPLING = {
-    "use_beam_search": Unsupported((False,)),
+    **_each(Unsupported((False,)), "use_beam_search echo watermarking"),
     "num_beams": Unsupported((1,)),
-    "length_penalty": Unsupported((1.0,)),
+    **_each(Unsupported((1.0,)), "length_penalty typical_p tfs_z"),
     "do_sample": Unsupported((True,), instead="temperature"),
-    "suffix": Unsupported(("",)),
-    "echo": Unsupported((False,)),
+    **_each(Unsupported(("",)), "suffix custom_logit_processor"),
     "logits_processors": Unsupported(([],)),
-    "custom_logit_processor": Unsupported(("",)),
     "stop_regex": Unsupported(("", [])),
     "no_stop_trim": Unsupported((False,), instead="include_stop_str_in_output"),
     "detokenize": Unsupported((True,)),
-    "repetition_detection": Unsupported(),
-    "watermarking": Unsupported((False,)),
-    "task": Unsupported(),
-    "no_repeat_ngram_size": Unsupported((0,)),
-    "typical_p": Unsupported((1.0,)),
-    "tfs_z": Unsupported((1.0,)),
-    "top_a": Unsupported((0.0,)),
-    "mirostat": Unsupported((0,)),
-    "mirostat_mode": Unsupported((0,)),
-    "dry_multiplier": Unsupported((0.0,)),
-    "xtc_probability": Unsupported((0.0,)),
-    "max_new_tokens": Unsupported(instead="max_tokens"),
-    "max_output_tokens": Unsupported(instead="max_tokens"),
-    "max_completion_tokens": Unsupported(instead="max_tokens"),
-    "n_predict": Unsupported(instead="max_tokens"),
-    "num_predict": Unsupported(instead="max_tokens"),
+    **_each(Unsupported(), "repetition_detection task"),
+    **_each(Unsupported((0,)), "no_repeat_ngram_size mirostat mirostat_mode"),
+    **_each(Unsupported((0.0,)), "top_a dry_multiplier xtc_probability"),
+    **_each(
+        Unsupported(instead="max_tokens"),
+        "max_new_tokens max_output_tokens max_completion_tokens n_predict num_predict",
+    ),
     "min_new_tokens": Unsupported((0,), instead="min_tokens"),
     "repeat_penalty": Unsupported((1.0,), instead="repetition_penalty"),
     "stop_sequences": Unsupported(([],), instead="stop"),
-    "sampling_seed": Unsupported(instead="seed"),
-    "random_seed": Unsupported(instead="seed"),
+    **_each(Unsupported(instead="seed"), "sampling_seed random_seed"),
 }
 
 GENERATION_UNSUPPORTED: Mapping[str, Unsupported] = _PROMPT | _FORMATS | _SOURCES | _SAMPLING
-"""The same for the routes that generate. A field that a route has itself counts as that."""
+"""Unsupported fields of the routes that generate. A field that a route's model has is not one of them."""
 
 COMPLETION_UNSUPPORTED = {
     **GENERATION_UNSUPPORTED,
@@ -135,10 +108,8 @@ CHAT_UNSUPPORTED = {**GENERATION_UNSUPPORTED, "prompt": Unsupported(("", []))}
 
 MESSAGE_UNSUPPORTED: Mapping[str, Unsupported] = {
     "audio": Unsupported(),
-    "images": Unsupported(([],)),
-    "tools": Unsupported(([],)),
-    "prefix": Unsupported((False,), advice=_CONTINUE),
-    "partial": Unsupported((False,), advice=_CONTINUE),
+    **_each(Unsupported(([],)), "images tools"),
+    **_each(Unsupported((False,), advice=_CONTINUE), "prefix partial"),
 }
 
 IDLE: Mapping[str, tuple[str, tuple[Any, ...]]] = {

@@ -32,7 +32,7 @@ SIMILAR = 0.88
 """Ratio of `difflib` from which a name counts as misspelt: one letter too many or too few in four, or a wrong one in
 nine."""
 MAX_EXACT = 2**53
-"""Largest whole number of which a float is sure."""
+"""Largest whole number that a float holds exactly."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _FLOAT = re.compile(r"[+-]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?", re.ASCII)
@@ -41,13 +41,13 @@ _LONGEST_NAME = 40
 
 
 class RequestModel(BaseModel):
-    """Strict types, no unknown fields, finite numbers."""
+    """Model with strict types, no unknown fields and finite numbers."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class LenientModel(BaseModel):
-    """Strict types and finite numbers; fields that it does not have are dealt with by `adapt`."""
+    """Model with strict types and finite numbers; `adapt` deals with fields that it does not have."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
@@ -133,14 +133,14 @@ def adapt(content: dict[str, Any], model: type[BaseModel], *, strict: bool) -> N
 
 
 class _Walk:
-    """One walk through one body."""
+    """Walk through one body."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._to_compare = MAX_COMPARED_NAMES
 
     def walk(self, content: dict[str, Any], model: type[LenientModel], place: str) -> None:
-        """An object; `place` is the path of its fields, such as "messages[0]."."""
+        """Walk through an object; `place` is the path of its fields, such as "messages[0]."."""
         shapes = _shapes(model)
         for name in [name for name in content if name in shapes]:
             if content[name] is not None:
@@ -216,7 +216,7 @@ class _Walk:
 
 
 def _converted(value: Any, scalars: frozenset[type]) -> Any:
-    """A value as one of these types, where it is certain which; else as it is."""
+    """The value converted to one of these types, where it is certain which; else unchanged."""
     number = value
     if type(value) is str:
         if bool in scalars and value in _FLAGS:

@@ -1,4 +1,4 @@
-"""Reading request bodies: size limit, strict JSON, validation, with errors that name the field."""
+"""Reader of request bodies: size limit, strict JSON, validation, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from ...core.errors import InvalidRequestError
 from ...core.text import shorten
 from ..protect.error_responses import BodyTooLargeError, ClientDisconnectedError
-from ..protect.hardening import HeldBody, give_back_memory
 from ..serving import HELD_BODY, serving_of
 from .bounds import check_fields, check_shape
 from .lenient import adapt
+from .memory import HeldBody, give_back_memory
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -27,9 +27,10 @@ _LONG_BODY = 16 << 10
 _HUGE_BODY = 1 << 20
 """Bytes of a body after which freed memory is given back to the system."""
 _SOON = 0.5
-"""Seconds from a huge body to that."""
+"""Seconds from a huge body to giving back its memory."""
 _PARSER = ThreadPoolExecutor(1, "read-body")
-"""One thread: reading holds Python's lock, and each thread would keep memory of its own."""
+"""Thread that reads long bodies. One alone: reading holds Python's lock, and each thread would keep memory of its
+own."""
 
 
 def documented(model: type[BaseModel]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ async def read_body(request: Request, model: type[ModelT], max_bytes: int) -> Mo
 
 
 async def read_waiting_body(request: Request, model: type[ModelT], max_bytes: int) -> tuple[ModelT, HeldBody]:
-    """The same. Its memory counts until whoever admits the request closes it, or the request ends."""
+    """Read and validate a body whose memory counts until whoever admits the request closes it, or the request ends."""
     held = serving_of(request).bodies.body()
     request.scope["state"][HELD_BODY] = held
     return await _read_body(request, model, max_bytes, held), held
@@ -98,7 +99,8 @@ def _parse(raw: bytearray, model: type[ModelT], strict: bool) -> ModelT:
 
 
 def _check_content_type(request: Request) -> None:
-    """Only JSON: a page of another site can make a browser post forms and plain text here without asking first."""
+    """Refuse bodies that are not JSON: a page of another site can make a browser post forms and plain text here without
+    asking first."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidRequestError(f"Content-Type must be application/json, got {shorten(kind) or 'none'}")
@@ -122,7 +124,7 @@ async def _read(request: Request, max_bytes: int, held: HeldBody) -> bytearray:
 
 
 def describe(error: ValidationError) -> InvalidRequestError:
-    """The first field that pydantic refused, in words. Alternatives of one field (a union) become one message."""
+    """The error for the first field that pydantic refused. Alternatives of one field (a union) become one message."""
     problems = error.errors(include_url=False, include_input=False, include_context=False)
     first = problems[0]
     field = first["loc"][0] if first["loc"] else None

@@ -8,6 +8,8 @@ adapter again with them shows what they bring. Counts between two snapshots arou
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from ...core.adapter_names import label_text
@@ -25,11 +27,8 @@ class Split(NamedTuple):
 
     @property
     def total(self) -> SpeculationCounts:
-        """Both together."""
-        total = SpeculationCounts()
-        for part in self:
-            total.add(part)
-        return total
+        """Sum of both."""
+        return _sum(self)
 
 
 class AcceptanceTotals:
@@ -40,7 +39,7 @@ class AcceptanceTotals:
         self._seen: dict[str, SpeculationCounts] = {}  # this run's counts as of the latest snapshot
         self._has_draft: dict[str, bool] = {}
         self.by_adapter: defaultdict[str, Split] = defaultdict(lambda: Split(SpeculationCounts(), SpeculationCounts()))
-        """By the name that people see; "" is the base model."""
+        """Counts by adapter name as people see it; "" is the base model."""
 
     def update(self, stats: EngineStats) -> None:
         """Take a snapshot."""
@@ -60,15 +59,18 @@ class AcceptanceTotals:
 
     def total(self) -> SpeculationCounts:
         """All adapters and the base model."""
-        total = SpeculationCounts()
-        for split in self.by_adapter.values():
-            for part in split:
-                total.add(part)
-        return total
+        return _sum(chain.from_iterable(self.by_adapter.values()))
+
+
+def _sum(parts: Iterable[SpeculationCounts]) -> SpeculationCounts:
+    total = SpeculationCounts()
+    for part in parts:
+        total.add(part)
+    return total
 
 
 def difference(later: SpeculationCounts, earlier: SpeculationCounts) -> SpeculationCounts:
-    """What was counted between two moments of one run; without the numbers of steps."""
+    """Counts between two moments of one run, without the numbers of steps."""
     before = earlier.accepted_per_pos + [0] * (len(later.accepted_per_pos) - len(earlier.accepted_per_pos))
     return SpeculationCounts(
         later.num_drafts - earlier.num_drafts,

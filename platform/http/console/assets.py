@@ -52,17 +52,17 @@ _SECURITY = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file."""
+    """One file of the console."""
 
     content: bytes
     compressed: bytes
-    """The same, gzipped."""
+    """The content, gzipped."""
     media_type: str
     etag: str
 
     @classmethod
     def of(cls, content: bytes, suffix: str) -> Asset:
-        """From a file's content and the end of its name."""
+        """Make an asset from a file's content and the end of its name."""
         etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
         return cls(content, gzip.compress(content, mtime=0), _TYPES[suffix], etag)
 
@@ -91,7 +91,7 @@ class Assets:
         for name, content in files.items():
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
         self.version = digest.hexdigest()[:16]
-        """In the path of all files but the page."""
+        """Digest in the path of all files but the page."""
         page = files.pop(PAGE).decode().replace(_PLACEHOLDER, f"console/assets/{self.version}")
         self.page = Asset.of(page.encode(), ".html")
         self._files = {name: Asset.of(content, Path(name).suffix) for name, content in files.items()}

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 
 class ServerFacts(BaseModel):
-    """What does not change while the server runs, and how it is."""
+    """Facts about the server, and its state."""
 
     state: str
     """"starting", "ready", "restarting", "draining" or "stopped"."""
@@ -14,7 +14,8 @@ class ServerFacts(BaseModel):
     uptime: float
     engine_restarts: int
     snapshot_age: float | None
-    """Of the engine's counts below: they get old while the engine does not answer. Null before the first."""
+    """Age of the engine's counts below, in seconds: it grows while the engine does not answer. Null before the
+    first."""
     model: str
     architecture: str
     dtype: str
@@ -25,12 +26,12 @@ class ServerFacts(BaseModel):
     num_kv_blocks: int
     block_size: int
     has_tenants: bool
-    """Whether there is a database, so that the rest of `/admin/v1` answers."""
+    """True with a database: the rest of `/admin/v1` answers."""
 
 
 class Point(BaseModel):
-    """What one second was like: rates over the 5 seconds before it, percentiles over the 30 seconds before it, and the
-    engine's gauges. These are null where nobody asked for a snapshot in that second."""
+    """One second: rates over the 5 seconds before it, percentiles over the 30 seconds before it, and the engine's
+    gauges. Gauges are null where nobody asked for a snapshot in that second."""
 
     time: int
     """Since the epoch."""
@@ -51,7 +52,7 @@ class Point(BaseModel):
     kv_cache_usage: float | None = None
     lora_rows_used: int | None = None
     acceptance_rate: float | None = None
-    """Over the 30 seconds before."""
+    """Mean over the 30 seconds before."""
     acceptance_length: float | None = None
 
 
@@ -86,7 +87,7 @@ class LoraFacts(BaseModel):
 
 
 class Acceptance(BaseModel):
-    """How speculation went since the server started."""
+    """Speculation since the server started."""
 
     drafts: int
     """Verification rounds."""
@@ -116,9 +117,9 @@ class AdapterFacts(BaseModel):
     output_tokens_per_second: float
     acceptance: Acceptance | None
     with_draft_weights: Acceptance | None
-    """Of `acceptance`, what was counted while its own draft weights were in use..."""
+    """Part of `acceptance` that was counted while its own draft weights were in use."""
     without_draft_weights: Acceptance | None
-    """...and while they were not."""
+    """Part of `acceptance` that was counted while they were not in use."""
 
 
 class TenantFacts(BaseModel):
@@ -129,7 +130,7 @@ class TenantFacts(BaseModel):
 
 
 class Stats(BaseModel):
-    """Everything, as of one moment; made at most once a second, whoever asks."""
+    """Statistics of one moment; made at most once a second, whoever asks."""
 
     time: float
     """Since the epoch."""

@@ -39,7 +39,7 @@ async def console(request: Request) -> Response:
 
 @router.get("/console/", include_in_schema=False, response_model=None)
 async def console_with_slash() -> Response:
-    """To the page, wherever a proxy has put it: its links are relative."""
+    """Redirect to the page, wherever a proxy has put it: its links are relative."""
     return RedirectResponse("../console", 308)
 
 
@@ -57,7 +57,7 @@ async def stats(
     request: Request,
     history: Annotated[int, Query(ge=0, le=MAX_HISTORY, description="Seconds before now to tell of, too")] = 0,
 ) -> Response:
-    """What the server does now: throughput, latencies, queue, memory, adapters, speculation."""
+    """Statistics of the server: throughput, latencies, queue, memory, adapters, speculation."""
     require_admin(request)
     statistics = _statistics(request)
     content = await (statistics.json_with_history(history) if history else statistics.json())

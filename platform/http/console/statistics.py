@@ -37,20 +37,29 @@ MIN_INTERVAL = 0.8
 SNAPSHOT_TIMEOUT = 2.0
 """Seconds that the engine gets for one; after that the last one is shown again."""
 MAX_HISTORY = 300
-"""Seconds."""
+"""Longest history in seconds."""
 MAX_ADAPTERS = 200
 """Adapters with numbers of their own: there may be thousands."""
 
 
+_OF_ENGINE = (
+    *("architecture", "dtype", "device", "num_parameters", "max_model_len", "speculation"),
+    *("num_kv_blocks", "block_size"),
+)
+"""Fields of `ServerFacts` that `EngineInfo` has under the same names."""
+_NO_ADAPTER = AdapterInfo("", "", "", 0, 0, "")
+"""Facts about the base model, and about an adapter that the engine does not have any more."""
+
+
 class Gauges(NamedTuple):
-    """The engine's, as of one snapshot."""
+    """Gauges of the engine, as of one snapshot."""
 
     running: int
     waiting: int
     kv_cache_usage: float
     lora_rows_used: int
     speculation: SpeculationCounts
-    """Of all requests, cumulative."""
+    """Counts of all requests, cumulative."""
 
 
 class Statistics:
@@ -163,15 +172,8 @@ class Statistics:
             engine_restarts=llm.num_restarts,
             snapshot_age=None if self._snapshot_at is None else now - self._snapshot_at,
             model=self._serving.models.base_name,
-            architecture=info.architecture,
-            dtype=info.dtype,
-            device=info.device,
-            num_parameters=info.num_parameters,
-            max_model_len=info.max_model_len,
-            speculation=info.speculation,
-            num_kv_blocks=info.num_kv_blocks,
-            block_size=info.block_size,
             has_tenants=self._serving.tenancy is not None,
+            **{name: getattr(info, name) for name in _OF_ENGINE},
         )
 
     def _point(self, point: RecentPoint, offset: float) -> Point:
@@ -195,7 +197,7 @@ class Statistics:
         )  # fmt: skip
 
     def _recent_acceptance(self, second: int, gauges: Gauges) -> Acceptance | None:
-        """Since the oldest snapshot of the `LATENCY_SECONDS` before."""
+        """Acceptance since the oldest snapshot of the last `LATENCY_SECONDS`."""
         before = [s for s in range(second - LATENCY_SECONDS, second) if s in self._gauges]
         return _acceptance(difference(gauges.speculation, self._gauges[before[0]].speculation)) if before else None
 
@@ -210,16 +212,17 @@ class Statistics:
 
     def _adapter(self, name: str, info: AdapterInfo | None, rate: float) -> AdapterFacts:
         split = self._acceptance.by_adapter.get(name) or Split(SpeculationCounts(), SpeculationCounts())
+        info = info or _NO_ADAPTER
         return AdapterFacts(
             name=name,
-            tier=None if info is None else info.level,
-            rank=0 if info is None else info.rank,
-            rows=0 if info is None else info.rows,
-            bytes=0 if info is None else info.num_bytes,
-            pinned=info is not None and info.pinned,
-            draft="" if info is None else info.draft,
-            running=0 if info is None else info.num_running,
-            waiting=0 if info is None else info.num_waiting,
+            tier=info.level or None,
+            rank=info.rank,
+            rows=info.rows,
+            bytes=info.num_bytes,
+            pinned=info.pinned,
+            draft=info.draft,
+            running=info.num_running,
+            waiting=info.num_waiting,
             output_tokens_per_second=rate,
             acceptance=_acceptance(split.total),
             with_draft_weights=_acceptance(split.with_draft_weights),

@@ -13,7 +13,7 @@ from .series_labels import PREFIX
 
 
 class ConnectionCollector(Collector):
-    """Asked by the registry for each scrape."""
+    """Collector that the registry asks for each scrape."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission

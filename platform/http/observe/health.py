@@ -37,7 +37,7 @@ async def health(request: Request) -> Response:
 
 @router.api_route("/ping", methods=["GET", "POST"], response_model=None, include_in_schema=False)
 async def ping(request: Request) -> Response:
-    """`/health`, by the name that SageMaker asks for."""
+    """`/health` under the name that SageMaker uses."""
     return await health(request)
 
 
@@ -69,7 +69,7 @@ async def metrics(request: Request) -> Response:
 
 
 def _check_admin(request: Request) -> None:
-    """As the gate and `require_admin` do for guarded routes, which this one is not."""
+    """Refuse callers without an admin's key, as the gate and `require_admin` do for guarded routes."""
     if getattr(request.state, PRINCIPAL, None) is None:
         raise AuthenticationError("Metrics need an admin's API key on this server")
     require_admin(request)

@@ -7,7 +7,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,12 +27,15 @@ from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
 from ...core.outputs import RequestOutput
 from ..body.foreign_fields import HARMLESS, IDLE
 from .recent import Recent
-from .request_log import PromptRecord, current_note
+from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
+
+_TPOT = "Mean time between the tokens of a finished sequence."
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
@@ -42,24 +45,24 @@ _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 MAX_NAMES = 50
 """Adapters that `lora_requests_info` names in one label."""
 _WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
-"""Shown even while nobody waits for them."""
+"""Reasons that are shown even while nobody waits for them."""
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What an engine counts, over one of its runs or several."""
+    """Counters of an engine, over one of its runs or several."""
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     lora_load_failures: int = 0
     lora_evictions: dict[str, int] = field(default_factory=dict)
-    """By the level that was left."""
+    """Evicted adapters by the level that they left."""
     speculation: dict[Labels, SpeculationCounts] = field(default_factory=dict)
-    """By (adapter, tenant)."""
+    """Counts by (adapter, tenant)."""
 
     def add(self, stats: EngineStats, labels: SeriesLabels) -> None:
-        """Add one run's, as of a snapshot."""
+        """Add one run's counters, as of a snapshot."""
         self.prefix_cache_queries += stats.prefix_cache_queries
         self.prefix_cache_hits += stats.prefix_cache_hits
         self.num_preemptions += stats.num_preemptions
@@ -71,11 +74,11 @@ class EngineCounters:
 
 
 class RequestRecorder:
-    """Follows one prompt's generation."""
+    """Recorder of one prompt's generation."""
 
     __slots__ = ("_first", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_started")
 
-    def __init__(self, metrics: Metrics, labels: Labels, record: PromptRecord | None) -> None:
+    def __init__(self, metrics: Metrics, labels: Labels, record: PromptNote | None) -> None:
         self._metrics = metrics
         self._record = record
         self._labels = labels
@@ -139,50 +142,39 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.", labels)
         self.generation_tokens = counter("generation_tokens", "Tokens generated.", labels)
         self.finished = counter("request_success", "Finished requests.", ("finished_reason", *labels))
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", labels, _FIRST_TOKEN
-        )
-        self.queue_time = histogram(
-            "request_queue_time_seconds", "From a request's arrival to its first step.", labels, _FIRST_TOKEN
-        )
         self.errors = counter(
             "request_errors", "HTTP requests answered with an error: its type, or the limit.", ("reason", "tenant")
         )
         self.ignored_fields = counter("ignored_request_fields", "Fields of requests that were ignored.", ("field",))
-        self.inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Between two outputs of a request.", labels, _INTER_TOKEN
+        times, gaps, ends, sizes = _FIRST_TOKEN, _INTER_TOKEN, _END_TO_END, _LENGTH
+        self.time_to_first_token, self.queue_time, self.inter_token_latency, self.end_to_end = (
+            histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", labels, times),
+            histogram("request_queue_time_seconds", "From a request's arrival to its first step.", labels, times),
+            histogram("inter_token_latency_seconds", "Between two outputs of a request.", labels, gaps),
+            histogram("e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, ends),
         )
-        self.end_to_end = histogram(
-            "e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, _END_TO_END
+        self.prefill_time, self.decode_time, self.time_per_output_token = (
+            histogram("request_prefill_time_seconds", "From a request's first step to its first token.", labels, ends),
+            histogram("request_decode_time_seconds", "From a request's first token to its last.", labels, ends),
+            histogram("request_time_per_output_token_seconds", _TPOT, labels, gaps),
         )
-        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", labels, _LENGTH)
-        self.output_length = histogram("request_generation_tokens", "Tokens of a finished sequence.", labels, _LENGTH)
-        self.prefill_time = histogram(
-            "request_prefill_time_seconds", "From a request's first step to its first token.", labels, _END_TO_END
-        )
-        self.decode_time = histogram(
-            "request_decode_time_seconds", "From a request's first token to its last.", labels, _END_TO_END
-        )
-        self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time between the tokens of a finished sequence.",
-            labels,
-            _INTER_TOKEN,
-        )
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", labels, sizes)
+        self.output_length = histogram("request_generation_tokens", "Tokens of a finished sequence.", labels, sizes)
         self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
         self.recent = Recent()
         self._labels = SeriesLabels()
         self._stats = EngineStats()
         self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`
         self.engine_restarts = 0
-        """How often it has been started again."""
+        """Number of times that the engine has been started again."""
         registry.register(_EngineCollector(self))
         ProcessCollector(registry=registry)  # memory, CPU time, open files and start of the process of the API
 
     def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
-        """For one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for none."""
+        """Recorder for one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for
+        none."""
         note = current_note()
-        record = None if note is None else note.begin(label_text(adapter))
+        record = None if note is None else PromptNote(note, label_text(adapter))
         return RequestRecorder(self, self._labels(adapter, tenant), record)
 
     def on_error(self, reason: str, tenant: str) -> None:
@@ -196,7 +188,7 @@ class Metrics:
             self.ignored_fields.labels(name if name in HARMLESS or name in IDLE else OTHER).inc()
 
     def register(self, collector: Collector) -> None:
-        """Show what this collector says, too."""
+        """Add a collector to the exposition."""
         self._registry.register(collector)
 
     @property
@@ -229,7 +221,8 @@ class Metrics:
 
 
 class _EngineCollector:
-    """The engine's own counts: they live in another process, so a scrape reads the latest snapshot of them."""
+    """Collector of the engine's own counts: they live in another process, so a scrape reads the latest snapshot of
+    them."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -246,14 +239,14 @@ class _EngineCollector:
 
 
 def _counter(name: str, help_text: str, labels: Labels, values: Mapping[Any, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(PREFIX + name, help_text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
+    return _filled(CounterMetricFamily(PREFIX + name, help_text, labels=labels), values)
 
 
 def _gauge(name: str, help_text: str, labels: Labels, values: Mapping[Any, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(PREFIX + name, help_text, labels=labels)
+    return _filled(GaugeMetricFamily(PREFIX + name, help_text, labels=labels), values)
+
+
+def _filled(family: Family, values: Mapping[Any, float]) -> Family:
     for key, value in values.items():
         family.add_metric(key, value)
     return family
@@ -311,7 +304,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _adapter_families(adapters: Sequence[AdapterInfo], label: Callable[[str], str]) -> Iterator[Metric]:
-    """What is known of each adapter; those beyond the bound of labels are added up."""
+    """Families of each adapter's facts; adapters beyond the bound of labels are added up."""
     loaded, requests, sizes, loads = Counts[Labels](), Counts[Labels](), Counts[Labels](), dict[Labels, float]()
     for info in adapters:
         name = label(info.name)

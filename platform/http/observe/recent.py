@@ -1,4 +1,4 @@
-"""What the last minutes were like: rates and percentiles over a sliding window, for people who look at them live.
+"""Rates and percentiles of the last minutes, over a sliding window, for people who look at them live.
 
 The histograms of `/metrics` are cumulative and coarse; here every second has its own counts, forgotten after
 `KEPT_SECONDS`. An output costs a logarithm and a few additions.
@@ -19,7 +19,7 @@ KEPT_SECONDS = 330
 RATE_SECONDS = 5
 """Seconds that a rate is a mean over: the last ones that are over."""
 LATENCY_SECONDS = 30
-"""The same for percentiles, which need more requests to mean something."""
+"""Seconds that percentiles look back: they need more requests than rates to mean something."""
 
 _GROWTH = math.log(1.05)
 """Bins are 5 % wide, so that a percentile is at most 2.5 % off."""
@@ -31,7 +31,7 @@ Labels = tuple[str, ...]
 
 
 class Quantiles(NamedTuple):
-    """Of durations, in seconds; None without any."""
+    """Quantiles of durations, in seconds; None without any."""
 
     samples: int
     p50: float | None
@@ -46,7 +46,7 @@ class Durations:
     bins: Counter[int] = field(default_factory=Counter)
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self.bins[max(0, int(math.log(max(seconds, _SMALLEST) / _SMALLEST) / _GROWTH))] += 1
 
     def quantiles(self) -> Quantiles:
@@ -66,7 +66,7 @@ class Durations:
 
 @dataclass(slots=True)
 class Slot:
-    """One second."""
+    """Counts of one second."""
 
     prompt_tokens: int = 0
     finished: int = 0
@@ -80,18 +80,18 @@ class Point(NamedTuple):
     """The rates of the `RATE_SECONDS`, and the percentiles of the `LATENCY_SECONDS`, before a second."""
 
     second: int
-    """Of the clock."""
+    """Second of the clock."""
     output_tokens_per_second: float
     prompt_tokens_per_second: float
     requests_per_second: float
-    """Finished ones."""
+    """Finished prompts a second."""
     first_token: Quantiles
     inter_token: Quantiles
 
 
 class Recent:
-    """Counts of this server's last minutes. One thread only, the event loop's; but `points` may be called in another,
-    since it reads only seconds that are over, and these no longer change."""
+    """Counts of this server's last minutes. They belong to the event loop's thread; but `points` may be called in
+    another one, since it reads only seconds that are over, and these no longer change."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -119,7 +119,7 @@ class Recent:
         return slot
 
     def points(self, count: int = 1) -> list[Point]:
-        """What the last `count` seconds were like, the present one last."""
+        """The last `count` seconds, the present one last."""
         now = int(self._clock())
         first = now - count + 1
         rated, timed = (_Sums(self._before(first, length)) for length in (RATE_SECONDS, LATENCY_SECONDS))

@@ -1,4 +1,5 @@
-"""Watches every HTTP request from outside: one line in the log, counts of refusals, and a trace where that is on.
+"""Observation of every HTTP request from outside: one line in the log, counts of refusals, and a trace where that is
+on.
 
 What happens inside is noted in the request's `Note` by those who know it: the recorder of a generation, the error
 handlers. No text of a prompt is noted, unless the operator asks for it.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(REQUEST_LOGGER)
 
 QUIET = ("/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/console")
-"""Asked for by machines all day long: such a request gets no line while all is well."""
+"""Paths that machines ask for all day long: such a request gets no line while all is well."""
 GONE = 499
 """The status of a request whose client did not wait for the answer, as nginx has it."""
 MAX_TEXTS = 16
@@ -38,7 +39,7 @@ MAX_TEXT = 10_000
 MAX_IGNORED = 32
 """Ignored fields of one request that the header `x-outrider-ignored` names."""
 MAX_IGNORED_NAME = 64
-"""Characters of each."""
+"""Longest name of an ignored field in the header."""
 _INDEX = re.compile(r"\[\d+\]")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
@@ -46,31 +47,21 @@ _current: ContextVar[Note | None] = ContextVar("note", default=None)
 
 
 @dataclass(slots=True)
-class PromptNote:
-    """How one of a request's prompts was generated from. Times: of the monotonic clock."""
-
-    adapter: str
-    """Its label; "" for the base model."""
-    metrics: RequestMetrics
-    end: float = 0.0
-
-
-@dataclass(slots=True)
 class Note:
-    """What is known of one HTTP request."""
+    """Facts about one HTTP request."""
 
     method: str
     path: str
     wall_time_ns: int = field(default_factory=time.time_ns)
     started: float = field(default_factory=time.monotonic)
-    """Of the monotonic clock, at the same moment."""
+    """Monotonic clock at the same moment."""
     ended: float = 0.0
     status: int = 0
     """0 until an answer has begun."""
     request_id: str = ""
     """The `X-Request-Id` of the answer."""
     id: str = ""
-    """Of the answer itself: "chatcmpl-…"."""
+    """Id of the answer: "chatcmpl-…"."""
     route: str = ""
     """The path's pattern, of which there are few."""
     principal: Principal | None = None
@@ -79,7 +70,7 @@ class Note:
     error: str = ""
     """Type of the error that it was answered with."""
     reason: str = ""
-    """The same, or the limit that was reached."""
+    """Error's type, or the limit that was reached."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Fields of the request that were ignored: the first place of each, by its path without indices."""
     prompt_tokens: int = 0
@@ -89,18 +80,14 @@ class Note:
     accepted_tokens: int = 0
     first_token_seconds: float | None = None
     finish_reasons: dict[str, None] = field(default_factory=dict)
-    """In their order."""
+    """Finish reasons in their order."""
     prompts: list[PromptNote] = field(default_factory=list)
-    texts: dict[int, tuple[list[int], list[str]]] | None = None
-    """With --log-prompts: token ids of each prompt, and the pieces of its answer."""
-
-    def begin(self, adapter: str) -> PromptRecord:
-        """Follow a prompt."""
-        return PromptRecord(self, adapter)
+    texts: list[tuple[list[int], list[str]]] | None = None
+    """Token ids of each prompt and the pieces of its answer, with --log-prompts."""
 
     @property
     def tenant(self) -> str:
-        """ "" for none."""
+        """Name of the tenant; "" for none."""
         return "" if self.principal is None else self.principal.tenant
 
     @property
@@ -109,9 +96,9 @@ class Note:
         return self.prompts[0].adapter if self.prompts else ""
 
     def fields(self) -> dict[str, Any]:
-        """For the log: what there is to say."""
+        """Fields of the log line."""
         seconds = {"seconds": round(self.ended - self.started, 6)}
-        if self.prompts:
+        if self.prompts and self.prompts[0].metrics is not None:
             seconds["queue_seconds"] = round(self.prompts[0].metrics.queue_seconds, 6)
         if self.first_token_seconds is not None:
             seconds["first_token_seconds"] = round(self.first_token_seconds, 6)
@@ -132,63 +119,65 @@ class Note:
             "error": self.error,
             "reason": self.reason if self.reason != self.error else "",
         }
-        told: dict[str, Any] = {"method": self.method, "path": self.path, "status": self.status}
-        return told | {name: text for name, text in texts.items() if text} | counts | seconds
+        request: dict[str, Any] = {"method": self.method, "path": self.path, "status": self.status}
+        return request | {name: text for name, text in texts.items() if text} | counts | seconds
 
 
-class PromptRecord:
-    """Writes down one prompt's generation as it goes."""
+@dataclass(slots=True)
+class PromptNote:
+    """Facts about one prompt of a request, noted as it is generated from. Times are those of the monotonic clock."""
 
-    __slots__ = ("_adapter", "_index", "_note", "_prompt")
-
-    def __init__(self, note: Note, adapter: str) -> None:
-        self._note = note
-        self._adapter = adapter
-        self._prompt: PromptNote | None = None
-        self._index = -1
+    note: Note
+    adapter: str
+    """Adapter's label; "" for the base model."""
+    metrics: RequestMetrics | None = None
+    """None before the first output."""
+    end: float = 0.0
+    _pieces: list[str] | None = None  # of the answer, with --log-prompts
 
     def on_output(self, output: RequestOutput, now: float) -> None:
-        """An output that holds only what is new."""
-        note, metrics = self._note, output.metrics or RequestMetrics(0.0)
-        if self._prompt is None:
-            self._prompt = PromptNote(self._adapter, metrics)
-            note.prompts.append(self._prompt)
+        """Note an output that holds only what is new."""
+        note, metrics = self.note, output.metrics or RequestMetrics(0.0)
+        if self.metrics is None:
+            self.metrics = metrics
+            note.prompts.append(self)
             note.prompt_tokens += len(output.prompt_token_ids)
             note.cached_tokens += metrics.num_cached_tokens
             if note.first_token_seconds is None:
                 note.first_token_seconds = now - note.started
             if note.texts is not None and len(note.texts) < MAX_TEXTS:
-                self._index = len(note.prompts)
-                note.texts[self._index] = (output.prompt_token_ids, [])
+                self._pieces = []
+                note.texts.append((output.prompt_token_ids, self._pieces))
         for completion in output.outputs:
             note.output_tokens += len(completion.token_ids)
-            if self._index >= 0 and note.texts is not None:
-                note.texts[self._index][1].append(completion.text)
+            if self._pieces is not None:
+                self._pieces.append(completion.text)
         if output.finished:
-            self._prompt.end = now
+            self.end = now
             note.draft_tokens += metrics.num_draft_tokens
             note.accepted_tokens += metrics.num_accepted_tokens
 
     def on_end(self, reason: str) -> None:
-        """A sequence ended: the engine's finish reason, or "abort" or "error" without its word."""
-        self._note.finish_reasons[reason] = None
+        """Note that a sequence ended: the engine's finish reason, or "abort" or "error" without its word."""
+        self.note.finish_reasons[reason] = None
 
 
 def current_note() -> Note | None:
-    """That of the request which the running code answers."""
+    """Note of the request that the running code answers."""
     return _current.get()
 
 
 def note_error(kind: str, reason: str | None = None) -> None:
-    """The request is answered with an error of this type; `reason`: what exactly, where that is one of a few."""
+    """Note that the request is answered with an error of this type; `reason` is more exact, where it is one of a
+    few."""
     note = _current.get()
     if note is not None and not note.error:
         note.error, note.reason = kind, reason or kind
 
 
 def note_ignored(path: str) -> None:
-    """A field of the request, such as "messages[0].id", is ignored. Named once for all places that differ by an index,
-    and shown as what a header can hold; beyond `MAX_IGNORED` fields the last one is "..."."""
+    """Note that a field of the request, such as "messages[0].id", is ignored. It is named once for all places that
+    differ by an index, in characters that a header can hold; beyond `MAX_IGNORED` fields the last one is "..."."""
     note = _current.get()
     if note is None or "..." in note.ignored:
         return
@@ -212,7 +201,7 @@ class Observer:
             return
         note = Note(scope.get(ASKED_METHOD, scope["method"]), shorten(scope["path"]))
         if self._serving.config.log_prompts:
-            note.texts = {}
+            note.texts = []
         sent_id = current_request_id.set("-")
         here = _current.set(note)
 
@@ -254,6 +243,6 @@ class Observer:
             return {}
         decode = self._serving.llm.tokenizer.decode
         return {
-            "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in note.texts.values()],
-            "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in note.texts.values()],
+            "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in note.texts],
+            "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in note.texts],
         }

@@ -1,4 +1,4 @@
-"""The labels (adapter, tenant) of what is counted: bounded, and for good the same for the same names."""
+"""Labels (adapter, tenant) of counts: bounded in number, and for good the same for the same names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from ...core.adapter_names import MARK, label_text, split_engine_name
 from ...core.labels import DEFAULT_TENANT, MAX_ADAPTERS, MAX_TENANTS, OTHER, AdapterLabels, LabelValues
 
 PREFIX = "outrider:"
-"""Of every metric."""
+"""Prefix of every metric."""
 MAX_OWN_ADAPTERS = 200
 """Tenants' own adapters with a label, all tenants' together."""
 MAX_OWN_OF_ONE = 20
-"""Of one tenant: it may load and unload others all day, and must not take the labels of all."""
+"""Labels for adapters of one tenant: it may load and unload others all day, and must not take the labels of all."""
 
 Labels = tuple[str, ...]
 
@@ -25,8 +25,8 @@ class SeriesLabels:
         self._all_own = LabelValues(MAX_OWN_ADAPTERS)
 
     def __call__(self, adapter: str, tenant: str) -> Labels:
-        """Requests without a tenant have a label too: an empty one is as good as none for Prometheus. The base model's
-        is empty, and its own however many adapters there are."""
+        """Labels of a request. Requests without a tenant have a label too: an empty one is as good as none for
+        Prometheus. The base model's is empty, and its own however many adapters there are."""
         return self.adapter(adapter), self.tenant(tenant)
 
     def tenant(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a person sees when the server has started."""
+"""Summary that the server prints when it has started."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..config import ServerConfig
 
 
 class DatabaseFacts(NamedTuple):
-    """About the database of tenants and keys."""
+    """Facts about the database of tenants and keys."""
 
     address: str
-    """Without its password."""
+    """Address without the password."""
     has_admin_key: bool
-    """Whether anybody can administer the server over HTTP."""
+    """True when somebody can administer the server over HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Startup:
     adapters: Sequence[AdapterInfo]
     config: ServerConfig
     port: int
-    """The one in use, also where 0 was asked for."""
+    """Port in use, also where 0 was asked for."""
     seconds: float
-    """From the command to now."""
+    """Seconds from the command to now."""
     database: DatabaseFacts | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that leave them out."""
@@ -124,7 +124,7 @@ def _example(startup: Startup) -> str:
 
 
 def _first_steps(database: DatabaseFacts) -> str:
-    """For a database in which nobody may do anything yet."""
+    """First steps with a database in which nobody may do anything yet."""
     hidden = "***" in database.address
     where = "...  # as the server has it, with the password" if hidden else shlex.quote(database.address)
     return (

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TenancyCollector(Collector):
-    """Asked by the registry for each scrape, on the event loop."""
+    """Collector that the registry asks for each scrape, on the event loop."""
 
     def __init__(self, tenancy: Tenancy) -> None:
         self._tenancy = tenancy

@@ -29,16 +29,18 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from .... import __version__
 from ...core.errors import InvalidRequestError
+from ...core.outputs import RequestMetrics
 from .request_log import QUIET, Note, PromptNote
 
 CLOSE_SECONDS = 3.0
-"""What the last spans get to reach the collector when the server ends."""
+"""Seconds for the last spans to reach the collector when the server ends."""
 _SCOPE = "outrider"
 _PATH = "/v1/traces"
 
 
 class RequestTracer:
-    """Makes and sends spans; a thread of its own sends them, and drops what a collector that is away does not take."""
+    """Tracer of requests; a thread of its own sends the spans, and drops those that a collector which is away does not
+    take."""
 
     def __init__(self, endpoint: str) -> None:
         """
@@ -83,7 +85,7 @@ class RequestTracer:
         return f"{found.trace_id:032x}" if found.is_valid else ""
 
     def _record_prompt(self, note: Note, prompt: PromptNote, inside: otel_context.Context) -> None:
-        metrics = prompt.metrics
+        metrics = prompt.metrics or RequestMetrics(0.0)
         arrival = metrics.arrival_time or note.started
         end = max(prompt.end or note.ended, arrival)
         first = min(max(metrics.first_token_time or end, arrival), end)
@@ -101,12 +103,14 @@ class RequestTracer:
 
 
 def _nanoseconds(note: Note, monotonic: float) -> int:
-    """Of the wall clock, as of the request's begin: a clock that is set meanwhile changes no duration."""
+    """Wall clock time in nanoseconds, counted from the request's begin: a clock that is set meanwhile changes no
+    duration."""
     return note.wall_time_ns + int((monotonic - note.started) * 1e9)
 
 
 def _attributes(note: Note) -> dict[str, str | int | float]:
-    """OpenTelemetry's own names where there are any. No text of the request or of the answer."""
+    """Attributes of a span, under OpenTelemetry's own names where there are any. They hold no text of the request or of
+    the answer."""
     texts = {
         "http.request.method": note.method,
         "http.route": note.route,

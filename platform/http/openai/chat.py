@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,15 +13,13 @@ from starlette.responses import Response
 from ...core.errors import InvalidRequestError, PromptTooLongError
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
-from ..body.reader import documented, read_waiting_body
-from ..protect.accounting import check_call, limit_headers
-from ..serving import Serving, new_request_id, principal_of, serving_of
-from .adapter_choice import choose_adapter, discover_adapters
+from ..body.reader import documented
+from ..serving import Serving
+from .answer import accept, asked_fields
 from .chat_messages import normalize_messages
-from .event_stream import Chunk, ChunkWriter, dumps, stream_response, until_disconnect
-from .generation import Choice, Collected, collect, draft_status, generate
-from .job import Event, Job, now
-from .json_pieces import json_answer
+from .event_stream import Chunk, dumps
+from .generation import Choice, Collected
+from .job import Event
 from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
 
@@ -31,48 +29,22 @@ router = APIRouter()
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=documented(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    arrival = now()
-    serving, principal = serving_of(request), principal_of(request)
-    body, held = await read_waiting_body(request, ChatCompletionRequest, serving.config.max_body_bytes)
-    body.check()
-    models = serving.models.seen_by(principal)
-    await discover_adapters(models, body)
-    lora, model = choose_adapter(models, body)
-    serving.check_ready()
-    check_call(request)
-    defaults = await serving.llm.sampling_defaults.of(lora)
+    accepted = await accept(request, ChatCompletionRequest)
+    body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
     params = _sampling_params(serving, body, defaults)
-    prompt = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
+    prompt = await serving.chat_prompt(normalize_messages(body.messages), body, accepted.lora)
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
-    job = Job(
-        new_request_id("chatcmpl"),
+    job = accepted.job(
         [prompt],
         params,
-        lora,
-        body.priority or 0,
-        body.cache_salt or "",
+        prefix="chatcmpl",
         default_max_tokens=defaults.get("max_tokens"),
         max_tokens_field=max_tokens_field,
-        principal=principal,
         endpoint="/v1/chat/completions",
-        model=model,
-        arrival=arrival,
-        on_admitted=held.close,
     )
-    fixed = {
-        "id": job.request_id,
-        "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": None,
-    }
-    events = generate(serving, job)
-    if body.stream:
-        writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
-        return await stream_response(request, events, _ChatChunks(body), writer)
-    collected = await until_disconnect(request, collect(events, job))
-    return await json_answer(fixed | _answer(body, collected), limit_headers(request))
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    return await accepted.respond(job, kind, _ChatChunks(body), partial(_answer, body))
 
 
 def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
@@ -119,11 +91,7 @@ def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
-    if body.return_token_ids:
-        result["token_ids"] = choice.token_ids
-    if body.return_draft_status:
-        result["draft_status"] = draft_status(choice)
-    return result
+    return result | asked_fields(body, choice)
 
 
 class _ChatChunks:
@@ -170,11 +138,7 @@ class _ChatChunks:
         }
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason
-        if self._body.return_token_ids:
-            choice["token_ids"] = output.token_ids
-        if self._body.return_draft_status:
-            choice["draft_status"] = draft_status(output)
-        return choice
+        return choice | asked_fields(self._body, output)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
         entries = list(map(pack, output.logprobs or ()))

@@ -1,4 +1,4 @@
-"""Chat messages as the OpenAI API writes them -> what chat templates expect."""
+"""Chat messages of the OpenAI API, converted to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def normalize_messages(messages: list[Any]) -> list[dict[str, Any]]:
 
 
 def num_chars(messages: list[dict[str, Any]]) -> int:
-    """Length of what a template writes of normalized messages."""
+    """Number of characters that a template writes for normalized messages."""
     return sum(
         _num_chars(message["content"])
         + len(message.get("reasoning_content", ""))
@@ -152,7 +152,7 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
 
 
 def _content(content: Any, place: str) -> str | list[dict[str, str]]:
-    """A string as it is, parts as parts: the chat template is given the form that it reads."""
+    """Content of a message: a string, or its parts; the chat template gets the form that it reads."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,17 +9,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...client.vocabulary import TokenTexts, vocabulary_of
+from ...client.text.vocabulary import TokenTexts, vocabulary_of
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
-from ..body.reader import documented, read_waiting_body
-from ..protect.accounting import check_call, limit_headers
-from ..serving import Serving, new_request_id, principal_of, serving_of
-from .adapter_choice import choose_adapter, discover_adapters
-from .event_stream import Chunk, ChunkWriter, dumps, stream_response, until_disconnect
-from .generation import Collected, PromptFacts, collect, draft_status, generate
-from .job import Event, Job, now
-from .json_pieces import json_answer
+from ..body.reader import documented
+from ..serving import Serving
+from .answer import accept, asked_fields
+from .event_stream import Chunk, dumps
+from .generation import Choice, Collected, PromptFacts
+from .job import Event, Job
 from .logprobs import (
     CompletionLogprobs,
     CompletionLogprobsPieces,
@@ -37,58 +33,31 @@ from .protocol import CompletionRequest
 router = APIRouter()
 
 DEFAULT_MAX_TOKENS = 16
-"""Tokens of an answer when the request does not say; fewer where the context ends first."""
+"""Default of `max_tokens`; fewer where the context ends first."""
 
 
 @router.post("/v1/completions", response_model=None, openapi_extra=documented(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     """Continue prompts."""
-    arrival = now()
-    serving, principal = serving_of(request), principal_of(request)
-    body, held = await read_waiting_body(request, CompletionRequest, serving.config.max_body_bytes)
-    body.check()
-    models = serving.models.seen_by(principal)
-    await discover_adapters(models, body)
-    lora, model = choose_adapter(models, body)
-    serving.check_ready()
-    check_call(request)
-    defaults = await serving.llm.sampling_defaults.of(lora)
-    job = Job(
-        new_request_id("cmpl"),
-        await serving.prompts(body.prompts, add_special_tokens=body.add_special_tokens is not False),
+    accepted = await accept(request, CompletionRequest)
+    body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
+    prompts = await serving.prompts(body.prompts, add_special_tokens=body.add_special_tokens is not False)
+    job = accepted.job(
+        prompts,
         _sampling_params(body, defaults),
-        lora,
-        body.priority or 0,
-        body.cache_salt or "",
+        prefix="cmpl",
         default_max_tokens=defaults.get("max_tokens", DEFAULT_MAX_TOKENS),
         keeps_output=not _only_scores(body),
-        principal=principal,
         endpoint="/v1/completions",
-        model=model,
-        arrival=arrival,
-        on_admitted=held.close,
     )
-    fixed = {
-        "id": job.request_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": None,
-    }
-    render = _Completions(serving, body, job)
-    events = generate(serving, job)
-    if body.stream:
-        writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
-        return await stream_response(request, events, render, writer)
-    collected = await until_disconnect(request, collect(events, job))
+    choices = _Completions(serving, body, job)
     # An echo is tokenized once more, and log-probabilities are many.
-    is_long = body.echo or body.logprobs is not None
-    answer = await asyncio.to_thread(render.answer, collected) if is_long else render.answer(collected)
-    return await json_answer(fixed | answer, limit_headers(request))
+    is_long = bool(body.echo) or body.logprobs is not None
+    return await accepted.respond(job, "text_completion", choices, choices.answer, in_thread=is_long)
 
 
 def _only_scores(body: CompletionRequest) -> bool:
-    """`max_tokens` 0: the prompt or its log-probabilities are wanted, and no text."""
+    """True for `max_tokens` 0: the prompt or its log-probabilities are wanted, and no text."""
     return body.max_tokens == 0 and (bool(body.echo) or body.prompt_logprobs is not None)
 
 
@@ -103,7 +72,7 @@ def _sampling_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Sa
 
 
 class _Completions:
-    """Writes choices: of the whole answer, and of chunks."""
+    """Writer of choices, of the whole answer and of chunks."""
 
     def __init__(self, serving: Serving, body: CompletionRequest, job: Job) -> None:
         self._tokenizer = serving.llm.tokenizer
@@ -115,7 +84,7 @@ class _Completions:
         self._plain = body.logprobs is None and not (body.return_token_ids or body.return_draft_status)
 
     def answer(self, collected: Collected) -> dict[str, Any]:
-        """Choices, usage, and what else was asked for."""
+        """The answer: choices, usage, and the optional fields that were asked for."""
         answer: dict[str, Any] = {
             "choices": [self._choice(i, collected) for i in range(len(collected.choices))],
             "usage": collected.totals.usage(),
@@ -150,13 +119,10 @@ class _Completions:
             result["prompt_logprobs"] = prompt_logprobs(prompt.logprobs or [])
         if body.return_token_ids:
             result["prompt_token_ids"] = prompt.token_ids
-            result["token_ids"] = token_ids
-        if body.return_draft_status:
-            result["draft_status"] = [] if drop else draft_status(choice)
-        return result
+        return result | asked_fields(body, Choice(choice.prompt_index) if drop else choice)
 
     def _echoed(self, prompt_index: int, prompt: PromptFacts) -> list[Token]:
-        """The prompt's tokens. Those that the tokenizer added around a text are not in the echo."""
+        """Tokens of the echoed prompt. Tokens that the tokenizer added around a text are not shown."""
         token_ids = prompt.token_ids
         hidden = 0
         text = self._body.prompts[prompt_index]
@@ -218,10 +184,6 @@ class _Completions:
             choice["logprobs"] = CompletionLogprobsPieces(logprobs, tokens)
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason
-        if self._body.return_token_ids:
-            if prompt is not None:
-                choice["prompt_token_ids"] = prompt
-            choice["token_ids"] = output.token_ids
-        if self._body.return_draft_status:
-            choice["draft_status"] = draft_status(output)
-        return choice
+        if self._body.return_token_ids and prompt is not None:
+            choice["prompt_token_ids"] = prompt
+        return choice | asked_fields(self._body, output)

@@ -1,4 +1,4 @@
-"""Server-sent events, and requests whose client may go away at any moment."""
+"""Server-sent events, and watches for clients that close their connection."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 Chunk: TypeAlias = str | dict[str, Any]
-"""The choice of a chunk: JSON, or what `answers.write` writes."""
+"""Choice of a chunk: JSON, or a value for `json_pieces.write`."""
 
 
 class ChunkEncoder(Protocol):
@@ -74,7 +74,7 @@ class ChunkEncoder(Protocol):
 
 
 class ChunkWriter:
-    """Everything around the choices of a chunk, prepared once: a chunk costs a few string joins."""
+    """Writer of what stands around a chunk's choices, prepared once: a chunk costs a few string joins."""
 
     def __init__(self, fixed: dict[str, Any], options: StreamOptions | None, with_metrics: bool) -> None:
         self._head = f'data: {dumps(fixed)[:-1]},"choices":['
@@ -93,8 +93,8 @@ class ChunkWriter:
         yield f'],"usage":{dumps(totals.usage())}}}\n\n' if self._continuous else f"]{self._tail}"
 
     def no_text(self, totals: Totals) -> str:
-        """For tokens without text, such as half a character or a special one: their number alone, where that is asked
-        for with every chunk."""
+        """Chunk for tokens without text, such as half a character or a special one: it holds their number, and is ""
+        where usage is not asked for with every chunk."""
         return f'{self._head}],"usage":{dumps(totals.usage())}}}\n\n' if self._continuous else ""
 
     def last(self, totals: Totals) -> str:
@@ -110,7 +110,7 @@ class ChunkWriter:
 async def events_to_sse(
     first: Event, events: AsyncGenerator[Event], encoder: ChunkEncoder, writer: ChunkWriter
 ) -> AsyncGenerator[bytes]:
-    """The body of a stream. An error ends it with an event that tells it; `[DONE]` always comes last."""
+    """Body of a stream. An error ends it with an error event; `[DONE]` always comes last."""
     totals = Totals()
 
     async def encode(event: Event) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""From a checked request to the outputs of the engine: several prompts at once, counted for usage and metrics."""
+"""Generation for a checked request: several prompts at once, counted for usage and metrics."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Totals:
         self._speculation = SpeculationCounts()
 
     def add(self, event: Event) -> None:
-        """Count what is new."""
+        """Count the new tokens of an event."""
         output = event.output
         if event.prompt_index not in self._seen:
             self._seen.add(event.prompt_index)
@@ -163,7 +163,7 @@ class Totals:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Ours: how speculation went; complete once the job has finished."""
+        """Ours: counts of speculation, complete once the job has finished."""
         counts = self._speculation
         rounds = counts.num_drafts
         return {
@@ -179,10 +179,16 @@ class Totals:
         }
 
 
-def draft_status(output: Choice | CompletionOutput) -> list[str]:
-    """`choices[].draft_status`, aligned with the tokens: what the drafter proposed and the model accepted is "drafted",
-    what the model chose itself "sampled"."""
-    return ["drafted" if drafted else "sampled" for drafted in output.drafted or [False] * len(output.token_ids)]
+def draft_fields(output: Choice | CompletionOutput) -> dict[str, list[str] | list[int]]:
+    """Fields of a choice that show its verification steps, aligned with its tokens.
+
+    `draft_status` is "drafted" for an accepted draft, "sampled" for a token that the model chose itself; a step ends
+    with a sampled token. `rejected_drafts` is the number of drafts that the step ending with the token rejected.
+    """
+    return {
+        "draft_status": ["drafted" if d else "sampled" for d in output.drafted or [False] * len(output.token_ids)],
+        "rejected_drafts": output.rejected_drafts or [0] * len(output.token_ids),
+    }
 
 
 @dataclass(slots=True)
@@ -194,6 +200,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Packed] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
+    rejected_drafts: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -205,7 +212,7 @@ class Choice:
 
 @dataclass(slots=True)
 class PromptFacts:
-    """What the engine said of one prompt."""
+    """Token ids and log-probabilities of one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: Sequence[dict[int, Logprob] | None] | None = None
@@ -239,6 +246,7 @@ async def collect(events: AsyncGenerator[Event], job: Job) -> Collected:
                 choice.token_ids += completion.token_ids
                 choice.logprobs += map(pack, completion.logprobs or ())
                 choice.drafted += completion.drafted or [False] * len(completion.token_ids)
+                choice.rejected_drafts += completion.rejected_drafts or [0] * len(completion.token_ids)
                 if completion.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
     return result

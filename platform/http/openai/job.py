@@ -1,4 +1,4 @@
-"""What one HTTP request asks the engine for."""
+"""Generation job of one HTTP request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..body.bounds import MAX_LOGPROBS
 
 
 class Arrival(NamedTuple):
-    """When a request came: on the wall clock, and at the same moment on one that nobody sets."""
+    """Arrival of a request: on the wall clock, and at the same moment on one that nobody sets."""
 
     wall: float
     monotonic: float
@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
 
 
 def now() -> Arrival:
-    """This moment."""
+    """The present moment as an `Arrival`."""
     return Arrival(time.time(), time.monotonic())
 
 
@@ -44,20 +44,20 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     default_max_tokens: int | None = None
-    """Where `params` has no `max_tokens`: this many, or as many as fit after a prompt. None: as many as fit."""
+    """Default of `max_tokens`, or fewer where the context ends first. None: as many as fit."""
     max_tokens_field: str = "max_tokens"
-    """What the client calls it."""
+    """Name of the field in the request."""
     keeps_output: bool = True
-    """False: the prompt's log-probabilities are wanted, and the token that comes with them is thrown away."""
+    """False where only the prompt's log-probabilities are wanted: the one generated token is dropped."""
     principal: Principal = OPEN
     endpoint: str = ""
     model: str = ""
-    """As asked for."""
+    """Model as asked for."""
     arrival: Arrival = field(default_factory=now)
     on_admitted: Callable[[], None] = lambda: None
-    """Called when it waits no longer for places."""
+    """Called when the job has its places and waits no longer."""
     granted: list[int] | None = None
-    """For each prompt, the `max_tokens` that the limits leave where `params` has none."""
+    """`max_tokens` of each prompt that the limits leave where `params` has none."""
 
     def id_of(self, index: int) -> str:
         """The id of one of the prompts with the engine's client."""
@@ -104,7 +104,7 @@ class Job:
             )
 
     def demand(self) -> Demand:
-        """What it counts for limits."""
+        """Demand of the job on the tenant's limits."""
         return Demand(
             prompt_tokens=tuple(map(len, self.prompts)),
             n=self.params.n,
@@ -115,8 +115,8 @@ class Job:
 
 
 class Event(NamedTuple):
-    """Something new for one of a job's prompts."""
+    """New output of one of a job's prompts."""
 
     prompt_index: int
     output: RequestOutput
-    """Holds only what is new."""
+    """The tokens and texts since the previous event."""

@@ -1,4 +1,4 @@
-"""JSON answers written in pieces: while a large one is made and sent, others are served in between."""
+"""JSON answers, written in pieces so that other requests are served meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from starlette.background import BackgroundTask
 from starlette.responses import Response, StreamingResponse
 
-from ..protect.hardening import give_back_memory
+from ..body.memory import give_back_memory
 
 SCALARS = 4096
 """Numbers or texts of a list that are written in one go."""
@@ -31,10 +31,10 @@ ascii_json: Encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Pieces(Protocol):
-    """A value of an answer that writes itself."""
+    """A value that writes its own JSON."""
 
     def pieces(self, encode: Encode) -> Iterator[str]:
-        """Its JSON; each step is short, and may be empty."""
+        """Pieces of its JSON; each step is short, and may be empty."""
 
 
 class Slices(NamedTuple):
@@ -95,7 +95,7 @@ async def json_answer(content: Mapping[str, Any], headers: Mapping[str, str] | N
 
 
 async def paused(pieces: Iterator[str]) -> AsyncIterator[str]:
-    """The same, with the event loop let go each millisecond."""
+    """The pieces, with a pause for the event loop each millisecond."""
     since = time.monotonic()
     for piece in pieces:
         yield piece
@@ -105,7 +105,7 @@ async def paused(pieces: Iterator[str]) -> AsyncIterator[str]:
 
 
 async def in_blocks(pieces: AsyncIterator[str], begun: list[str] | None = None) -> AsyncIterator[bytes]:
-    """Pieces, after those in `begun`, as the bytes of fewer and longer ones."""
+    """Join pieces, after those in `begun`, into blocks of bytes."""
     parts = begun or []
     size = sum(map(len, parts))
     async for piece in pieces:

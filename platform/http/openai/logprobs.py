@@ -10,7 +10,7 @@ from ...core.outputs import Logprob
 from .json_pieces import OBJECTS, Encode, Slices
 
 FLOOR = -9999.0
-"""JSON has no minus infinity."""
+"""Value written for minus infinity, which JSON does not have."""
 
 Entries = dict[int, Logprob]
 Packed = tuple[Any, ...]
@@ -20,7 +20,7 @@ _WIDTH = 1 + len(Logprob._fields)
 
 
 def pack(entries: Entries) -> Packed:
-    """Entries to be kept until the answer is complete."""
+    """Entries as one tuple, to be kept until the answer is complete."""
     return tuple(chain.from_iterable((token_id, *entry) for token_id, entry in entries.items()))
 
 
@@ -54,14 +54,14 @@ class Token(NamedTuple):
 
     token_id: int
     entries: Packed | None
-    """None where nothing is known: the first prompt token."""
+    """None for the first prompt token, of which nothing is known."""
     shown: bool
     """False for special tokens that are left out of the answer's text."""
     text: str
 
 
 class CompletionLogprobs:
-    """Builds `choices[].logprobs` of `/v1/completions`; keeps the text offset between the chunks of a stream."""
+    """Builder of `choices[].logprobs` of `/v1/completions`; keeps the text offset between the chunks of a stream."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -106,7 +106,7 @@ class CompletionLogprobsPieces(NamedTuple):
     tokens: Sequence[Token]
 
     def pieces(self, encode: Encode) -> Iterator[str]:
-        """See `answers.Pieces`. The object's lists are parallel, so all are made before the second one is written."""
+        """See `Pieces`. The object's lists are parallel, so all are made before the second one is written."""
         lists: dict[str, list[str]] = {}
         for start in range(0, max(1, len(self.tokens)), OBJECTS):
             for name, values in self.builder.build(self.tokens[start : start + OBJECTS]).items():

@@ -20,7 +20,7 @@ MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 """Prompts times `n`: the sequences that one request may ask for."""
 MAX_PROMPTS_X_BAD_WORDS = 4096
-"""They are checked anew for each prompt, and nothing else is served meanwhile."""
+"""Largest number of prompts times bad words: they are checked for each prompt, and nothing else is served meanwhile."""
 MAX_SEQUENCES_X_ENTRIES = 1 << 19
 """Entries of one list parameter, which are checked for each prompt and sent to the engine for each sequence."""
 
@@ -46,7 +46,7 @@ def _false_is_null(value: Any) -> Any:
 
 Prompt = Annotated[Any, shape_of(str | list[int | str | list[int]]), AfterValidator(_prompt)]
 Messages = Annotated[list[Any], shape_of(list[ChatMessage])]
-"""Checked by `chat_messages`."""
+"""Messages, checked by `chat_messages`."""
 # Validation ends at the first wrong entry: a list of a wrong type gets one error.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -85,7 +85,7 @@ class SamplingFields(LenientModel):
     model: str | None = None
     """The base model, an adapter, or a weighted sum of adapters as "a:0.7+b:0.3"."""
     adapters: Annotated[list[str | AdapterPart], Field(fail_fast=True)] | None = None
-    """Ours: the weighted sum in full, for a `model` that is the base or not given. A bare name has weight 1."""
+    """Ours: the weighted sum as a list, for a `model` that is the base or not given. A bare name has weight 1."""
     n: int | None = None
     best_of: int | None = None
     temperature: float | None = None
@@ -119,10 +119,11 @@ class SamplingFields(LenientModel):
     return_metrics: bool | None = None
     """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
     return_draft_status: bool | None = None
-    """Ours: each choice, of a stream's chunks too, says of each of its tokens whether it was "drafted" or "sampled"."""
+    """Ours: each choice, also in a stream, has `draft_status` ("drafted" or "sampled") and `rejected_drafts` (a number)
+    for each of its tokens."""
 
     def check(self) -> None:
-        """Refuse combinations that no single field shows."""
+        """Refuse wrong combinations of fields."""
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -157,7 +158,7 @@ class CompletionRequest(SamplingFields):
 
     unsupported = COMPLETION_UNSUPPORTED
     prompt: Prompt
-    """Read it through `prompts`."""
+    """The prompt in one of four forms; read it through `prompts`."""
     add_special_tokens: bool | None = None
     logprobs: Annotated[int | None, BeforeValidator(_false_is_null)] = None
     echo: bool | None = None
@@ -212,7 +213,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
 
 
 class TokenizeRequest(TemplateFields):
-    """`POST /tokenize`: of a prompt, or of messages under the chat template."""
+    """`POST /tokenize`: a prompt, or messages under the chat template."""
 
     unsupported = TEMPLATE_UNSUPPORTED
     model: str | None = None

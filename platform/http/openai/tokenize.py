@@ -9,13 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...client.vocabulary import vocabulary_of
+from ...client.text.vocabulary import vocabulary_of
 from ...core.errors import InvalidRequestError
 from ...core.sampling_params import shown
+from ..adapters.adapter_choice import adapter_of_model
 from ..body.reader import documented, read_body
 from ..protect.accounting import charge_call
 from ..serving import principal_of, serving_of
-from .adapter_choice import adapter_of_model
 from .chat_messages import normalize_messages
 from .json_pieces import json_answer
 from .protocol import DetokenizeRequest, TokenizeRequest
@@ -23,7 +23,8 @@ from .protocol import DetokenizeRequest, TokenizeRequest
 router = APIRouter()
 
 DETOKENIZE_CONTEXTS = 4
-"""`/detokenize` takes this many times max_model_len ids: more than a sequence can have, and no work that stalls."""
+"""Largest number of ids for `/detokenize`, as a multiple of max_model_len: more than a sequence can have, and little
+work."""
 
 
 @router.post("/tokenize", response_model=None, openapi_extra=documented(TokenizeRequest))
@@ -51,7 +52,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, of at most 4 x max_model_len of them."""
+    """Text of at most 4 x max_model_len token ids."""
     serving = serving_of(request)
     body = await read_body(request, DetokenizeRequest, serving.config.max_body_bytes)
     charge_call(request)

@@ -1,4 +1,4 @@
-"""Around a request's generation, on a server with tenants: limits before it, its row in the ledger after it."""
+"""Limits before a request's generation and its row in the ledger after it, on a server with tenants."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ...tenancy.service import Tenancy
 
 CHECKPOINT_SECONDS = 1.0
-"""Between two of a request's lines in the ledger's journal while it runs."""
+"""Seconds between two lines of a running request in the ledger's journal."""
 
 
 def limit_headers(request: Request) -> dict[str, str]:
-    """`x-ratelimit-*` of an answer to this request; none for who has no limits."""
+    """`x-ratelimit-*` headers of the answer; none for clients without limits."""
     tenancy = serving_of(request).tenancy
     return {} if tenancy is None else tenancy.limiter.headers(principal_of(request))
 
@@ -60,8 +60,8 @@ def charge_call(request: Request) -> None:
 async def accounted(
     serving: Serving, tenancy: Tenancy, job: Job, run: Callable[[], AsyncGenerator[Event]]
 ) -> AsyncGenerator[Event]:
-    """What `run` yields, once the job is admitted. When this has ended, by itself or with an error, the job's row is
-    safe. Whoever closes it early, or cancels it, leaves that to the ledger.
+    """Events of `run`, once the job is admitted. When the generator has ended, by itself or with an error, the job's
+    row is safe. A caller that closes it early, or cancels it, leaves that to the ledger.
 
     Raises:
         OutriderError: the job is refused, at the first step; or what `run` raises.
@@ -84,7 +84,7 @@ async def accounted(
 
 
 async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
-    """Let the job in, or raise why not; whoever is refused, or gone meanwhile, leaves nothing behind."""
+    """Admit the job, or raise the reason why not; a job that is refused or cancelled leaves nothing behind."""
     serving.check_ready()  # it may be draining since the prompt was tokenized, and nobody is to wait for a place then
     tenancy.ledger.check()
     limiter = tenancy.limiter
@@ -127,7 +127,7 @@ class Account:
     """An admitted job's ticket and row, until it ends: the first of `finish`, `fail` and `abort` counts."""
 
     def __init__(self, serving: Serving, tenancy: Tenancy, job: Job, ticket: Ticket) -> None:
-        """Begins the row.
+        """Begin the row.
 
         Raises:
             OverloadedError: it cannot be recorded.
@@ -154,7 +154,7 @@ class Account:
         tenancy.ledger.begin(self.row)
 
     def on_event(self, event: Event) -> None:
-        """Count what is new."""
+        """Count the new tokens of an event."""
         row, output = self.row, event.output
         moment = time.monotonic()
         if event.prompt_index not in self._metrics:
@@ -176,11 +176,11 @@ class Account:
             self._tenancy.ledger.checkpoint(row)
 
     def finish(self) -> None:
-        """All sequences are complete."""
+        """End the row: all sequences are complete."""
         self._end(self._status)
 
     def abort(self) -> None:
-        """Nobody waits for more. The prompts count wholly: they may have been computed."""
+        """Count an abandoned job. The prompts count wholly: they may have been computed."""
         if self._num_running == 0:  # only the last bytes had not been taken
             self._end(self._status)
             return
@@ -188,7 +188,7 @@ class Account:
         self._end("abort")
 
     def fail(self, error: Exception) -> None:
-        """It has failed. Prompts without a token of an answer cost nothing."""
+        """Count a failed job. Prompts without a token of an answer cost nothing."""
         if isinstance(error, OverloadedError) and not self._metrics:  # the engine's queue is full: it was not admitted
             self._tenancy.ledger.drop(self.row)
             self._tenancy.limiter.release(self._ticket, 0, ran=False)
@@ -218,7 +218,7 @@ class Account:
 
 
 def _worse(one: Status, other: str) -> Status:
-    """Of several sequences' ends, the one that says most about the request."""
+    """The status that says more about the request."""
     if "abort" in (one, other):
         return "abort"
     return "length" if "length" in (one, other) else "stop"

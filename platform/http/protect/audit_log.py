@@ -1,4 +1,4 @@
-"""Who makes a change over HTTP; what becomes of that is said in `tenancy.audit`."""
+"""Audit of changes made over HTTP; `tenancy.database.audit` writes the rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def actor_of(request: Request) -> Actor:
 
 
 async def audit(request: Request, action: str) -> None:
-    """Write down a change that has been made, and not in the database; nothing without tenants."""
+    """Record a change that was not made in the database; nothing happens without tenants."""
     tenancy = serving_of(request).tenancy
     if tenancy is None:
         return

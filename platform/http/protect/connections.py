@@ -26,45 +26,45 @@ logger = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 16 << 10
 MAX_HEADER_BYTES = 64 << 10
-"""Of all names and values of one request."""
+"""Largest size of all header names and values of one request."""
 MAX_HEADERS = 128
 MAX_PIPELINED = 8
 """Requests that may wait on one connection behind the one that is answered."""
 MAX_REFUSED = 1024
-"""Connections above the bound that are held until they are told so; more are dropped unheard."""
+"""Connections above the bound that are held until they have their refusal; more are dropped without one."""
 MAX_DISCARDED_BYTES = 64 << 20
-"""What a client may still send of a body after it was answered."""
+"""Bytes that a client may still send of a body after it was answered."""
 MIN_BODY_RATE = 16 << 10
 """Bytes a second that earn a body more time."""
 MIN_TAKEN_BYTES = 1024
-"""What a client must fetch of an answer within the timeout; a system's window updates are larger."""
+"""Bytes of an answer that a client must fetch within the timeout; a system's window updates are larger."""
 _READ_BYTES = 256 << 10
-"""The most that arrives in one piece."""
+"""Largest number of bytes that arrive in one piece."""
 _REFUSED_SECONDS = 5.0
-"""What a connection above the bound gets to send its request."""
+"""Seconds for a connection above the bound to send its request."""
 _STANDSTILL_SECONDS = 5.0
-"""Between two looks at a connection: then this process itself was stopped, and no client is to blame."""
+"""Seconds between two checks of a connection after which this process itself was stopped, and no client is to blame."""
 _PROBES = ("/health", "/ping", "/version")
-"""Answered above the bound too: a full server is a healthy one."""
+"""Paths that are answered above the bound too: a full server is a healthy one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Admission:
-    """How many connections there are; one object a server."""
+    """Count of connections; one object a server."""
 
     max_connections: int
     client_timeout: float
     """Seconds without enough progress, in either direction."""
     num_open: int = 0
     num_refused: int = 0
-    """Those above the bound that have not gone yet."""
+    """Connections above the bound that have not closed yet."""
     total_refused: int = 0
     total_dropped: int = 0
     """Connections closed because the client was too slow, in either direction."""
 
 
 class _Refusal(Exception):
-    """What is answered instead of handling the request: carries it out of a parser's callback."""
+    """Refusal of a request: carries the answer out of a parser's callback."""
 
     def __init__(self, status: HTTPStatus, kind: str, message: str) -> None:
         super().__init__(message)
@@ -216,7 +216,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def _is_answered(self) -> bool:
-        """Whether the request whose body arrives has been answered already."""
+        """True when the request whose body arrives has been answered already."""
         return self._begun and not self._in_headers and self.cycle.response_complete
 
     def _refuse(self, refusal: _Refusal) -> None:
@@ -288,8 +288,8 @@ def _headers_too_large() -> _Refusal:
 
 
 def _notice_dead_peers(client: Any, seconds: float) -> None:
-    """Have the system end connections whose peer answers nothing any more, or has long had no room for what is sent:
-    what has left our buffers is out of our sight. Later than we do."""
+    """Have the system end connections whose peer answers nothing any more, or has long had no room for data: data that
+    has left our buffers is out of our sight."""
     if client is None:
         return
     whole = max(1, round(seconds))

@@ -1,4 +1,4 @@
-"""Every error leaves the server as `{"error": {"message", "type", "param", "code"}}`."""
+"""Error answers of the server: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EngineUnavailableError(OutriderError):
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody is left to answer; never leaves the server."""
+    """The client has closed its connection; this error never leaves the server."""
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def error_response(error: OutriderError) -> Response:
 
 
 def internal_error_response() -> Response:
-    """A 500 that says nothing of the inside."""
+    """Answer with status 500 that tells nothing about the server's inside."""
     note_error(OutriderError.type)
     return JSONResponse(INTERNAL_ERROR, 500)
 

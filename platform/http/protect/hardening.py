@@ -1,17 +1,14 @@
-"""What protects the server and its pages: headers, the origins of web pages, memory for bodies, file descriptors."""
+"""Protection of the server and its pages: headers, the origins of web pages, file descriptors."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import sys
 from collections.abc import Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from ...core.errors import OverloadedError
 from .connections import MAX_REFUSED
 
 logger = logging.getLogger(__name__)
@@ -21,57 +18,10 @@ SECURITY_HEADERS = [
     ("x-frame-options", "DENY"),
     ("referrer-policy", "no-referrer"),
 ]
-"""Of every answer."""
-
-BODIES_IN_MEMORY = 32
-"""Longest bodies that are held at once, while they arrive and are read."""
+"""Headers of every answer."""
 
 _OTHER_FILES = 256
 """File descriptors beside connections: adapters, the database, sockets of the engine."""
-
-
-class BodyMemory:
-    """Bounds what the bodies of all requests take together that arrive, or wait to be admitted: many clients that each
-    send a long one slowly, or send many to wait, would otherwise fill the memory."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.free = max_bytes
-        """Bytes that may still be taken."""
-
-    def body(self) -> HeldBody:
-        """One request's share, nothing at first."""
-        return HeldBody(self)
-
-
-class HeldBody:
-    """What one body takes of the memory, until it is let go."""
-
-    def __init__(self, memory: BodyMemory) -> None:
-        self._memory = memory
-        self._taken = 0
-
-    def take(self, num_bytes: int) -> None:
-        """A further piece has come.
-
-        Raises:
-            OverloadedError: too many long bodies are here.
-        """
-        if num_bytes > self._memory.free:
-            raise OverloadedError("Too many long requests arrive or wait at once; try again in a moment")
-        self._memory.free -= num_bytes
-        self._taken += num_bytes
-
-    def close(self) -> None:
-        """Give all of it back; a second call does nothing."""
-        self._memory.free += self._taken
-        self._taken = 0
-
-
-def give_back_memory() -> None:
-    """Give what has been freed back to the system; glibc keeps it else in the pieces that it was taken in."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -87,7 +37,8 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def allow_connections(wanted: int) -> int:
-    """How many of `wanted` connections the process may have; its limit of open files is raised where it can be."""
+    """Number of the `wanted` connections that the process may have; its limit of open files is raised where it can
+    be."""
     try:
         import resource
     except ImportError:  # not on Windows

@@ -13,7 +13,7 @@ _SLASHES = re.compile("//+")
 _WITH_NAMES = "/v1/models/"
 """Routes with a model's name, which may be a path and have slashes of its own."""
 _CONSOLE = "/console/"
-"""Redirects to the page, whose links are relative."""
+"""Path that redirects to the page, whose links are relative."""
 
 TO_COME = tuple(
     "/v1/responses /v1/messages /v1/complete /v1/embeddings /v1/score /v1/rerank /v1/audio /v1/images /v1/videos "
@@ -21,8 +21,8 @@ TO_COME = tuple(
     "/v1/conversations /v1/containers /v1/evals /v1/realtime /v2/rerank /rerank /score /pooling /classify /sleep "
     "/wake_up /is_sleeping /reset_prefix_cache /invocations".split()
 )
-"""Routes of OpenAI's API, and of vLLM's, that are answered with 501, with all that is below them. A 404 would tell
-gateways that the deployment is broken."""
+"""Routes of OpenAI's and vLLM's API, with all paths below them, that are answered with 501. A 404 would tell gateways
+that the deployment is broken."""
 
 
 def is_to_come(path: str) -> bool:
@@ -31,7 +31,7 @@ def is_to_come(path: str) -> bool:
 
 
 class Paths:
-    """Outside of all other layers. HEAD is routed as GET: the HTTP server leaves the answer's body out."""
+    """Outermost layer of the application. HEAD is routed as GET: the HTTP server leaves the answer's body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 LINGER_SECONDS = 2.0
-"""What a client gets to read its answer and close, after we have closed our side."""
+"""Seconds for a client to read its answer and close, after we have closed our side."""
 
 
 class ClientTransport:
-    """Stands in for asyncio's transport.
+    """Stand-in for asyncio's transport.
 
     To close a connection while the client still sends makes the system reset it, and the answer is lost with what was
     not read. So our side is closed first, and the rest when the client has closed its own (RFC 9112, 9.6).
     """
 
     def __init__(self, transport: Any, is_arriving: Callable[[], bool]) -> None:
-        """`is_arriving`: whether the client is in the middle of a request."""
+        """`is_arriving` returns True while the client is in the middle of a request."""
         self._transport = transport
         self._is_arriving = is_arriving
         self._lingering_since: float | None = None
@@ -36,7 +36,7 @@ class ClientTransport:
         return self._lingering_since is not None or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close when what was written has left, and the client has heard it."""
+        """Close when all that was written has left and the client has read it."""
         if self.is_closing():
             return
         if not self._is_arriving():
@@ -47,7 +47,7 @@ class ClientTransport:
         self._transport.resume_reading()
 
     def lingers_too_long(self, now: float) -> bool:
-        """Whether the client should have closed its side by now."""
+        """True when the client should have closed its side by now."""
         return self._lingering_since is not None and now - self._lingering_since > LINGER_SECONDS
 
     def __getattr__(self, name: str) -> Any:

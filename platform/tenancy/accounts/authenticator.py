@@ -1,4 +1,4 @@
-"""From the key that a request brings to the principal behind it."""
+"""Authentication: API key -> principal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .principal import Principal, Scope
 
 
 class Authenticator(Protocol):
-    """Knows keys. Called on the event loop for every request: nothing here waits."""
+    """Authenticator of keys. It is called on the event loop for every request, so it never waits."""
 
     def authenticate(self, key: str) -> Principal | None:
         """The principal of a key, "" where a request brings none; None: it may not enter."""

@@ -1,4 +1,4 @@
-"""What a server knows of tenants and keys: a copy of the database's, never more than a moment old."""
+"""A server's copy of the database's tenants and keys, never more than a moment old."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from .records import SharedPrefix, Tenant
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Between looks at the revision: a change made elsewhere, such as a revoked key, counts after this and a query."""
+"""Seconds between reads of the revision: a change made elsewhere, such as a revoked key, counts after this and a
+query."""
 MAX_AGE_SECONDS = 3600.0
-"""How long the last copy serves while the database is away. Nobody can revoke a key in it meanwhile, but another
-server may still reach it."""
+"""Seconds for which the last copy serves while the database is away. Nobody can revoke a key in it meanwhile, but
+another server may still reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,13 @@ class Snapshot:
 
     revision: int = -1
     reading: int = 0
-    """Counts those of this server. Unlike the revision, which a restored backup sets back, it only grows."""
+    """Number of this server's readings. Unlike the revision, which a restored backup sets back, it only grows."""
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     prefixes: tuple[SharedPrefix, ...] = ()
     entries: Mapping[bytes, _Entry] = field(default_factory=dict, repr=False)
     """Keys that have not been revoked, of tenants that may enter, by the SHA-256 of the key."""
     by_id: Mapping[str, _Entry] = field(default_factory=dict, repr=False)
-    """The same, by the id of the key."""
+    """Entries by the id of the key."""
 
 
 class Directory:
@@ -81,7 +82,7 @@ class Directory:
 
     @property
     def revision(self) -> int:
-        """Counts changes; -1 before the first look."""
+        """Number of changes; -1 before the first look."""
         return self._snapshot.revision
 
     @property
@@ -96,7 +97,7 @@ class Directory:
 
     @property
     def has_admin_key(self) -> bool:
-        """Whether anybody could administer this server over HTTP."""
+        """True when somebody could administer this server over HTTP."""
         entries = self._snapshot.entries.values()
         return self._operators is not None or any(e.principal.is_admin and not self._is_expired(e) for e in entries)
 
@@ -118,7 +119,7 @@ class Directory:
         return None if entry is None or self._is_expired(entry) else entry.principal
 
     def is_valid(self, principal: Principal) -> bool:
-        """Whether the key behind a request, which may have waited for long, would still be let in."""
+        """True when the key behind a request, which may have waited for long, would still be let in."""
         entry = self._snapshot.by_id.get(principal.key_id)
         return not principal.key_id or (entry is not None and not self._is_expired(entry))
 
@@ -209,7 +210,7 @@ class Directory:
         )
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop to follow the database."""
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""API keys: what they look like, and the parts of one that are kept."""
+"""API keys: their form, and the parts of one that are kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .authenticator import digest_of
 
 KEY_START = "sk-or-"
-"""Of every key, so that people and secret scanners recognise one."""
+"""First characters of every key, so that people and secret scanners recognise one."""
 NUM_RANDOM_BYTES = 32
 PREFIX_LENGTH = 12
 """Characters of a key that are kept in clear. The six random ones among them leave 220 random bits to guess."""
@@ -18,7 +18,7 @@ class NewKey(NamedTuple):
     """A key that was just made."""
 
     id: str
-    """Names the key in public."""
+    """Public name of the key."""
     secret: str
     """The key itself: shown once, kept nowhere."""
     prefix: str

@@ -1,4 +1,5 @@
-"""Who a request comes from, and what its tenant and key may do. Free of the database, which is optional."""
+"""Principals: the tenant and the key behind a request, and what they may do. Free of the database, which is
+optional."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from typing import Any, Literal, get_args
 from ...core.errors import InvalidRequestError
 
 Scope = Literal["inference", "admin"]
-"""What a key is for: generating text as its tenant, or running the server (which includes the other)."""
+"""Purpose of a key: generating text as its tenant, or running the server (which includes the other)."""
 SCOPES: tuple[Scope, ...] = ("inference", "admin")
 
 Period = Literal["day", "week", "month"]
-"""Of a token budget, in UTC."""
+"""Period of a token budget, in UTC."""
 PERIODS: tuple[Period, ...] = get_args(Period)
 
 MAX_LIMIT = 10**15
-"""Of any count: more than anybody uses, and an integer in every JSON reader."""
+"""Largest limit of any kind: more than anybody uses, and an integer in every JSON reader."""
 MAX_ALLOWED_ADAPTERS = 10_000
-"""Names in `allowed_adapters`."""
+"""Largest number of names in `allowed_adapters`."""
 _MAY_BE_ZERO = ("max_queued_requests", "token_budget")
 
 
@@ -41,7 +42,7 @@ class Limits:
     allowed_adapters: tuple[str, ...] | None = None
     """Names of adapters; the base model is always allowed."""
     token_budget: int | None = None
-    """Tokens a period."""
+    """Tokens that may be used in one period."""
     budget_period: Period = "month"
 
 
@@ -104,7 +105,8 @@ class Principal:
     """The tenant and key behind a request, as of its arrival."""
 
     tenant: str = ""
-    """Its name, which is its identity everywhere (a deleted tenant's name is never given again); "" without tenants."""
+    """Name of the tenant, its identity everywhere (a deleted tenant's name is never given again); "" without
+    tenants."""
     key_id: str = ""
     """Public id of the key; "" without a database."""
     scopes: frozenset[Scope] = frozenset(SCOPES)
@@ -115,14 +117,14 @@ class Principal:
     max_adapters: int = field(default=0)
     """Adapters that the tenant may load itself, from the folders that are open for that."""
     reading: int = field(default=0, compare=False)
-    """Counts this server's readings of the database: of a tenant's principals the one with the highest has the limits
-    of now."""
+    """Number of the server's reading of the database: of a tenant's principals the one with the highest number has the
+    present limits."""
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may run the server."""
+        """True when it may run the server."""
         return "admin" in self.scopes
 
 
 OPEN = Principal()
-"""Everybody, on a server without keys."""
+"""Principal of everybody, on a server without keys."""

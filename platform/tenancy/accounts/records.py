@@ -1,4 +1,4 @@
-"""What the database holds, as plain values. Times are seconds since the epoch."""
+"""Rows of the database as plain values. Times are seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StoredAdapter:
     """An adapter that was loaded over HTTP."""
 
     tenant: str
-    """"": shared by all."""
+    """Owner; "" for an adapter that all share."""
     name: str
     path: str
     draft_path: str | None = None

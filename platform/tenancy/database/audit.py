@@ -1,4 +1,4 @@
-"""Who changed what: a row in the database, of the same transaction as the change, and a line of the log."""
+"""Audit of changes: a row in the database, in the same transaction as the change, and a line of the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger.setLevel(logging.INFO)  # whatever --log-level says: who changed what mus
 
 COLUMNS = tuple(audit.c.keys())
 MAX_ROWS = 1000
-"""In one answer."""
+"""Largest number of rows in one answer."""
 MAX_NOTES = 10_000
 """Rows about adapters that are kept of one tenant."""
 _NOTED = ("loaded", "unloaded")
@@ -25,32 +25,32 @@ _NOTED = ("loaded", "unloaded")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """Who makes a change."""
+    """Author of a change."""
 
     via: Literal["http", "cli"] = "http"
     key_id: str = ""
-    """"": the server's own admin key, or the command line."""
+    """Id of the key; "" for the server's own admin key, or the command line."""
     tenant: str = ""
-    """The key's."""
+    """Tenant of the key."""
     client: str = ""
-    """Where from: an address, or user@machine of the command line."""
+    """Address of the client, or user@machine of the command line."""
 
     @property
     def shown(self) -> str:
-        """For the log."""
+        """Text for the log."""
         who = f"{self.key_id} ({self.tenant})" if self.key_id else "the server's own admin key"
         return f"{who if self.via == 'http' else 'outrider admin'}, from {self.client or 'unknown'}"
 
 
 def write_row(connection: Connection, at: float, actor: Actor, action: str) -> None:
-    """Beside a change, in its transaction; `at` in seconds since the epoch."""
+    """Write the row of a change, in its transaction; `at` in seconds since the epoch."""
     values = {"changed_at": at, "via": actor.via, "key_id": actor.key_id, "tenant": actor.tenant}
     values |= {"client": actor.client[:MAX_CLIENT], "action": action[:MAX_ACTION]}
     connection.execute(insert(audit).values(values))
 
 
 def forget_old_notes(connection: Connection, tenant: str) -> None:
-    """From what a tenant did with adapters, only the last `MAX_NOTES` rows are kept: it may do so all day."""
+    """Delete a tenant's rows about adapters but the last `MAX_NOTES`: it may write some all day."""
     its = (audit.c.tenant == tenant) & or_(*(audit.c.action.startswith(f"{verb} adapter ") for verb in _NOTED))
     last = select(audit.c.id).where(its).order_by(audit.c.id.desc()).offset(MAX_NOTES).limit(1)
     found = connection.execute(last).scalar()
@@ -59,7 +59,7 @@ def forget_old_notes(connection: Connection, tenant: str) -> None:
 
 
 def write_line(actor: Actor, action: str) -> None:
-    """To the log, when the change has been made."""
+    """Write the line of the log, when the change has been made."""
     extra = {"key_id": actor.key_id, "tenant": actor.tenant, "client": actor.client}
     action = action[:MAX_ACTION]
     logger.info("%s, %s", actor.shown, action, extra=extra | {"action": action})

@@ -1,5 +1,5 @@
-"""The database's address, its connections and transactions. What goes wrong leaves here as a typed error, and no
-password leaves here at all."""
+"""Connections to the database: its address, transactions, typed errors. No password appears in an error or a log
+line."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NUM_THREADS = 4
-"""Of a database: what is asked for on behalf of requests. The ledger's writer and the directory have their own."""
+"""Threads of a database for queries on behalf of requests. The ledger's writer and the directory have their own."""
 POOL_SIZE = 8
 """Connections: every thread has at most one, so nobody waits for one."""
 SQLITE_BUSY_SECONDS = 10.0
-"""How long a writer waits for another one."""
+"""Seconds that a writer waits for another one."""
 CONNECT_SECONDS = 5
 TCP_SILENCE_SECONDS = 10
-"""After which a PostgreSQL server that does not even acknowledge what it is sent counts as gone."""
+"""Seconds after which a PostgreSQL server that does not even acknowledge what it is sent counts as gone."""
 
 MIGRATION_SECONDS = 300
-"""How long a server waits for another one that changes the tables."""
+"""Seconds that a server waits for another one that changes the tables."""
 MIGRATION_LOCK = 0x6F757472_69646572
-"""Of PostgreSQL's advisory locks: "outrider"."""
+"""Number of the advisory lock in PostgreSQL: "outrider"."""
 
 _HARMLESS = ("host", "port", "dbname", "user", "sslmode")
 _WRITES = "outrider_writes"  # an execution option of the connections that `write` uses
@@ -88,7 +88,7 @@ class Database:
     """Connections to one database. Its methods may be called from any thread; `run` from the event loop."""
 
     def __init__(self, url: URL, *, create: bool = True) -> None:
-        """Connects nowhere yet.
+        """Prepare connections; none is made yet.
 
         Args:
             url: of `parse_url`.
@@ -244,7 +244,8 @@ def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
 
 
 def _set_write_ahead(connection: sqlite3.Connection) -> None:
-    """Of a new file. SQLite does not always wait by itself when another process does the same."""
+    """Set write-ahead logging of a new file. SQLite does not always wait by itself when another process does the
+    same."""
     deadline = time.monotonic() + SQLITE_BUSY_SECONDS
     while True:
         try:

@@ -105,7 +105,7 @@ audit = Table(
     Column("action", String(MAX_ACTION), nullable=False),
     Index(None, "tenant"),
 )
-"""Who changed what; a row is written in the transaction of the change."""
+"""Changes and their authors; a row is written in the transaction of the change."""
 
 usage = Table(
     "usage",

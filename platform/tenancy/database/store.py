@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -27,11 +27,13 @@ from .audit import Actor, forget_old_notes, write_line, write_row
 from .connection import Database
 from .schema import MAX_NAME, adapters, api_keys, revisions, shared_prefixes, tenants
 
+T = TypeVar("T")
+
 DIRECTORY = "directory"
 """The name of the one revision there is."""
 MAX_WEIGHT = 1e6
 MAX_ADAPTERS = 1_000_000
-"""That a tenant may be allowed to load."""
+"""Largest number of adapters that a tenant may be allowed to load."""
 MAX_PREFIX_TOKENS = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -42,7 +44,7 @@ _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 class Store:
-    """What administrators do. Every name that is not there is a NotFoundError."""
+    """Changes that administrators make. Every name that does not exist is a NotFoundError."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time, actor: Actor | None = None) -> None:
         """`actor`: who makes the changes."""
@@ -51,11 +53,11 @@ class Store:
         self._actor = actor or Actor()
 
     def by(self, actor: Actor) -> Store:
-        """The same for changes of somebody else."""
+        """The store for changes of somebody else."""
         return Store(self._database, self._clock, actor)
 
     def note(self, action: str) -> None:
-        """Write down a change that was made elsewhere. Of a tenant's the last ones are kept."""
+        """Record a change that was made elsewhere. Only a tenant's last ones are kept."""
         write_line(self._actor, action)
         with self._database.write() as connection:
             write_row(connection, self._clock(), self._actor, action)
@@ -86,17 +88,17 @@ class Store:
         return tenant
 
     def list_tenants(self) -> list[Tenant]:
-        """All of them, by name."""
+        """Tenants, sorted by name."""
         with self._database.read() as connection:
             return read_tenants(connection)
 
     def get_tenant(self, name: str) -> Tenant:
-        """One of them."""
+        """The tenant of this name."""
         with self._database.read() as connection:
             return _tenant(connection, name)
 
     def update_tenant(self, name: str, changes: Mapping[str, Any]) -> Tenant:
-        """Set fields of a tenant. `limits` holds those that change; one that is None is taken away.
+        """Change fields of a tenant. `limits` holds the limits that change; one that is None is taken away.
 
         Raises:
             InvalidRequestError: a field is out of its range, or cannot be changed.
@@ -170,12 +172,12 @@ class Store:
             return [key_of(row) for row in connection.execute(query)]
 
     def get_key(self, key_id: str) -> Key:
-        """One of them, also when it has been revoked."""
+        """The key of this id, also when it has been revoked."""
         with self._database.read() as connection:
             return _key(connection, key_id)
 
     def update_key(self, key_id: str, changes: Mapping[str, Any]) -> Key:
-        """Set fields of a key, as `update_tenant` does. What it may do (scopes) never changes: make another key."""
+        """Change fields of a key, as `update_tenant` does. Its scopes never change: make another key."""
         _check_changeable(changes, ("name", "limits", "expires_at"))
         with self._changing(f"updated key {key_id}: {_shown(changes)}") as connection:
             old = _key(connection, key_id)
@@ -207,7 +209,7 @@ class Store:
     # --- shared prefixes ---
 
     def add_prefix(self, name: str, token_ids: Sequence[int]) -> SharedPrefix:
-        """Declare that prompts which begin with these tokens share that beginning's KV among all tenants.
+        """Declare a shared prefix: prompts that begin with these tokens share that beginning's KV among all tenants.
 
         Raises:
             InvalidRequestError: the name or the tokens are no such.
@@ -228,12 +230,12 @@ class Store:
         return prefix
 
     def list_prefixes(self) -> list[SharedPrefix]:
-        """All of them, by name."""
+        """Shared prefixes, sorted by name."""
         with self._database.read() as connection:
             return read_prefixes(connection)
 
     def remove_prefix(self, name: str) -> None:
-        """Share it no more."""
+        """Remove a shared prefix."""
         with self._changing(f"removed the shared prefix {name}") as connection:
             done = connection.execute(delete(shared_prefixes).where(shared_prefixes.c.name == name))
             if not done.rowcount:
@@ -266,14 +268,14 @@ class Store:
         return adapter
 
     def set_adapter_pinned(self, tenant: str, name: str, pinned: bool) -> None:
-        """Of one that is remembered; nothing happens to others."""
+        """Record that an adapter is pinned or not; one that is not stored is ignored."""
         mine = (adapters.c.tenant == tenant) & (adapters.c.name == name)
         with self._changing() as connection:
             connection.execute(update(adapters).where(mine).values(pinned=pinned))
 
     def remove_adapter(self, tenant: str, name: str) -> bool:
-        """Forget an adapter; whether it was remembered. Of one that is not nobody hears: tenants may ask for any name,
-        and every change makes all servers read the directory."""
+        """Remove an adapter; returns True when it was stored. One that is not stored changes nothing: tenants may ask
+        for any name, and every change makes all servers read the directory."""
         mine = (adapters.c.tenant == tenant) & (adapters.c.name == name)
         with self._database.read() as connection:
             if connection.execute(select(adapters.c.id).where(mine)).first() is None:
@@ -282,11 +284,10 @@ class Store:
             return bool(connection.execute(delete(adapters).where(mine)).rowcount)
 
     def list_adapters(self) -> list[StoredAdapter]:
-        """All that are remembered, oldest first."""
+        """Stored adapters, oldest first."""
         with self._database.read() as connection:
             rows = connection.execute(select(adapters).order_by(adapters.c.created_at, adapters.c.id))
-            fields = [field.name for field in dataclasses.fields(StoredAdapter)]
-            return [StoredAdapter(**{field: getattr(row, field) for field in fields}) for row in rows]
+            return [_record(StoredAdapter, row) for row in rows]
 
     # --- revisions ---
 
@@ -312,15 +313,15 @@ def read_revision(connection: Connection) -> int:
 
 
 def read_tenants(connection: Connection) -> list[Tenant]:
-    """Those that have not been deleted, by name."""
+    """Tenants that have not been deleted, by name."""
     query = select(tenants).where(tenants.c.deleted_at.is_(None)).order_by(tenants.c.name)
     return [_tenant_of(row) for row in connection.execute(query)]
 
 
 def read_prefixes(connection: Connection) -> list[SharedPrefix]:
-    """All of them, by name."""
+    """Shared prefixes, sorted by name."""
     rows = connection.execute(select(shared_prefixes).order_by(shared_prefixes.c.name))
-    return [SharedPrefix(name=row.name, token_ids=tuple(row.token_ids), created_at=row.created_at) for row in rows]
+    return [_record(SharedPrefix, row, token_ids=tuple(row.token_ids)) for row in rows]
 
 
 def _tenant(connection: Connection, name: str) -> Tenant:
@@ -331,14 +332,13 @@ def _tenant(connection: Connection, name: str) -> Tenant:
 
 
 def _tenant_of(row: Row[Any]) -> Tenant:
-    return Tenant(
-        name=row.name,
-        weight=row.weight,
-        limits=limits_of(row.limits),
-        max_adapters=row.max_adapters,
-        disabled=row.disabled,
-        created_at=row.created_at,
-    )
+    return _record(Tenant, row, limits=limits_of(row.limits))
+
+
+def _record(kind: type[T], row: Row[Any], **converted: Any) -> T:
+    """The dataclass `kind` of a row; `converted` are the fields that are not as in their columns."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in converted]  # type: ignore[arg-type]
+    return kind(**{name: getattr(row, name) for name in names}, **converted)
 
 
 def _key(connection: Connection, key_id: str) -> Key:
@@ -350,17 +350,7 @@ def _key(connection: Connection, key_id: str) -> Key:
 
 def key_of(row: Row[Any]) -> Key:
     """A row of `api_keys`."""
-    return Key(
-        id=row.id,
-        tenant=row.tenant,
-        name=row.name,
-        prefix=row.prefix,
-        scopes=tuple(row.scopes),
-        limits=limits_of(row.limits),
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-        revoked_at=row.revoked_at,
-    )
+    return _record(Key, row, scopes=tuple(row.scopes), limits=limits_of(row.limits))
 
 
 def _check_slug(name: str) -> None:

@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
 MIN_SEGMENTS = 8
-"""That fit the bound: segments are smaller where it is small."""
+"""Number of segments that fit the bound: segments are smaller where it is small."""
 GROWTH_BYTES = 640
-"""What the last line of a request has at most more than its first: counts, times, digest, status."""
+"""Bytes by which the last line of a request is at most longer than its first: counts, times, digest, status."""
 
 
 class JournalError(Exception):
-    """The journal takes no more: it is full, or its disk is."""
+    """The journal is full, or its disk is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +53,10 @@ class _State:
 
 @dataclass(slots=True)
 class Recovered:
-    """What a journal held when it was opened."""
+    """Contents of a journal when it was opened."""
 
     rows: list[UsageRow] = field(default_factory=list)
-    """Those that had begun and not ended have status "lost"."""
+    """Rows of its requests; those that had not ended have status "lost"."""
     num_damaged: int = 0
     """Lines that could not be read."""
 
@@ -108,12 +108,12 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """On the disk, with what is reserved."""
+        """Bytes on the disk, with those that are reserved."""
         return self._num_bytes
 
     @property
     def num_requests(self) -> int:
-        """Those that the ledger does not have."""
+        """Requests that the ledger does not have."""
         return len(self._states)
 
     def problem(self) -> str | None:
@@ -163,7 +163,7 @@ class Journal:
         self.forget([request_id])
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """The ledger has these."""
+        """Forget requests that the ledger has."""
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if state is not None:
@@ -174,11 +174,13 @@ class Journal:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether segments wait for the disk before they can go: `sync`, and `delete_dead` after that."""
-        return any(not segment.num_live and segment.has_unsafe_heirs(self._segments) for segment in self._segments[:-1])
+        """True when segments wait for the disk before they can go: call `sync`, and `delete_dead` after that."""
+        return any(
+            not segment.num_live and segment.has_unsynced_copies(self._segments) for segment in self._segments[:-1]
+        )
 
     def sync(self) -> Callable[[], None]:
-        """What brings everything written so far to the disk, to be called in a thread; it raises OSError."""
+        """Function that brings everything written so far to the disk, to be called in a thread; it raises OSError."""
         dirty = [segment for segment in self._segments if segment.is_dirty]
         written = [(segment, segment.offset) for segment in self._segments]
         # Copies, which stay open whatever becomes of the segments meanwhile.
@@ -238,7 +240,7 @@ class Journal:
         segment.live_bytes += len(line)
 
     def _write(self, line: bytes) -> Segment:
-        """To the newest segment; one that fails is left, for another."""
+        """Write to the newest segment; one that fails is left, for another."""
         for _ in range(2):
             segment = self._segments[-1]
             try:
@@ -255,7 +257,7 @@ class Journal:
         raise JournalError(f"the journal cannot be written: {problem}")
 
     def _make_room(self, num_bytes: int) -> None:
-        """See that the newest segment has so much room beside what is reserved."""
+        """Make sure that the newest segment has so much room beside the reserved bytes."""
         needed = self._reserved + num_bytes
         if self._segments[-1].free >= needed:
             return
@@ -291,8 +293,8 @@ class Journal:
         return segment
 
     def _compact(self, needed: int) -> None:
-        """Copy what lives of old segments to the newest, where that frees enough and leaves the room needed. The old
-        ones, which may have been promised to be safe, go when the copies are on the disk (`needs_sync`)."""
+        """Copy the live lines of old segments to the newest, where that frees enough and leaves the room needed. The
+        old ones, which may have been promised to be safe, go when the copies are on the disk (`needs_sync`)."""
         newest = self._segments[-1]
         for segment in self._segments[:-1]:
             if not segment.num_live or 4 * segment.live_bytes > 3 * segment.size:
@@ -306,15 +308,15 @@ class Journal:
             except JournalError:
                 return
             finally:  # several where the newest could not be written
-                heirs = {id(state.segment): state.segment for _, state in states if state.segment is not segment}
-                segment.heirs += [(heir, heir.offset) for heir in heirs.values()]
+                copies = {id(state.segment): state.segment for _, state in states if state.segment is not segment}
+                segment.copies += [(copy, copy.offset) for copy in copies.values()]
 
     def delete_dead(self) -> None:
         """Segments without any request's last line go. Earlier lines of a request that was forgotten may stay in
         others: should they be replayed, the database has its row already; one that was dropped has none, so what says
         so stays as long as they may."""
         for segment in self._segments[:-1]:
-            if segment.num_live or segment.has_unsafe_heirs(self._segments):
+            if segment.num_live or segment.has_unsynced_copies(self._segments):
                 continue
             if segment is self._segments[0] or not segment.denies_older:
                 self._segments.remove(segment)
@@ -325,7 +327,7 @@ class Journal:
     # --- reading ---
 
     def _read(self) -> None:
-        """Take over what an earlier process left."""
+        """Take over the segments of an earlier process."""
         rows: dict[str, tuple[UsageRow, bytes, Segment]] = {}
         for path in sorted(self.folder.glob("*.journal")):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

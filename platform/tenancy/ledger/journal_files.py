@@ -21,32 +21,32 @@ class Segment:
     size: int
     """Bytes on the disk, with those reserved."""
     offset: int = 0
-    """Where the next line goes."""
+    """Offset of the next line."""
     num_live: int = 0
     """Requests whose last line is here."""
     live_bytes: int = 0
     denies_older: bool = False
-    """A request whose line is in an older segment was dropped here."""
+    """True when a request whose line is in an older segment was dropped here."""
     is_dirty: bool = False
-    """Written to since the last `sync`."""
+    """True when it was written to since the last `sync`."""
     synced: int = 0
-    """How much of it is known to be on the disk."""
-    heirs: list[tuple[Segment, int]] = field(default_factory=list)
-    """Where its lines have been copied to: that must be on the disk, up to there, before this one goes."""
+    """Bytes of it that are known to be on the disk."""
+    copies: list[tuple[Segment, int]] = field(default_factory=list)
+    """Segments and offsets that its lines have been copied to: they must be on the disk before this one goes."""
 
     @property
     def free(self) -> int:
         """Bytes for further lines."""
         return self.size - self.offset
 
-    def has_unsafe_heirs(self, in_use: Sequence[Segment]) -> bool:
-        """Whether a copy of one of its lines may not be on the disk. A segment that is no longer in use had no line
+    def has_unsynced_copies(self, in_use: Sequence[Segment]) -> bool:
+        """True when a copy of one of its lines may not be on the disk. A segment that is no longer in use had no line
         that counted any more, or safe copies of its own."""
-        return any(heir.synced < offset and heir in in_use for heir, offset in self.heirs)
+        return any(copy.synced < offset and copy in in_use for copy, offset in self.copies)
 
 
 def to_line(content: bytes) -> bytes:
-    """With its checksum."""
+    """Line of `content` with its checksum."""
     return b"%08x %s\n" % (zlib.crc32(content), content)
 
 

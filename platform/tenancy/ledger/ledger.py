@@ -24,21 +24,21 @@ from .writer import LedgerWriter, TokenQuery
 logger = logging.getLogger(__name__)
 
 COMMIT_SECONDS = 2.0
-"""That an answer waits for the database; after that the journal's copy on the disk has to do."""
+"""Seconds that an answer waits for the database; after that the journal's copy on the disk has to do."""
 COUNT_SECONDS = 10.0
-"""That the database gets to say what has been used."""
+"""Seconds to wait for the sum of used tokens."""
 CLOSE_SECONDS = 10.0
-"""That the database gets for the last rows when the server ends; they stay in the journal otherwise."""
+"""Seconds to write the last rows when the server ends; the others stay in the journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatus:
-    """How the ledger is."""
+    """State of the ledger."""
 
     num_pending: int
     """Requests that have ended and are not in the database."""
     lag_seconds: float
-    """Since the first of them ended; 0 without any."""
+    """Seconds since the first of them ended; 0 without any."""
     database_is_away: bool
     journal_bytes: int
     journal_max_bytes: int
@@ -60,10 +60,10 @@ class _Pending:
 
 
 class Ledger:
-    """One object a server; belongs to its event loop."""
+    """Ledger of one server; it belongs to the event loop."""
 
     def __init__(self, database: Database, journal: Journal) -> None:
-        """Begins to write what the journal holds to the database."""
+        """Begin to write the journal's rows to the database."""
         self._journal = journal
         self._open: dict[str, UsageRow] = {}
         self._pending: dict[str, _Pending] = {}  # in the order of their ends
@@ -181,7 +181,7 @@ class Ledger:
 
     @property
     def status(self) -> LedgerStatus:
-        """How it is now."""
+        """State at this moment."""
         oldest = next(iter(self._pending.values()), None)
         return LedgerStatus(
             num_pending=len(self._pending),
@@ -195,7 +195,7 @@ class Ledger:
         )
 
     async def close(self) -> None:
-        """Write what there is. Requests that still run, of which there should be none, count as lost."""
+        """Write the last rows. Requests that still run, of which there should be none, count as lost."""
         for row in list(self._open.values()):
             self.end(row)
         if not await asyncio.to_thread(self._writer.stop, CLOSE_SECONDS):
@@ -244,7 +244,7 @@ class Ledger:
         return self._next_sync
 
     def _sync_if_needed(self) -> None:
-        """Room in the journal may wait for the disk; nobody else waits for it."""
+        """Sync where room in the journal waits for the disk; nobody else waits for it."""
         if self._journal.needs_sync:
             self._sync_soon()
 

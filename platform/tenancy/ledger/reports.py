@@ -1,4 +1,4 @@
-"""What has been used, summed up from the ledger. Blocking calls, as in `store`."""
+"""Sums of usage from the ledger. Blocking calls, as in `store`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..database.connection import Database
 from ..database.schema import usage
 
 Group = Literal["tenant", "key", "adapter", "model", "endpoint", "status", "hour", "day", "month"]
-"""What usage can be summed up by; the last three are of the time at which requests ended, in UTC."""
+"""Groups that usage can be summed up by; the last three are of the time at which requests ended, in UTC."""
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens", "drafted_tokens", "accepted_tokens")
 """Columns that are added up."""
 
 MAX_ROWS = 100_000
-"""Of one answer."""
+"""Largest number of rows in one answer."""
 MAX_REQUESTS = 1000
 """Single requests in one answer."""
 
@@ -38,7 +38,7 @@ _POSTGRESQL_FORMATS = {"hour": 'YYYY-MM-DD"T"HH24:00"Z"', "day": "YYYY-MM-DD", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageFilter:
-    """Which requests count; None: all."""
+    """Filter of requests; None: all."""
 
     tenant: str | None = None
     key: str | None = None
@@ -47,7 +47,7 @@ class UsageFilter:
     start: float | None = None
     """Seconds since the epoch: requests that ended then or later."""
     end: float | None = None
-    """And before this."""
+    """Seconds since the epoch: requests that ended before."""
 
 
 def parse_groups(text: str, field: str) -> tuple[Group, ...]:

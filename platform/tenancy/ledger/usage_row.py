@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Status = Literal["stop", "length", "abort", "error", "lost"]
-"""How a request ended; "lost": nobody knows, since its server died."""
+"""End of a request; "lost": its server died, and the end is unknown."""
 
 _MAX_LENGTHS = {
     "request_id": 128,
@@ -50,11 +50,11 @@ class UsageRow:
 
     @property
     def total_tokens(self) -> int:
-        """What counts for limits and budgets."""
+        """Tokens that count for limits and budgets."""
         return self.prompt_tokens + self.output_tokens
 
     def values(self) -> dict[str, Any]:
-        """By column, such that every database takes them."""
+        """Values by column, in types that every database takes."""
         return {name: _clean(name, getattr(self, name)) for name in FIELDS}
 
 
@@ -68,7 +68,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def row_to_json(row: UsageRow) -> bytes:
-    """Compact, without what has its default; one line."""
+    """One line of compact JSON, without fields at their default."""
     values = row.values()
     return json.dumps(
         {name: value for name, value in values.items() if name not in _DEFAULTS or value != _DEFAULTS[name]},

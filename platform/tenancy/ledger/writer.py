@@ -27,11 +27,12 @@ MAX_BATCH = 500
 """Rows in a transaction."""
 FIRST_RETRY_SECONDS = 0.25
 MAX_RETRY_SECONDS = 10.0
-"""Between attempts while the database is away; each waits twice as long as the one before."""
+"""Largest pause in seconds between attempts while the database is away; each pause is twice as long as the one
+before."""
 
 
 class TokenQuery(NamedTuple):
-    """Asks for the tokens of a tenant, or of one of its keys, whose requests ended in [start, end)."""
+    """Query for the tokens of a tenant, or of one of its keys, whose requests ended in [start, end)."""
 
     tenant: str
     key_id: str
@@ -41,7 +42,7 @@ class TokenQuery(NamedTuple):
 
 
 Report = Callable[[Sequence[UsageRow], Exception | None], None]
-"""Called on the event loop: these are committed, or (with an error) will be tried again."""
+"""Report on the event loop: rows that are committed, or (with an error) will be tried again."""
 
 
 class LedgerWriter:
@@ -74,7 +75,7 @@ class LedgerWriter:
         self._items.put(query)
 
     def stop(self, seconds: float) -> bool:
-        """Try to write what there is, and end; whether that took no longer. Not on the event loop."""
+        """Try to write the waiting rows, and end; returns True when it took no longer. Not on the event loop."""
         self._items.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()

@@ -10,17 +10,17 @@ from collections import deque
 from dataclasses import dataclass
 
 SECOND = 10**9
-"""In nanoseconds."""
+"""One second in nanoseconds."""
 MINUTE = 60 * SECOND
 
 
 @dataclass(slots=True, eq=False)
 class Charge:
-    """What one request has taken from a bucket."""
+    """Units that one request has taken from a bucket."""
 
     amount: int
     unpaid: int
-    """Of it, what time has not yet paid for, in the bucket's units."""
+    """Part that time has not yet paid for, in the bucket's units."""
 
 
 class RateBucket:
@@ -74,7 +74,7 @@ class RateBucket:
         self._debt -= returned
 
     def remaining(self, now: int) -> int:
-        """What could be charged now."""
+        """Tokens that could be charged now."""
         self._pay(now)
         return max(0, self._limit - -(-self._debt // MINUTE))
 
@@ -84,7 +84,7 @@ class RateBucket:
         return -(-self._debt // self._limit)
 
     def _pay(self, now: int) -> None:
-        """Let the time since the last call pay."""
+        """Pay for the time since the last call."""
         if now <= self._now:
             return
         paid = (now - self._now) * self._limit

@@ -25,7 +25,8 @@ def period_of(period: Period, now: float) -> tuple[int, int]:
 
 
 class Budget:
-    """One tenant's or key's: what the ledger says, what has ended here since, and what runs.
+    """Budget of one tenant or key: the ledger's sum, the tokens of requests that have ended here since, and those that
+    running requests reserve.
 
     The ledger is asked when the server first needs it, and again now and then, since other servers may write into the
     same one. A new period begins at zero without asking.
@@ -44,7 +45,7 @@ class Budget:
         self.reserved = 0
         """Tokens that running requests may still use."""
         self.read_at: float | None = None
-        """When the ledger was asked, on a clock that never goes back; None: it must be."""
+        """Time of the last answer of the ledger, on a clock that never goes back; None: it must be asked."""
         self._before_reading = 0
 
     def roll(self, now: float) -> None:
@@ -71,12 +72,12 @@ class Budget:
 
     @property
     def remaining(self) -> int:
-        """What may still be reserved."""
+        """Tokens that may still be reserved."""
         return max(0, self.limit - self.used - self.reserved)
 
     def begin_reading(self) -> tuple[int, int]:
-        """Before the ledger is asked; returns the period. Whatever ends here from now on is not in the answer, and all
-        that ended before is."""
+        """Begin to read the ledger; returns the period. A request that ends from now on is not in the answer, and all
+        that ended before are."""
         self._before_reading = self.since
         return self.start, self.end
 

@@ -1,4 +1,4 @@
-"""What a request asks for, and how much of it a tenant's and a key's limits allow one request."""
+"""Demand of a request on its limits, and the part of it that a tenant's and a key's limits allow one request."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Demand:
     prompt_tokens: tuple[int, ...]
     n: int = 1
     max_tokens: int | None = None
-    """As the client asked; None: it did not say. 0: the prompts are only scored."""
+    """`max_tokens` of the request; None: not given. 0: the prompts are only scored."""
     default_max_tokens: int | None = None
-    """Where it did not: this many, or fewer; None: as many as fit."""
+    """Default of `max_tokens`, or fewer where the context ends first; None: as many as fit."""
     max_tokens_field: str = "max_tokens"
-    """What the client calls it."""
+    """Name of the field in the request."""
 
     @property
     def num_sequences(self) -> int:
-        """How many the engine runs for it."""
+        """Number of sequences that the engine runs for it."""
         return self.n * len(self.prompt_tokens)
 
     def num_tokens(self, max_tokens: Sequence[int]) -> int:
@@ -92,7 +92,7 @@ def _check_named(demand: Demand, named: int, context: int | None, output: int | 
 
 
 def _check_sequences(demand: Demand, limits: Sequence[Limits]) -> None:
-    """More at once than there are places, or requests a minute, would never be admitted."""
+    """Refuse more sequences than there are places, or requests a minute: they would never be admitted."""
     for limit in limits:
         for name in ("max_concurrent_requests", "requests_per_minute"):
             bound = getattr(limit, name)

@@ -1,4 +1,4 @@
-"""Who may use how much, and when: the limits of tenants and keys, enforced before a request reaches the engine.
+"""Limits of tenants and keys, enforced before a request reaches the engine.
 
 Everything is counted by this server alone, in memory; only budgets begin with what the ledger says.
 """
@@ -19,16 +19,16 @@ from .queue_bound import QueueBound
 from .scopes import ReadUsage, Scope
 
 READ_AGAIN_SECONDS = 60.0
-"""After which a budget's use is read from the ledger again: other servers may write into the same one."""
+"""Seconds after which a budget's use is read from the ledger again: other servers may write into the same one."""
 QUEUE_RETRY_SECONDS = 1.0
-"""For clients that find a queue full: nobody knows how long the requests before them take."""
+"""`Retry-After` of a full queue, in seconds: nobody knows how long the requests before take."""
 
 Reason = Literal["requests_per_minute", "tokens_per_minute", "token_budget", "max_queued_requests"]
-"""Why a request was refused: the limit's name, which is the error's `param`."""
+"""Reason of a refusal: the limit's name, which is the error's `param`."""
 
 
 class Clock(Protocol):
-    """Where the time comes from: intervals from a clock that never goes back, periods from the calendar."""
+    """Source of time: intervals from a clock that never goes back, periods from the calendar."""
 
     def monotonic_ns(self) -> int:
         """Nanoseconds since some moment."""
@@ -42,7 +42,7 @@ class Ticket:
 
     def __init__(self, demand: Demand, max_tokens: list[int], scopes: Sequence[Scope]) -> None:
         self.max_tokens = max_tokens
-        """For each of the prompts."""
+        """`max_tokens` of each prompt."""
         self.num_sequences = demand.num_sequences
         self.num_tokens = demand.num_tokens(max_tokens)
         self.scopes = scopes
@@ -64,7 +64,8 @@ class Ticket:
         self._open = True
 
     def settle(self, used_tokens: int, clock: Clock, *, ran: bool) -> bool:
-        """Give back what was not used, and if it never `ran` the request too. False, and nothing, the second time."""
+        """Give back the unused tokens, and the request too if it never `ran`. Returns False, and does nothing, the
+        second time."""
         if not self._open:
             return False
         self._open = False
@@ -88,7 +89,7 @@ class Limiter:
         self._read_usage = read_usage
         self._clock = clock
         self.queue = QueueBound()
-        """The server's; whoever has the engine sets its `bounds`."""
+        """Queue of the server; the owner of the engine sets its `bounds`."""
         self._scopes: dict[tuple[str, str], Scope] = {}
         self._num_kept = 1000  # scopes after which idle ones are looked for
 
@@ -98,8 +99,8 @@ class Limiter:
         return self.queue.num_for_places
 
     async def admit(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket:
-        """Let a request in: at once, or when its tenant and key have places for it. Whoever is cancelled meanwhile has
-        used nothing. The ticket must be given to `release`.
+        """Admit a request: at once, or when its tenant and key have places for it. A request that is cancelled
+        meanwhile has used nothing. The ticket must be given to `release`.
 
         Raises:
             InvalidRequestError: the request is larger than a limit will ever allow.
@@ -122,7 +123,8 @@ class Limiter:
         return ticket
 
     def release(self, ticket: Ticket, used_tokens: int, *, ran: bool = True) -> None:
-        """The request has ended, or (not `ran`) never reached the engine. A second call does nothing."""
+        """Release a ticket: the request has ended, or (not `ran`) never reached the engine. A second call does
+        nothing."""
         if ticket.settle(used_tokens, self._clock, ran=ran):
             for scope in ticket.scopes:
                 scope.places.leave(ticket.num_sequences)
@@ -290,7 +292,7 @@ class Limiter:
 
 
 def shown_duration(nanoseconds: int) -> str:
-    """As OpenAI's headers write it: "12ms", "1.5s", "6m0s"; never shorter than it is."""
+    """Duration as OpenAI's headers write it: "12ms", "1.5s", "6m0s"; never shorter than it is."""
     milliseconds = -(-nanoseconds // 10**6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -25,18 +25,18 @@ class Places:
         self.taken = 0
 
     def set_limit(self, limit: int | None) -> None:
-        """Change it; None: no bound. What runs goes on where there are fewer places now."""
+        """Change the bound; None: there is none. Requests that run go on where there are fewer places now."""
         if limit != self._limit:
             self._limit = limit
             self._grant()
 
     @property
     def num_waiting(self) -> int:
-        """How many are in the queue."""
+        """Requests in the queue."""
         return len(self._queue)
 
     def has_room(self, count: int) -> bool:
-        """Whether `take` would not wait."""
+        """True when `take` would not wait."""
         return not self._queue and self._fits(count)
 
     def _fits(self, count: int) -> bool:

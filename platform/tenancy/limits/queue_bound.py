@@ -10,12 +10,12 @@ from ...core.errors import InvalidRequestError, OverloadedError
 
 
 class Bounds(NamedTuple):
-    """What an engine was started with, in sequences."""
+    """Bounds of an engine's start, in sequences."""
 
     max_waiting: int | None = None
     """None: any number."""
     num_seats: int = 0
-    """That it runs at once."""
+    """Sequences that it runs at once."""
 
 
 class QueueBound:

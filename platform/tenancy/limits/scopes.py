@@ -1,4 +1,4 @@
-"""What is bounded together: all that a tenant does, or all that one of its keys does."""
+"""Scopes of limits: all that a tenant does, or all that one of its keys does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scope:
         self.key_id = key_id
         self.limits = NO_LIMITS
         self.reading = 0
-        """Of the principal whose limits these are."""
+        """Version of the principal whose limits these are."""
         self.requests: RateBucket | None = None
         self.tokens: RateBucket | None = None
         self.budget: Budget | None = None
@@ -37,7 +37,7 @@ class Scope:
 
     @property
     def shown(self) -> str:
-        """For messages."""
+        """Text for messages."""
         return f"API key {self.key_id}" if self.key_id else f"tenant {self.tenant!r}"
 
     def set_limits(self, limits: Limits, now: int, wall: float) -> None:
@@ -57,7 +57,7 @@ class Scope:
             self.budget.set_limit(limits.token_budget, limits.budget_period, wall)
 
     def is_idle(self, now: int) -> bool:
-        """Whether forgetting it would lose nothing but a budget, which the ledger has too."""
+        """True when forgetting it would lose nothing but a budget, which the ledger has too."""
         in_use = self.places.taken or self.num_waiting or self._reading is not None
         return not in_use and all(b is None or b.remaining(now) == b.limit for b in (self.requests, self.tokens))
 
@@ -68,7 +68,7 @@ class Scope:
         await asyncio.shield(self._reading)
 
     def read_in_background(self, read_usage: ReadUsage, clock: Callable[[], float]) -> None:
-        """The same, without waiting; what was known stays where the ledger cannot be read."""
+        """Read the budget without waiting; the known value stays where the ledger cannot be read."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read(read_usage, clock))
             self._reading.add_done_callback(_log_failure)

@@ -64,6 +64,11 @@ class Console:
         spans = turn.locator(".token").evaluate_all("spans => spans.map(s => [s.textContent, s.className])")
         return [(text, names.split()[1]) for text, names in spans]
 
+    def rejections(self, turn: Locator) -> list[int]:
+        """How many rejected drafts are marked at each of an answer's tokens, and behind the last one."""
+        places = turn.locator(".token, .rejections")
+        return places.evaluate_all("spans => spans.map(s => Number(s.dataset.rejected ?? 0))")
+
     def adapter(self, name: str) -> Locator:
         """The row of an adapter."""
         return self.page.locator("#adapter-rows tr").filter(

@@ -212,6 +212,32 @@ def test_pieces_are_always_the_whole_text(run):
     assert run("tokens.js", code, cases) == [contents for _, contents in cases]
 
 
+def test_rounds_and_rejected_drafts_have_their_place(run):
+    """Also where the token that ends a round has no text: a piece of a character, or a special token at the end."""
+    chunks = [
+        [["Hi", True, 0], [" all", False, 1]],
+        [["\ufffd", False, 3], ["\ufffd", False, 0], ["!", True, 0], ["<end>", False, 2]],
+    ]
+    code = """const turn = new module.Turn("m");
+    for (const [tokens, content] of argument) turn.add({
+        delta: { content },
+        logprobs: { content: tokens.map(([token]) => ({ token, logprob: 0 })) },
+        draft_status: tokens.map(([, drafted]) => drafted ? "drafted" : "sampled"),
+        rejected_drafts: tokens.map(([, , rejected]) => rejected),
+    });
+    turn.end([]);
+    const { children } = turn.root.querySelector(".turn-text");
+    return [...children].map((e) => [e.textContent, e.className, e.dataset.rejected])"""
+    found = run("turn.js", code, list(zip(chunks, ["Hi all", "ü!"], strict=True)))
+    assert found == [
+        ["Hi", "token drafted", None],
+        [" all", "token sampled", "1"],
+        ["ü", "token sampled round", "3"],
+        ["!", "token drafted round", None],
+        ["", "rejections", "2"],
+    ]
+
+
 NUMBERS = [
     ("count", [None, 0, 999, 99_999, 1_234_567], ["–", "0", "999", "99,999", "1.2M"]),
     ("rate", [0, 0.4, 9.96, 123.4], ["0", "0.4", "10.0", "123"]),

@@ -141,47 +141,25 @@ def make_adapter(folder, eagle3):
     return folder
 
 
-class Listener:
-    """A drafter that notes what the real one says."""
-
-    def __init__(self, inner):
-        self.inner, self.said = inner, []
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def propose(self, rows, target):
-        proposals = self.inner.propose(rows, target)
-        self.said += [
-            (row.request.request_id, tuple(row.tokens), tuple(p.drafts.token_ids))
-            for row, p in zip(rows, proposals, strict=True)
-        ]
-        return proposals
-
-
 def drafts_of(base, method, head, adapter=None):
-    """Everything that is said, by the target and by the drafter."""
-    listeners = []
-
-    def listen(proposer):
-        listeners.append(Listener(proposer))
-        return listeners[0]
-
+    """Every step's tokens by request: all drafts, which are accepted whatever they are, and one of the target's."""
     speculative = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+    speculative |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 1.0, 1.0]}
     args = EngineArgs(
         model=str(base), dtype="float32", speculative_config=speculative, max_model_len=128, enable_lora=bool(adapter)
     )
-    engine = EngineCore(args, observe=listen)
+    engine = EngineCore(args)
     lora = LoRARequest("tenant", path=str(adapter)) if adapter else None
     if lora and method == "eagle3":
         assert engine.load_adapter(lora).draft == "loaded"
     for index, prompt in enumerate(([5, 6, 7, 8, 9], list(range(20, 50)))):
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
         engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
+    steps = []
     while engine.has_work():
-        engine.step()
+        steps += [(delta.request_id, tuple(delta.token_ids), delta.num_accepted) for delta in engine.step()]
     engine.shutdown()
-    return listeners[0].said
+    return steps
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -193,9 +171,9 @@ def test_drafts_are_the_small_heads(name, adapted, inflate, tmp_path):
     more = f" --adapters {adapter}" if adapted else ""
     inflate.main(f"{target} {tmp_path / 'large'} {LARGER} --{method} {head}{more}".split())
     large = tmp_path / "large"
-    said = drafts_of(target, method, head, adapter)
-    assert drafts_of(large / "base", method, large / method, adapter and large / "adapters" / "tenant") == said
-    drafts = [ids for _, _, ids in said if ids]
+    steps = drafts_of(target, method, head, adapter)
+    assert drafts_of(large / "base", method, large / method, adapter and large / "adapters" / "tenant") == steps
+    drafts = [ids[:num_accepted] for _, ids, num_accepted in steps if num_accepted]
     assert len(drafts) > 20
     assert len(set(drafts)) > 5
 

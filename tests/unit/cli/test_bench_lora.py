@@ -11,10 +11,10 @@ from outrider.models.checkpoint.json_files import read_json
 from outrider.models.config import DTYPES
 from outrider.models.demo import demo_adapters, demo_model_path
 from outrider.models.families import config_from_hf
-from outrider.platform.cli.bench.budget import Budget, BudgetSpent
 from outrider.platform.cli.bench.driver import RequestTimes
 from outrider.platform.cli.bench.lora import cold, engines
 from outrider.platform.cli.bench.lora.adapters import FILES_PER_RANK, AdapterWriter, linear_shapes
+from outrider.platform.cli.bench.lora.budget import Budget, BudgetSpent
 from outrider.platform.cli.bench.lora.cases import POPULARITIES, ZIPF_EXPONENT, Case, choose, groups, make_cases
 from outrider.platform.cli.bench.lora.figures import Cell, ColdRun, Run, boil_down, cold_figures, figures, rows
 from outrider.platform.cli.bench.options import write_json

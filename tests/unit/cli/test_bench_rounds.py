@@ -1,88 +1,82 @@
-"""Rounds of `outrider bench speculation`: who runs when, and what their times say."""
+"""Rounds of `outrider bench speculation`: the order of the runs, and the figures of their times."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from outrider.platform.cli.bench.driver import RequestTimes, Round
 from outrider.platform.cli.bench.figures import Cell, figures
-from outrider.platform.cli.bench.measure import Plan, measure
+from outrider.platform.cli.bench.measure import ModeEngine, Plan, measure
 from outrider.platform.cli.bench.modes import make_modes
-from outrider.platform.cli.bench.observer import StepTimes
 from outrider.platform.cli.bench.workload import Task
+from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.messages import TokenDelta
 
-STEP = StepTimes(0.1, 0.1, 0.0, 1, True, 0, 0, 0, (0,))
 
-
-class FakeEngine:
-    """Notes who runs when; every request takes a tenth of a second."""
+class FakeCore:
+    """Notes which requests run together, and when; every request ends with its first token."""
 
     def __init__(self, name, log):
-        self.mode = make_modes([name], {}, 2)[-1]
-        self._log = log
+        self._name, self._log, self._queued = name, log, []
 
-    def run(self, requests, concurrency):
-        assert len(requests) <= concurrency
-        self._log.append((self.mode.name, [int(request.request_id) for request in requests]))
-        times = [RequestTimes(0.0, [1, 2], [0.05, 0.1]) for _ in requests]
-        return Round(0.1 * len(requests), times, [STEP] * len(requests), 0.1 * len(requests))
+    def add_request(self, request):
+        self._queued.append(request)
+
+    def step(self):
+        self._log.append((self._name, [int(request.request_id) for request in self._queued]))
+        deltas = [TokenDelta(request.request_id, [1], finish_reason="stop") for request in self._queued]
+        self._queued = []
+        return deltas
 
 
-def test_contestants_take_turns_of_one_batch():
+def fake_engines(names, log):
+    return [ModeEngine(mode, FakeCore(mode.name, log)) for mode in make_modes(names, {}, 2)]
+
+
+def test_every_mode_runs_a_batch_before_the_next_batch_begins():
     log = []
-    engines = [FakeEngine(name, log) for name in ("off", "control", "ngram")]
     plan = Plan(batch_sizes=(2,), rounds=3, max_tokens=2)
-    rows = measure(engines, [Task("base", [[1], [2], [3], [4], [5]])], plan)
-    turns = [log[at : at + 3] for at in range(0, len(log), 3)]
-    assert [turn[0][1] for turn in turns] == [[0, 1], [2, 3], [4]] * 4, "a round before the first is no part of it"
-    for turn in turns:
-        assert {name for name, _ in turn} == {"off", "control", "ngram"}
-        assert all(ids == turn[0][1] for _, ids in turn)
-    assert len({tuple(name for name, _ in turn) for turn in turns}) > 1, "each time in another order"
+    rows = measure(fake_engines(["control", "ngram"], log), [Task("base", [[1], [2], [3], [4], [5]])], plan)
+    batches = [log[at : at + 3] for at in range(0, len(log), 3)]
+    assert [batch[0][1] for batch in batches] == [[0, 1], [2, 3], [4]] * 4, "the round before the first is no part"
+    for batch in batches:
+        assert {name for name, _ in batch} == {"off", "control", "ngram"}
+        assert all(ids == batch[0][1] for _, ids in batch)
+    assert len({tuple(name for name, _ in batch) for batch in batches}) > 1, "each time in another order"
     assert [row["requests"] for row in rows] == [5, 5, 5]
-    assert [row["seconds"]["median"] for row in rows] == [0.5, 0.5, 0.5]
 
 
-class FakeDrafter(FakeEngine):
-    """Notes how many drafts it was asked for, and takes as long as that makes it."""
-
-    def __init__(self, log):
-        super().__init__("off", [])
-        self.mode = make_modes(["draft_model"], {"draft_model": "none"}, 4)[-1]
-        self.asked = log
-
-    def run(self, requests, concurrency):
-        drafts = {request.params.speculative for request in requests}
-        self.asked.append((drafts, requests[0].cache_salt, requests[0].params.max_tokens))
-        most = 1 if drafts == {1} else 4
-        step = StepTimes(0.2, 0.1, 0.01 + 0.01 * most, 1, True, most, most, most, (0,))
-        times = [RequestTimes(0.0, [1, 2], [0.05, 0.1]) for _ in requests]
-        return Round(0.1, times, [step] * len(requests), 0.1)
+def test_a_queue_is_filled_as_requests_end():
+    log = []
+    plan = Plan(batch_sizes=(2,), rounds=1, max_tokens=2, queue=3)
+    measure(fake_engines([], log), [Task("base", [[1], [2]])], plan)
+    assert [ids for _, ids in log] == [[0, 1], [2, 3], [4, 5]] * 2
 
 
-def test_one_draft_a_step_is_measured_in_some_rounds_among_all_others():
-    asked = []
-    engines = [FakeEngine("off", []), FakeDrafter(asked)]
-    rows = measure(engines, [Task("base", [[1], [2]])], Plan(batch_sizes=(1,), rounds=5, max_tokens=90))
-    single = [(salt, tokens) for drafts, salt, tokens in asked if drafts == {1}]
-    assert len(single) == 2 * 2, "two turns each in the first round and in the fifth"
-    assert {tokens for _, tokens in single} == {48}
-    others = [(salt, tokens) for drafts, salt, tokens in asked if drafts != {1}]
-    assert len(others) == 2 * 6
-    assert {tokens for _, tokens in others} == {90}
-    assert not {salt for salt, _ in single} & {salt for salt, _ in others}, "neither teaches the other its answers"
-    assert rows[1]["limit"]["c"] == pytest.approx(0.01 / 0.1), "what one draft more costs; their shared part is none"
-    assert len(rows) == 2
-    assert rows[1]["requests"] == 2, "those with one draft are no round of the mode"
+def test_no_run_shares_its_cache_with_another():
+    salts = []
+
+    class Core(FakeCore):
+        def add_request(self, request):
+            salts.append(request.cache_salt)
+            super().add_request(request)
+
+        def find_adapter(self, name):
+            return SimpleNamespace(draft="loaded")
+
+    task = Task("a", [[1]], LoRARequest("with", path="x"), LoRARequest("without", path="y"))
+    (off,) = make_modes([], {}, 2)
+    measure([ModeEngine(off, Core("off", []))], [task], Plan(batch_sizes=(1, 2), rounds=2, max_tokens=2))
+    assert len(set(salts)) == 2 * 3 * 2, "batch sizes, rounds with the warm-up, kinds"
 
 
-def test_a_round_of_several_turns_is_their_sum():
-    turns = [Round(1.0, ["a"], ["x"], 0.5), Round(2.0, ["b", "c"], ["y"], 1.0)]
-    assert Round.of(turns) == Round(3.0, ["a", "b", "c"], ["x", "y"], 1.5)
-    assert Round.of([turns[0], Round(2.0, [], [], None)]).cpu_seconds is None
+def test_a_round_of_several_batches_is_their_sum():
+    assert Round.joined([Round(1.0, ["a"]), Round(2.0, ["b", "c"])]) == Round(3.0, ["a", "b", "c"])
 
 
 def _cell(name, seconds):
-    rounds = [Round(s, [RequestTimes(0.0, [1] * 10, [0.1 * s, s])], [], s) for s in seconds]
+    rounds = [Round(s, [RequestTimes(0.0, [1] * 10, [0.1 * s, s])]) for s in seconds]
     return Cell(make_modes([name], {}, 2)[-1], "base", "base model", 1, 4, rounds)
 
 
@@ -98,7 +92,5 @@ def test_a_speedup_comes_with_its_error():
     assert figures(_cell("control", [2.0]), _cell("off", [1.0]))["speedup_error"] is None
 
 
-def test_the_total_counts_slow_rounds_which_the_median_does_not():
-    row = figures(_cell("control", [1.0, 1.0, 1.0, 7.0]), _cell("off", [1.0] * 4))
-    assert row["speedup"] == 1.0
-    assert row["speedup_total"] == pytest.approx(0.4)
+def test_one_slow_round_is_no_part_of_the_speedup():
+    assert figures(_cell("control", [1.0, 1.0, 1.0, 7.0]), _cell("off", [1.0] * 4))["speedup"] == 1.0

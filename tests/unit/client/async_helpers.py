@@ -8,7 +8,7 @@ from typing import Any
 import fake_engine
 
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.supervisor import EngineSpec, RestartPolicy
+from outrider.platform.client.process.supervisor import EngineSpec, RestartPolicy
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.outputs import RequestOutput
 from outrider.platform.core.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 from async_helpers import FOREVER, LONG, aborted, collect, first_output, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.ipc import Add, Call, decode, encode
+from outrider.platform.client.process.ipc import Add, Call, decode, encode
 from outrider.platform.core.errors import (
     AdapterError,
     EngineDeadError,

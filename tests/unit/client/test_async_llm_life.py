@@ -20,7 +20,7 @@ import pytest
 from async_helpers import FOREVER, LONG, QUICK, collect, first_output, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.supervisor import EngineProcess, EngineSpec
+from outrider.platform.client.process.supervisor import EngineProcess, EngineSpec
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
     EngineDeadError,
@@ -185,7 +185,7 @@ def test_no_folder_at_the_start(model_path: str, monkeypatch: pytest.MonkeyPatch
 def test_no_socket_leaves_no_folder(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         llm = make(model_path)
-        monkeypatch.setattr("outrider.platform.client.ipc._open", no_space)
+        monkeypatch.setattr("outrider.platform.client.process.ipc._open", no_space)
         with pytest.raises(OutriderError, match="No space left"):
             await asyncio.wait_for(llm.start(), 30)
         await llm.shutdown()

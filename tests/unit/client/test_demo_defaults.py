@@ -3,7 +3,7 @@
 import pytest
 
 from outrider.models.demo import demo_adapters
-from outrider.platform.client.demo import apply_demo_defaults
+from outrider.platform.client.demo_defaults import apply_demo_defaults
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.speculative_config import parse_speculative
 

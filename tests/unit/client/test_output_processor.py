@@ -234,16 +234,22 @@ def test_metrics(processor: OutputProcessor, tokenizer: Any) -> None:
     assert (RequestMetrics(0.0).acceptance_rate, RequestMetrics(0.0).acceptance_length) == (None, None)
 
 
+def drafted(request_id: str, token_ids: list[int], num_draft_tokens: int, num_accepted: int) -> TokenDelta:
+    return TokenDelta(request_id, token_ids, num_draft_tokens=num_draft_tokens, num_accepted=num_accepted)
+
+
 def test_drafted_tokens_are_marked(processor: OutputProcessor, tokenizer: Any) -> None:
     state = add(processor, tokenizer, n=2)
-    processor.process([TokenDelta("r#0", [70, 71, 72], num_accepted=2), TokenDelta("r#1", [73])])
-    processor.process([TokenDelta("r#0", [74, 75], num_accepted=1), TokenDelta("r#1", [76, 77], num_accepted=1)])
+    processor.process([drafted("r#0", [70, 71, 72], 4, 2), TokenDelta("r#1", [73])])
+    processor.process([drafted("r#0", [74, 75], 1, 1), drafted("r#1", [76, 77], 4, 1)])
     first, second = state.take(delta=True).outputs  # two deltas at once: the consumer is slow
     assert (first.token_ids, first.drafted) == ([70, 71, 72, 74, 75], [True, True, False, True, False])
     assert (second.token_ids, second.drafted) == ([73, 76, 77], [False, True, False])
+    assert (first.rejected_drafts, second.rejected_drafts) == ([0, 0, 2, 0, 0], [0, 0, 3])
     processor.process([TokenDelta("r#0", [78], finish_reason="length")])
     assert [output.drafted for output in state.take(delta=True).outputs] == [[False]]
     assert state.take().outputs[0].drafted == [True, True, False, True, False, False]
+    assert state.take().outputs[0].rejected_drafts == [0, 0, 2, 0, 0, 0]
 
 
 def test_marks_stay_with_their_tokens_when_text_is_held_back(processor: OutputProcessor, tokenizer: Any) -> None:

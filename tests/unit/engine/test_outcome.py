@@ -36,11 +36,11 @@ def step(request: Request, drafts: list[int], got: list[int], num_accepted: int)
 
 def test_a_delta_says_which_of_its_tokens_were_drafts():
     request = Request("r", [1, 2], 2, SamplingParams(stop_token_ids=[7]), seed_key=0)
-    assert step(request, [], [3], 0).num_accepted == 0
-    assert step(request, [4, 5], [4, 9], 1).num_accepted == 1
-    assert step(request, [4, 5], [4, 5, 9], 2).num_accepted == 2
+    for drafts, got, accepted in (([], [3], 0), ([4, 5], [4, 9], 1), ([4, 5], [4, 5, 9], 2)):
+        delta = step(request, drafts, got, accepted)
+        assert (delta.num_draft_tokens, delta.num_accepted) == (len(drafts), accepted)
     cut = step(request, [4, 7, 5], [4, 7, 5, 9], 3)
-    assert (cut.token_ids, cut.num_accepted, cut.finish_reason) == ([4, 7], 2, "stop")
+    assert (cut.token_ids, cut.num_draft_tokens, cut.num_accepted, cut.finish_reason) == ([4, 7], 3, 2, "stop")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.platform.client.adapter_sources import AdapterSources
+from outrider.platform.client.adapters.sources import AdapterSources
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.sampling_defaults import SamplingDefaults
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
@@ -77,7 +77,7 @@ class FakeAsyncLLM:
     """What the client knows, as in `AsyncLLM.adapters`."""
     in_engine: dict[str, AdapterInfo] = field(default_factory=dict)
     drafted: Callable[[int], bool] = lambda i: i % 2 == 1
-    """Whether the token of that index was a draft."""
+    """True when the token of that index was a draft. Each other one rejects as many drafts as its index."""
     snapshot: EngineStats = field(default_factory=EngineStats)
 
     def __post_init__(self) -> None:
@@ -116,6 +116,7 @@ class FakeAsyncLLM:
                         logprobs=self._logprobs(sampling_params.logprobs, char),
                         finish_reason=reason if last else None,
                         drafted=[self.drafted(i)],
+                        rejected_drafts=[0 if self.drafted(i) else i],
                     )
                     for index in range(sampling_params.n)
                 ]

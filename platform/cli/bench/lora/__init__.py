@@ -1,1 +1,1 @@
-"""`outrider bench lora`: what adapters cost."""
+"""`outrider bench lora`: the cost of adapters."""

@@ -1,4 +1,4 @@
-"""Adapters to measure with: PEFT folders with random weights, for any model, as many as wanted and cheap to make."""
+"""Adapters for measurements: PEFT folders with random weights, cheap to make in any number and for any model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .....models.checkpoint.json_files import read_json
 from .....models.config import DecoderConfig
+from ....core.errors import OutriderError
 from ....core.lora_request import LoRARequest
 
 FILES_PER_RANK = 4
-"""Different files of weights; the adapters of a rank share them by hard links and differ in their scale."""
+"""Number of different files of weights. The adapters of a rank share them by hard links and differ in their scale."""
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _SCALES_PER_OCTAVE = 128
-"""So near each other that thousands of them are not large; not so near that bfloat16 rounds two to one."""
+"""Number of scales from one power of two to the next. Thousands of scales stay small, and bfloat16 keeps them apart."""
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -38,21 +40,20 @@ def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 class AdapterWriter:
-    """Writes adapters on all projections of a model. No two compute the same, so no two share anything in an engine.
+    """Writer of adapters on all projections of a model. No two compute the same, so no two share anything in an engine.
 
-    What is loaded from disk was written a moment before, or is another name of a file that was: it comes from the
-    operating system's cache.
+    Their files were written a moment before they are loaded, so they come from the operating system's cache.
     """
 
     def __init__(self, folder: Path, config: DecoderConfig, seed: int) -> None:
-        """`folder`: an empty one; the same seed gives the same adapters."""
+        """`folder` is empty. The same seed gives the same adapters."""
         self._folder = folder
         self._config = config
         self._seed = seed
         self._num_written = 0
 
     def write(self, name: str, rank: int) -> LoRARequest:
-        """One more adapter, in a folder of its name."""
+        """Write an adapter into a folder of its name."""
         number, self._num_written = self._num_written, self._num_written + 1
         folder = self._folder / name
         folder.mkdir()
@@ -93,3 +94,16 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copyfile(source, target)
+
+
+def largest_rank(folder: Path) -> int:
+    """The largest rank of an adapter, its draft weights included. It is 1 where the files do not say: the error comes
+    when the adapter is loaded."""
+    ranks = [1]
+    for file in folder.rglob("adapter_config.json"):
+        try:
+            config = read_json(file)
+            ranks += [int(config.get("r", 1)), *map(int, (config.get("rank_pattern") or {}).values())]
+        except (OutriderError, ValueError, TypeError, AttributeError):
+            continue
+    return max(ranks)

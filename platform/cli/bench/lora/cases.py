@@ -1,4 +1,4 @@
-"""What is measured: how many adapters there are, which of them requests ask for, and how many requests run at once."""
+"""Cases of the measurement: number of adapters, their popularity among the requests, and batch size."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 IDENTICAL, UNIFORM, SKEWED, DISTINCT = POPULARITIES = ("identical", "uniform", "skewed", "distinct")
 ZIPF_EXPONENT = 1.5
-"""Of `SKEWED`, as in Punica (Chen et al. 2023, arXiv:2310.18547, section 7)."""
+"""Exponent of `SKEWED`, as in Punica (Chen et al. 2023, arXiv:2310.18547, section 7)."""
 
 
 class Case(NamedTuple):
-    """One combination."""
+    """One combination of batch size, adapters and popularity."""
 
     batch_size: int
-    """Requests at once."""
+    """Number of requests at once."""
     num_adapters: int | None
-    """Adapters that requests may ask for. 0: they ask for the base model, in the engine with adapters. None: in an
-    engine that takes none, with which all is compared."""
+    """Number of adapters that requests may ask for. 0: they ask for the base model, in the engine with adapters. None:
+    they run in the engine without adapters, with which all is compared."""
     popularity: str = ""
-    """"" where there is no choice to be made."""
+    """Distribution of the requests over the adapters; "" without a choice."""
     ranks: tuple[int, ...] = ()
-    """Of the adapters, in turn."""
+    """Ranks that the adapters have in turn."""
 
 
 def make_cases(
@@ -31,7 +31,7 @@ def make_cases(
     popularities: Sequence[str],
     mixes: Sequence[tuple[int, ...]],
 ) -> list[Case]:
-    """The combinations by batch size, without the engine that takes no adapters."""
+    """Combinations by batch size, without the engine that takes no adapters."""
     cases = []
     for batch_size in dict.fromkeys(batch_sizes):
         for number in dict.fromkeys(num_adapters):
@@ -44,7 +44,7 @@ def make_cases(
 
 
 def groups(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
-    """Cases of one batch size, at most `size` at a time: each group is measured beside a run of the base engine."""
+    """Groups of at most `size` cases of one batch size. Each group is measured beside a run of the base engine."""
     for batch_size in dict.fromkeys(case.batch_size for case in cases):
         same = [case for case in cases if case.batch_size == batch_size]
         for start in range(0, len(same), size):
@@ -52,10 +52,10 @@ def groups(cases: Sequence[Case], size: int) -> Iterator[list[Case]]:
 
 
 def choose(popularity: str, count: int, num_adapters: int, round_number: int, seed: int) -> list[int]:
-    """The adapters, 0 to `num_adapters` - 1, that `count` requests of a round ask for.
+    """Adapters, 0 to `num_adapters` - 1, of the `count` requests of a round.
 
-    identical: all for one, in each round the next. uniform: each at random. skewed: adapter i with a probability
-    proportional to (i + 1) ** -ZIPF_EXPONENT. distinct: one after the other, going on where the last round ended.
+    identical: all requests have one adapter, in each round the next. uniform: random. skewed: adapter i with a
+    probability proportional to (i + 1) ** -ZIPF_EXPONENT. distinct: one after the other, continuing the last round.
     """
     generator = random.Random(f"{popularity} {count} {num_adapters} {round_number} {seed}")
     if popularity == IDENTICAL:

@@ -1,4 +1,4 @@
-"""Part two: what requests that already run notice while adapters that nobody has read yet stream in."""
+"""Part two: latencies of running requests while requests for unread (cold) adapters arrive."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ import numpy as np
 
 from ....core.lora_request import LoRARequest
 from ....core.messages import EngineRequest
-from ..budget import Budget
 from ..driver import Run
+from .budget import Budget
 from .engines import Engines
 from .figures import ColdRun, cold_figures
 
 QUIET, LOADED, COLD = KINDS = ("no stream", "loaded adapters stream in", "cold adapters stream in")
 WARM_TOKENS = 1024
-"""Most that a warm request generates: they should outlast the stream, for their own prompts are steps too."""
+"""Most output tokens of a warm request. Warm requests should outlast the stream: their own prompts are steps too."""
 STREAM_INPUT, STREAM_OUTPUT = 16, 4
-"""Tokens of the stream's requests: few, for what is looked at is the loading."""
+"""Tokens of the stream's requests: few, because the loading is measured."""
 STREAM_SEATS = 16
-"""Requests of the stream that may run at once."""
+"""Number of the stream's requests that may run at once."""
 _LEAD_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdPlan:
-    """How to measure."""
+    """Sizes of the measurement."""
 
     cold: Sequence[LoRARequest]
     """Adapters that are not registered."""
     warm: Sequence[LoRARequest]
-    """Adapters that are, for the warm requests in turn."""
+    """Registered adapters, for the warm requests in turn."""
     num_warm: int
-    """Warm requests at once."""
+    """Number of warm requests at once."""
     warm_tokens: int
     rate: float
-    """Requests of the stream a second."""
+    """Arrivals of the stream's requests, per second."""
 
 
 class ColdMeasurement:
-    """The runs of every kind so far."""
+    """Measurement of every kind of stream, round by round."""
 
     def __init__(self, engines: Engines, plan: ColdPlan) -> None:
         self.plan = plan
@@ -52,7 +52,7 @@ class ColdMeasurement:
         self.runs: dict[str, list[ColdRun]] = {kind: [] for kind in KINDS}
 
     def measure(self, rounds: int, budget: Budget, progress: Any, after_round: Callable[[], None]) -> None:
-        """In each round every kind once, beginning with the next of them.
+        """Measure every kind once in each round; each round begins with another kind.
 
         Raises:
             BudgetSpent: the time is up; what has been measured is in `runs`.
@@ -65,7 +65,7 @@ class ColdMeasurement:
             after_round()
 
     def report(self) -> dict[str, Any] | None:
-        """The figures so far; None without any."""
+        """Figures so far; None without any."""
         plan = self.plan
         found = cold_figures(self.runs, cold=COLD, loaded=LOADED, quiet=QUIET)
         return found and {
@@ -104,7 +104,7 @@ class ColdMeasurement:
     def _stream(
         self, run: Run, warm: _WarmRequests, stream: Sequence[EngineRequest], budget: Budget
     ) -> tuple[float, tuple[float, float]]:
-        """Steps until the stream has passed, and for as long as it takes to arrive; the window's seconds and ends."""
+        """Run steps until the stream has passed and its time of arrival is over; returns (seconds, (start, end))."""
         waiting = deque(stream)
         shortest = len(self.plan.cold) / self.plan.rate
         began = now = time.perf_counter()
@@ -119,14 +119,14 @@ class ColdMeasurement:
 
 
 class _WarmRequests:
-    """As many as wanted at any time: when one ends, the next begins."""
+    """Warm requests, always the planned number at once: when one ends, the next begins."""
 
     def __init__(self, engines: Engines, plan: ColdPlan, number: int) -> None:
         self.ids: set[str] = set()
         self._engines, self._plan, self._number = engines, plan, number
 
     def start(self, run: Run) -> None:
-        """Start all, and step until each has a token and they settle."""
+        """Start all, and run steps until each has a token, and a few more."""
         self.keep_full(run)
         while not all(run.times[name].arrivals for name in self.ids):
             run.step()
@@ -135,7 +135,7 @@ class _WarmRequests:
             run.step()
 
     def keep_full(self, run: Run) -> None:
-        """Start those that are missing."""
+        """Start requests up to the planned number."""
         plan, workload = self._plan, self._engines.workload
         for _ in range(plan.num_warm - len(run.live & self.ids)):
             index = len(self.ids)
@@ -145,7 +145,7 @@ class _WarmRequests:
 
 
 def gaps_within(arrivals: Sequence[float], window: tuple[float, float]) -> list[float]:
-    """The gaps between arrivals that began and ended within a window of time."""
+    """Gaps between arrivals that began and ended within a window of time."""
     first, last = window
     inside = [arrival for arrival in arrivals if first <= arrival <= last]
     return [later - earlier for earlier, later in pairwise(inside)]

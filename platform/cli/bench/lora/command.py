@@ -1,4 +1,4 @@
-"""`outrider bench lora`: what adapters cost, by how many there are and who asks for which. Imports nothing heavy."""
+"""`outrider bench lora`: the cost of adapters by their number and popularity. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table and write the files."""
     for name in namespace.popularity:
         if name not in POPULARITIES:
             raise InvalidRequestError(

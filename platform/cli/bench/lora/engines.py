@@ -1,4 +1,4 @@
-"""The two engines that are compared, one with adapters and one without, and the requests that both get."""
+"""The two compared engines, one with adapters and one without, and the requests of both."""
 
 from __future__ import annotations
 
@@ -13,72 +13,72 @@ from ....core.lora_request import LoRARequest
 from ....core.messages import EngineRequest
 from ....core.sampling_params import SamplingParams
 from ....engine.engine_core import EngineCore
-from ..budget import Budget
-from ..driver import Run, settle
+from ..driver import Run, freeze_heap
+from .budget import Budget
 from .cases import Case, choose
 from .figures import Run as Figures
 from .figures import boil_down
 
 _WARM_UP_TOKENS = 8
 _LOWEST_TOKEN = 10
-"""Ids below are often special."""
+"""Smallest token id of random prompts: lower ones are often special."""
 _HIGHEST_TOKEN = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What every request looks like."""
+    """Shape of every request."""
 
     input_len: int
     output_len: int
     waves: int
-    """Requests a run, over those that run at once."""
+    """Requests of a run, over the batch size."""
     num_in_use: int | None
-    """Of the adapters that there are, how many are asked for; None: all."""
+    """Number of adapters that requests ask for; None for all."""
     seed: int
     vocab_size: int
 
     def prompt(self, *key: object) -> list[int]:
-        """Random token ids, the same for the same key."""
+        """Random token ids; equal keys give equal ids."""
         generator = random.Random(f"{self.seed} {key}")
         high = min(_HIGHEST_TOKEN, self.vocab_size)
         return [generator.randrange(min(_LOWEST_TOKEN, high - 1), high) for _ in range(self.input_len)]
 
     def request(self, request_id: str, prompt: list[int], num_tokens: int, lora: LoRARequest | None) -> EngineRequest:
-        """Greedy, to its full length: the text of random weights has no end."""
+        """A greedy request of full length: the text of random weights has no end."""
         return EngineRequest(
             request_id, prompt, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True), lora=lora
         )
 
     def used(self, num_adapters: int) -> int:
-        """How many of so many adapters are asked for."""
+        """Number of adapters that requests ask for, of `num_adapters`."""
         return num_adapters if self.num_in_use is None else min(num_adapters, self.num_in_use)
 
 
 class Engines:
-    """Both engines, with the same options but for adapters, and the adapters that are registered in one of them."""
+    """Both engines, with equal options except for adapters, and the adapters that are registered in one of them."""
 
     def __init__(self, shared: dict[str, Any], lora: dict[str, Any], workload: Workload) -> None:
         """Load them; see `EngineCore` for the errors. `shutdown` them in the end."""
         self.workload = workload
         self.adapters: dict[tuple[int, ...], list[LoRARequest]] = {}
-        """By the ranks that they have in turn."""
+        """Registered adapters, by the ranks that they have in turn."""
         self.plain = EngineCore(EngineArgs(**shared))
         self.serving = EngineCore(EngineArgs(**shared, enable_lora=True, **lora))
-        settle()
+        freeze_heap()
 
     def shutdown(self) -> None:
-        """Of both."""
+        """Shut both engines down."""
         self.plain.shutdown()
         self.serving.shutdown()
 
     def register(self, ranks: tuple[int, ...], adapter: LoRARequest) -> None:
-        """One more adapter of these ranks, read when it is wanted; errors as in `EngineCore.register_adapters`."""
+        """Register an adapter of these ranks, which is read at its first request; errors as in `EngineCore`."""
         self.serving.register_adapters([adapter])
         self.adapters.setdefault(ranks, []).append(adapter)
 
     def run(self, case: Case, round_number: int, *, warm_up: bool = False) -> Figures:
-        """The requests of one round of a case. A warm-up's are short.
+        """Run the requests of one round of a case. Requests of a warm-up are short.
 
         Raises:
             OutriderError: a request failed.
@@ -103,7 +103,7 @@ class Engines:
         return boil_down(seconds, run.times.values(), sum(map(len, prompts)), distinct)
 
     def touch(self, adapters: Sequence[LoRARequest], concurrency: int, budget: Budget) -> None:
-        """One short request for each, so that those that fit into memory are there."""
+        """Send one short request for each adapter, so that memory holds as many as fit."""
         run = Run(self.serving, "bench lora")
         for start in range(0, len(adapters), concurrency):
             budget.check()
@@ -115,18 +115,18 @@ class Engines:
             run.complete(requests, concurrency)
 
     def forget(self, adapters: Sequence[LoRARequest]) -> None:
-        """Unregister adapters that no request has, so that the next request for one finds it on disk alone."""
+        """Unregister adapters without requests, so that the next request for one must read it from disk."""
         known = {info.name for info in self.serving.list_adapters()}
         for lora in adapters:
             if lora.name in known:
                 self.serving.unload_adapter(lora.name)
 
     def take_load_seconds(self) -> list[float]:
-        """How long the loads took that ended since the last call."""
+        """Durations of the loads that ended since the last call."""
         return self.serving.stats().lora_load_seconds
 
     def facts(self) -> dict[str, Any]:
-        """Where the adapters are, and what they take."""
+        """Memory levels of the adapters, and their sizes."""
         stats = self.serving.stats()
         levels = Counter(info.level for info in self.serving.list_adapters())
         return {

@@ -18,7 +18,7 @@ Seconds = NDArray[np.float64]
 
 
 class Run(NamedTuple):
-    """One run of all requests of a case, boiled down: thousands of them are kept."""
+    """Figures of one run of all requests of a case; small, because thousands are kept."""
 
     seconds: float
     num_requests: int
@@ -29,7 +29,7 @@ class Run(NamedTuple):
     itl: Seconds
     e2el: Seconds
     num_distinct: int = 0
-    """Adapters that its requests asked for."""
+    """Number of different adapters of its requests."""
 
     @property
     def throughput(self) -> float:
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 def boil_down(seconds: float, requests: Iterable[RequestTimes], num_prompt_tokens: int, num_distinct: int = 0) -> Run:
-    """A run's figures from its requests' times; `num_prompt_tokens` is that of all of them."""
+    """Figures of a run from the times of its requests; `num_prompt_tokens` is the sum over all."""
     requests = list(requests)
     return Run(
         seconds=seconds,
@@ -59,18 +59,18 @@ class Cell:
 
     case: Case
     runs: dict[int, Run] = field(default_factory=dict)
-    """By round."""
+    """Runs by round."""
     bases: dict[int, Run] = field(default_factory=dict)
-    """The base engine's run beside each, by round; empty for the base engine's own cell."""
+    """Run of the base engine beside each, by round; empty for the base engine's own cell."""
 
     @property
     def ratios(self) -> dict[int, float]:
-        """Output tokens/s over the base engine's, by round."""
+        """Output tokens/s over those of the base engine, by round."""
         return {number: run.throughput / self.bases[number].throughput for number, run in self.runs.items()}
 
 
 def figures(cell: Cell, one: Cell | None = None) -> dict[str, Any]:
-    """The figures of a case, times in milliseconds; throughputs are the median over rounds.
+    """Figures of a case, times in milliseconds; throughputs are medians over rounds.
 
     Args:
         cell: With one round at least.
@@ -107,8 +107,8 @@ def _median(values: Iterable[float]) -> float:
 
 
 def ratio_to_one(cell: Cell, one: Cell) -> float | None:
-    """Throughput over that with one adapter: the median over the rounds that both have, each taken relative to the
-    base engine's run beside it; None without such a round."""
+    """Throughput over that with one adapter: the median over the rounds that both have, each relative to the base
+    engine's run beside it; None without such a round."""
     mine, theirs = cell.ratios, one.ratios
     common = mine.keys() & theirs.keys()
     return _median(mine[number] / theirs[number] for number in common) if common else None
@@ -131,7 +131,7 @@ def _round(number: int, cell: Cell) -> dict[str, Any]:
 
 
 def rows(cells: Mapping[Case, Cell]) -> list[dict[str, Any]]:
-    """The figures of all cases that have been measured at least once."""
+    """Figures of all cases that have been measured at least once."""
     found = []
     for case, cell in cells.items():
         one = next((c for c in cells.values() if _is_one(c.case, case)), None)
@@ -145,20 +145,20 @@ def _is_one(case: Case, beside: Case) -> bool:
 
 
 class ColdRun(NamedTuple):
-    """One run of warm requests, maybe beside a stream of others."""
+    """One run of warm requests, with or without a stream of others."""
 
     seconds: float
-    """Of the window in which gaps count."""
+    """Length of the window in which gaps count."""
     itl: Seconds
-    """Of the warm requests."""
+    """Gaps between the tokens of warm requests."""
     stream_ttft: Seconds
-    """Of the stream's requests, from their arrival; empty without a stream."""
+    """TTFT of the stream's requests from their arrival; empty without a stream."""
     loads: Seconds
-    """How long each load of an adapter took meanwhile."""
+    """Duration of each load of an adapter in the window."""
 
 
 def cold_figures(runs: Mapping[str, Sequence[ColdRun]], *, cold: str, loaded: str, quiet: str) -> dict[str, Any] | None:
-    """ITL of warm requests by what streams in beside them; None before every kind has been measured once.
+    """ITL of warm requests by the kind of stream; None before every kind has been measured once.
 
     `itl_p99_ratio` is the median over rounds of the p99 with `cold` over that with `loaded`, the same stream without
     loading; `itl_p99_ratio_to_quiet` over that without any stream.

@@ -10,7 +10,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident_mib() -> dict[str, float]:
-    """Now, and at most since the last `reset_peak`; on systems without /proc only the most ever."""
+    """Resident memory now, and its peak since the last `reset_peak`; without /proc only the peak of the process."""
     if not _STATUS.exists():
         import resource
 
@@ -22,6 +22,6 @@ def resident_mib() -> dict[str, float]:
 
 
 def reset_peak() -> None:
-    """Forget the peak, where the system lets us."""
+    """Reset the peak, where the system allows it."""
     with contextlib.suppress(OSError):
         _RESET.write_text("5")

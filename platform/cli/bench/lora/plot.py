@@ -12,7 +12,7 @@ from .report import describe
 _COLORS = {IDENTICAL: "#3b6ea5", UNIFORM: "#3f9b6d", SKEWED: "#c9a25a", DISTINCT: "#a03030"}
 _DASHES = ("-", "--", ":", "-.")
 _APART = 0.09
-"""Between the points of two popularities at one number of adapters."""
+"""Offset between the points of two popularities at one number of adapters."""
 _KINDS = ("#b8c4d0", "#3b6ea5", "#a03030")
 
 
@@ -57,7 +57,7 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _draw_column(axes: Sequence[Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Throughput, TTFT and ITL of one batch size; x is the number of adapters, evenly spaced."""
+    """Draw throughput, TTFT and ITL of one batch size; x is the number of adapters, evenly spaced."""
     numbers = sorted({row["num_adapters"] for row in rows if row["num_adapters"] is not None})
     places = {number: place for place, number in enumerate(numbers)}
     base = next((row for row in rows if row["num_adapters"] is None), None)
@@ -90,7 +90,7 @@ def _draw_column(axes: Sequence[Any], rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_line(axis: Any, name: str | None, points: Sequence[Any], label: str, style: dict[str, Any]) -> None:
-    """Medians as a line; of a latency the 99th percentiles too, as triangles."""
+    """Draw medians as a line, and the 99th percentiles of a latency as triangles."""
     xs = [x for x, row in points if name is None or row[name]]
     found = [row for _, row in points if name is None or row[name]]
     if not found:
@@ -109,14 +109,14 @@ def _draw_base(axis: Any, name: str | None, base: dict[str, Any] | None) -> None
 
 
 def _align(axes: Sequence[Any]) -> None:
-    """One scale of ratios, from nothing: a cost looks as large as it is."""
+    """Set one scale of ratios that begins at 0, so that a cost looks as large as it is."""
     top = max([1.05, *(axis.get_ylim()[1] for axis in axes)])
     for axis in axes:
         axis.set_ylim(0, top * 1.03)
 
 
 def _draw_cold(axes: Sequence[Any], cold: dict[str, Any]) -> None:
-    """Bars of the warm requests' ITL p99 and of the stream's TTFT, and what they mean."""
+    """Draw bars of the warm requests' ITL p99 and of the stream's TTFT, with their legend."""
     names, kinds = list(cold["kinds"]), list(cold["kinds"].values())
     words = [name.replace(" adapters stream in", "\nadapters") for name in names]
     axes[0].set_title("while adapters stream in", fontsize=11, loc="left", fontweight="bold")

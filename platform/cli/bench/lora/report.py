@@ -1,4 +1,4 @@
-"""A result for people: the table."""
+"""The table of a result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ percentile; TPOT: mean without the first token."""
 
 
 def labels(*, random_weights: bool, random_adapters: bool, stopped_by: str | None) -> list[str]:
-    """What makes the figures no real ones, or not all of them: the first lines of every output."""
+    """Warnings that text is not real or rounds are missing: the first lines of every output."""
     found = []
     if random_weights:
         found.append("RANDOM WEIGHTS: the text is meaningless")
@@ -41,7 +41,7 @@ def labels(*, random_weights: bool, random_adapters: bool, stopped_by: str | Non
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The model and the machine in a line."""
+    """Line with the model and the machine."""
     model, machine = report["model"], report["machine"]
     where = machine["gpu"] or f"{machine['cpu']}, threads: {machine['threads']}"
     return (

@@ -12,18 +12,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..... import __version__
 from .....models.checkpoint.json_files import read_json
 from .....models.checkpoint.loader import resolve_model_path
 from .....models.config import DTYPES, stored_dtype
 from .....models.families import config_from_hf
 from ....core.errors import InvalidRequestError, PromptTooLongError
 from ....core.lora_request import LoRARequest
-from ..budget import Budget, BudgetSpent
 from ..machine import RANDOM_WEIGHTS, describe_machine, describe_model
-from ..session import largest_rank
 from . import cold, throughput
-from .adapters import AdapterWriter
+from .adapters import AdapterWriter, largest_rank
+from .budget import Budget, BudgetSpent
 from .cases import make_cases
 from .engines import Engines, Workload
 from .figures import rows
@@ -32,13 +30,13 @@ from .report import labels
 
 _BLOCK_SIZE = 16
 _THROUGHPUTS_SHARE = 0.8
-"""Of the time that there is, where the cold adapters come after it."""
+"""Share of the time for the throughputs when cold adapters are measured after them."""
 
 Save = Callable[[dict[str, Any]], None]
 
 
 class Session:
-    """What is measured, how, and what has been found so far."""
+    """A measurement: its cases and options, and its results so far."""
 
     def __init__(self, options: argparse.Namespace, model: str, given: Mapping[str, str], scratch: Path) -> None:
         """Check the options against the model; see `measure_lora`."""
@@ -70,7 +68,7 @@ class Session:
         return [tuple(sorted({largest_rank(Path(lora.path)) for lora in self._given}))]
 
     def _lora_options(self) -> dict[str, Any]:
-        """Of the engine with adapters. Unless told otherwise, no request ever waits for others to leave room."""
+        """Options of the engine with adapters. By default no request waits for a place for its adapter."""
         options = self._options
         max_loras = options.max_loras or max(8, min(max(options.batch_sizes), max(options.num_adapters)))
         ranks = [rank for mix in [*self._mixes, *map(tuple, options.ranks)] for rank in mix]
@@ -86,7 +84,7 @@ class Session:
     # --- the engines ---
 
     def _engine_options(self) -> dict[str, Any]:
-        """What both engines have in common: room for the most that runs at once and no more."""
+        """Options of both engines, with room for the largest batch and no more."""
         options, limit = self._options, self._shape.max_position_embeddings
         length = options.input_len + options.output_len
         if length > limit:
@@ -119,7 +117,7 @@ class Session:
         return min(cold.WARM_TOKENS, self._shape.max_position_embeddings - self._options.input_len)
 
     def measure(self, save: Save) -> None:
-        """Everything that fits into the time; `save` gets the report again and again."""
+        """Measure all that fits into the time; `save` gets the report after each part."""
         options = self._options
         workload = Workload(
             input_len=options.input_len,
@@ -146,7 +144,7 @@ class Session:
             self._stopped_by = "interrupt"
 
     def _register(self, engines: Engines) -> None:
-        """All adapters of every mix, and one at least where the second part needs it."""
+        """Register all adapters of every mix, and at least one for the second part."""
         most = max([*self._options.num_adapters, min(1, self._options.cold_adapters)])
         jobs = [(mix, index) for mix in self._mixes for index in range(most)]
         seconds = 0.0
@@ -188,7 +186,7 @@ class Session:
             note()
 
     def _cold_plan(self, engines: Engines) -> cold.ColdPlan:
-        """Warm requests have half of the places for adapters at most: the others are for those that come."""
+        """Plan of the second part. Warm requests use at most half of the places for adapters, the stream the others."""
         options, mix = self._options, self._mixes[0]
         ranks: Sequence[int] = options.ranks[0]
         return cold.ColdPlan(
@@ -205,7 +203,7 @@ class Session:
     # --- the result ---
 
     def report(self) -> dict[str, Any]:
-        """What has been measured so far."""
+        """Report of the results so far."""
         options = self._options
         found_rows = rows(self._cells)
         cold_part = self._cold.report() if self._cold is not None else None
@@ -221,7 +219,7 @@ class Session:
             ),
             "complete": complete,
             "stopped_by": self._stopped_by,
-            "machine": describe_machine() | {"outrider": __version__},
+            "machine": describe_machine(),
             "model": self._facts.get("model", {}),
             "settings": {name: getattr(options, name) for name in names} | self._lora,
             "adapters": self._facts.get("adapters", {}),
@@ -234,12 +232,12 @@ class Session:
 def measure_lora(
     options: argparse.Namespace, model: str, given: Mapping[str, str], scratch: Path, save: Save
 ) -> dict[str, Any]:
-    """Measure with the options of the command; a second interrupt ends it without a result.
+    """Measure with the options of the command. A second interrupt ends the measurement without a result.
 
     Args:
-        given: name -> folder of adapters to be used instead of random ones.
+        given: name -> folder of adapters to use instead of random ones.
         scratch: an empty folder for random adapters.
-        save: called with the report so far, again and again.
+        save: called with the report so far, after each part.
 
     Raises:
         OutriderError: whatever is wrong with options, model or adapters.

@@ -1,24 +1,24 @@
-"""Part one: the requests of every case, in rounds, each beside the same requests in an engine without adapters."""
+"""Part one: the requests of every case in rounds, each beside equal requests in an engine without adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..budget import Budget
+from .budget import Budget
 from .cases import Case, groups
 from .engines import Engines
 from .figures import Cell
 
 GROUP = 4
-"""Cases measured beside one run of the base engine: the more, the further a case is from the run it is compared
-with, on a machine whose speed changes by the minute."""
+"""Number of cases that share one run of the base engine. With more, a case is further in time from the run that it is
+compared with, on a machine whose speed changes by the minute."""
 
 Cells = dict[Case, Cell]
 
 
 def empty_cells(cases: Sequence[Case]) -> Cells:
-    """No runs yet: those of the base engine first, at each batch size."""
+    """Empty cells, at each batch size that of the base engine first."""
     cells: Cells = {}
     for case in cases:
         for member in (Case(case.batch_size, None), case):
@@ -27,12 +27,12 @@ def empty_cells(cases: Sequence[Case]) -> Cells:
 
 
 def num_runs(cases: Sequence[Case], rounds: int) -> int:
-    """How many runs `measure` makes, the warm-up's too."""
+    """Number of runs of `measure`, the warm-up included."""
     return (len(cases) + len(list(groups(cases, GROUP)))) * (rounds + 1)
 
 
 def warm_up(engines: Engines, cases: Sequence[Case], num_kept: int, budget: Budget, progress: Any) -> None:
-    """Every case once, briefly; before that the adapters in use are brought into memory, as many as it keeps.
+    """Run every case once, briefly, after loading as many of the adapters in use as memory keeps.
 
     Args:
         num_kept: adapters that fit into host memory.
@@ -55,14 +55,14 @@ def warm_up(engines: Engines, cases: Sequence[Case], num_kept: int, budget: Budg
 def measure(
     engines: Engines, cells: Cells, rounds: int, budget: Budget, progress: Any, after_group: Callable[[], None]
 ) -> None:
-    """Fill the cells. A round is all cases once; within a group each round begins with the next of its members, so
-    that what disturbs the machine for a while disturbs all alike.
+    """Fill the cells. A round is all cases once. Within a group each round begins with another member, so that whatever
+    disturbs the machine for a while disturbs all alike.
 
     Args:
         after_group: called when a group has been measured.
 
     Raises:
-        BudgetSpent: the time is up; what has been measured is in the cells.
+        BudgetSpent: the time is up; the results so far are in the cells.
     """
     cases = [case for case in cells if case.num_adapters is not None]
     for number in range(rounds):

@@ -1,1 +1,1 @@
-"""`outrider bench latency | throughput | serve | compare`, as users of `vllm bench` know them; `command` lists them."""
+"""`outrider bench latency | throughput | serve | compare`, as in `vllm bench`; `command` lists them."""

@@ -1,4 +1,4 @@
-"""When requests arrive."""
+"""Arrival times of requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 def arrival_times(count: int, request_rate: float, burstiness: float, seed: int) -> NDArray[np.float64]:
     """Seconds from the start at which `count` requests arrive, ascending.
 
-    Gaps are gamma-distributed with shape `burstiness` and mean 1 / `request_rate`: 1 is a Poisson process, less comes
-    in bursts, more is more even. As in vLLM's benchmark they are stretched so that the last request arrives at exactly
-    `count` / `request_rate`: a short run offers the load that was asked for. An infinite rate is all at once.
+    Gaps are gamma-distributed with shape `burstiness` and mean 1 / `request_rate`: a burstiness of 1 is a Poisson
+    process, less makes bursts, more makes even gaps. As in vLLM's benchmark the gaps are stretched so that the last
+    request arrives at exactly `count` / `request_rate`: a short run offers the given load. With an infinite rate all
+    arrive at once.
     """
     if math.isinf(request_rate):
         return np.zeros(count)

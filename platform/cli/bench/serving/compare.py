@@ -19,7 +19,7 @@ _HIGHER = re.compile(r"throughput|goodput|speedup|acceptance_(rate|length)|^rati
 _LOWER = re.compile(r"_ms\b|latency|^percentiles\.|seconds")
 _NOT_FIGURES = re.compile(r"^std_|delay_ms|^rounds|^limit\.")
 _IDENTITY = ("batch_size", "num_adapters", "ranks")
-"""Numbers that say which row of a result it is; texts always do."""
+"""Numeric fields that identify a row of a result. Text fields always do."""
 _PICTURE = Path("compare.png")
 _SECTIONS = ("machine", "model", "arguments", "settings")
 
@@ -34,12 +34,12 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """B / A."""
+        """Quotient B / A."""
         return self.after / self.before
 
     @property
     def gain(self) -> float:
-        """How many times better B is, whichever direction is the good one."""
+        """Factor by which B is better, whichever direction is the good one."""
         return self.ratio if self.higher_is_better else 1 / self.ratio
 
 
@@ -64,7 +64,7 @@ def add_parser(kinds: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Compare, print the table, write the picture."""
+    """Compare, print the table and write the picture."""
     if namespace.plot is None and importlib.util.find_spec("matplotlib") is not None:
         namespace.plot = _PICTURE
     check_outputs(namespace)
@@ -91,7 +91,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def read_result(file: Path, param: str) -> dict[str, Any]:
-    """A result file.
+    """Read a result file.
 
     Raises:
         NotFoundError, InvalidRequestError: there is none, or it holds something else.
@@ -108,7 +108,7 @@ def read_result(file: Path, param: str) -> dict[str, Any]:
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Comparison]:
-    """The figures of both whose good direction is known, in the order of `a`."""
+    """Figures that both results have and whose good direction is known, in the order of `a`."""
     before, after = dict(_figures(a)), dict(_figures(b))
     found = []
     for name, value in before.items():
@@ -132,7 +132,7 @@ def _figures(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _identity(row: dict[str, Any]) -> str:
-    """Which row it is: "ngram batch_size=4". A number that is 0 is not one that is missing."""
+    """Name of a row, such as "ngram batch_size=4". The number 0 differs from a missing number."""
     parts = [value for value in row.values() if isinstance(value, str) and value]
     for name in _IDENTITY:
         value = row.get(name)
@@ -151,7 +151,7 @@ def _numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, list[Any]]:
-    """What else differs: of machine, model and arguments what both say, as name -> [a's, b's]."""
+    """Other differences: fields of machine, model and arguments that both have, as name -> [a's, b's]."""
     found: dict[str, list[Any]] = {}
     for section in _SECTIONS:
         one, two = a.get(section) or {}, b.get(section) or {}

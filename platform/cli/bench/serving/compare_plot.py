@@ -1,4 +1,4 @@
-"""One picture of a comparison: by how much B is better or worse in each figure."""
+"""One picture of a comparison: the ratio of each figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _BETTER, _WORSE, _SAME = "#3f9b6d", "#b5483f", "#9aa0a6"
 _MOST = 60
-"""Figures in one picture; of more, those of _KEY."""
+"""Most figures in one picture. Of more figures it shows those of _KEY."""
 _KEY = re.compile(r"(output_throughput|mean_\w+_ms|p99_itl_ms|_ms\.mean|itl_ms\.p99|acceptance_length)$")
 _NOISE = 1.02
 _ABOVE = (1, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
@@ -24,7 +24,7 @@ _BELOW = (0.99, 0.98, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01,
 def draw_comparison(
     found: Sequence[Comparison], names: tuple[str, str], changes: Mapping[str, Any], labels: Sequence[str], file: Path
 ) -> None:
-    """Write the picture as a PNG: a bar a figure, the quotient B / A on a logarithmic axis around 1."""
+    """Write the picture as a PNG: a bar for each figure, the quotient B / A on a logarithmic axis around 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -62,7 +62,7 @@ def draw_comparison(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round quotients between 2**low and 2**high, 1 among them, with room for their texts."""
+    """Round quotients between 2**low and 2**high, 1 included, with room for their texts."""
     found: list[float] = []
     for tick in sorted((*_ABOVE, *_BELOW), key=lambda tick: abs(math.log2(tick))):
         at = math.log2(tick)

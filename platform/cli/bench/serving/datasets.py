@@ -1,4 +1,4 @@
-"""What is asked: prompts of random tokens, with or without shared prefixes, of ShareGPT, or of a file."""
+"""Data sets: prompts of random tokens, with or without shared prefixes, of ShareGPT, or of a file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from ....core.errors import InvalidRequestError, OutriderError
 from ..lora.cases import SKEWED as ZIPF
 from ..lora.cases import UNIFORM, choose
-from ..workload import read_prompts
 from .options import ROUND_ROBIN, SKEWED
+from .prompt_files import read_prompts
 
 _PREFIX_LEN = 256
 _MIN_LENGTH, _MAX_PROMPT, _MAX_TOTAL = 4, 1024, 2048
-"""Tokens of a ShareGPT conversation that is taken, as in vLLM's benchmark."""
+"""Limits on the tokens of a ShareGPT conversation, as in vLLM's benchmark."""
 
 Content = str | list[Any]
 
@@ -31,23 +31,23 @@ class Sample:
     prompt: Content
     """A text, messages, or token ids."""
     num_prompt_tokens: int | None
-    """None where nobody has counted them."""
+    """Number of the prompt's tokens; None when not counted."""
     max_tokens: int
     adapter: str | None = None
 
     @property
     def is_ids(self) -> bool:
-        """Whether the prompt is token ids."""
+        """True when the prompt is token ids."""
         return isinstance(self.prompt, list) and all(type(item) is int for item in self.prompt)
 
     @property
     def is_messages(self) -> bool:
-        """Whether the prompt is a conversation."""
+        """True when the prompt is a conversation."""
         return isinstance(self.prompt, list) and not self.is_ids
 
 
 def make_samples(options: argparse.Namespace, tokenizer: Any | None, seed: int) -> list[Sample]:
-    """The requests that `add_dataset` and `add_lengths` describe; the same ones for a seed.
+    """Requests as `add_dataset` and `add_lengths` describe them; equal seeds give equal requests.
 
     Args:
         tokenizer: needed for all but jsonl.
@@ -67,7 +67,7 @@ def make_samples(options: argparse.Namespace, tokenizer: Any | None, seed: int) 
 
 
 def random_prompt(tokenizer: Any, length: int, generator: random.Random) -> list[int]:
-    """Token ids, none of them special."""
+    """Random token ids, none of them special."""
     special = set(tokenizer.all_special_ids)
     size = len(tokenizer)
     ids: list[int] = []
@@ -90,7 +90,7 @@ def _random(options: argparse.Namespace, tokenizer: Any, generator: random.Rando
 
 
 def _vary(length: int, ratio: float, generator: random.Random) -> int:
-    """Uniform from (1 - ratio) to (1 + ratio) times `length`, and at least 1."""
+    """Random length, uniform from (1 - ratio) to (1 + ratio) times `length`, and at least 1."""
     return generator.randint(max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio))))
 
 
@@ -114,7 +114,7 @@ def _jsonl(options: argparse.Namespace) -> list[Sample]:
 
 
 def _sharegpt(options: argparse.Namespace, tokenizer: Any, generator: random.Random) -> list[Sample]:
-    """First question and answer of conversations, in random order; the answer's length is the output's."""
+    """First question of conversations, in random order; the output has the length of the answer."""
     pairs = _read_sharegpt(Path(options.dataset_path))
     generator.shuffle(pairs)
     samples: list[Sample] = []
@@ -161,7 +161,7 @@ def _read_sharegpt(file: Path) -> list[tuple[str, str]]:
 
 
 def assign_adapters(samples: Sequence[Sample], adapters: Sequence[str], assignment: str, seed: int) -> None:
-    """Set the adapters of samples that have none of their own; without `adapters` they stay the base model's."""
+    """Set the adapters of samples without one; without `adapters` they ask for the base model."""
     if not adapters:
         return
     if assignment == ROUND_ROBIN:

@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client for measurements: it shares the machine with the server, so a chunk must cost it little.
+"""Small HTTP/1.1 client for measurements. It shares the machine with the server, so a chunk must cost little.
 
-httptools parses; a body's bytes go to a callback at once, with the time at which they came. Connections are kept alive.
+httptools parses. A body's bytes go to a callback at once, with their time of arrival. Connections are kept alive.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import httptools
 from ....core.errors import InvalidRequestError
 
 OnBody = Callable[[float, bytes], None]
-"""Called with the time at which bytes of a body came, and the bytes."""
+"""Callback with the time of arrival of a body's bytes, and the bytes."""
 
 
 class RequestFailed(Exception):
-    """A request without an answer, or with one that is an error."""
+    """Error of a request without an answer, or with an answer that is an error."""
 
 
 class Response(NamedTuple):
@@ -40,7 +40,7 @@ class Response(NamedTuple):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """One connection with one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -55,14 +55,14 @@ class _Connection(asyncio.Protocol):
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connected."""
+        """Keep the transport of the new connection."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Parse bytes that came."""
         self._now = time.perf_counter()
         if self._parser is None:
-            self.close()  # nothing was asked
+            self.close()  # no request is open
             return
         try:
             self._parser.feed_data(data)
@@ -70,7 +70,7 @@ class _Connection(asyncio.Protocol):
             self._fail(f"not a readable answer: {error!r}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The server has closed."""
+        """End the open request: the server has closed the connection."""
         self.reusable = False
         if self._ends_with_connection:
             self._finish()
@@ -79,25 +79,25 @@ class _Connection(asyncio.Protocol):
     # --- httptools
 
     def on_message_begin(self) -> None:
-        """An answer begins."""
+        """Begin an answer."""
         self._ends_with_connection = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; those that give the body's end matter."""
+        """Read a header; only those that give the body's end matter."""
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._ends_with_connection = False
 
     def on_headers_complete(self) -> None:
-        """The status is known."""
+        """Keep the status."""
         self._status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Pass a part of the body on."""
         if self._on_body is not None:
             self._on_body(self._now, body)
 
     def on_message_complete(self) -> None:
-        """The answer's end."""
+        """End the answer."""
         if self._status >= 200:  # 100: the real answer follows
             self.reusable = bool(self._parser.should_keep_alive())
             self._finish()
@@ -105,7 +105,7 @@ class _Connection(asyncio.Protocol):
     # --- requests
 
     async def request(self, message: bytes, on_body: OnBody) -> int:
-        """Send and wait for the end of the answer; returns its status.
+        """Send a request and wait for the end of the answer; returns its status.
 
         Raises:
             RequestFailed: there is no whole answer.
@@ -137,10 +137,10 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Requests to one server. Belongs to the event loop it is used in."""
+    """Client of one server. It belongs to the event loop that it is used in."""
 
     def __init__(self, base_url: str, api_key: str | None = None, connect_timeout: float = 30.0) -> None:
-        """Raises InvalidRequestError for something else than a URL of HTTP."""
+        """Raise InvalidRequestError when `base_url` is no URL of HTTP."""
         try:
             parts = urlsplit(base_url)
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -165,7 +165,7 @@ class HttpClient:
         return await self._whole(self._message("GET", path, b""))
 
     async def stream(self, path: str, body: bytes, on_body: OnBody) -> int:
-        """POST JSON; the answer's bytes go to `on_body`. Returns the status; RequestFailed without an answer."""
+        """POST JSON and pass the answer's bytes to `on_body`. Returns the status; RequestFailed without an answer."""
         connection = await self._connect()
         try:
             return await connection.request(self._message("POST", path, body), on_body)
@@ -207,7 +207,7 @@ class HttpClient:
             connection.close()
 
     def close(self) -> None:
-        """Close the connections that are kept."""
+        """Close all connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""`outrider bench latency`: one batch, again and again. Imports nothing heavy."""
+"""`outrider bench latency`: the time of one batch, measured repeatedly. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_parser(kinds: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table and write the files."""
     check_common(namespace)
     check_outputs(namespace)
     if namespace.profile is not None:

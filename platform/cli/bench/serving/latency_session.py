@@ -21,11 +21,11 @@ from .datasets import Sample, assign_adapters, random_prompt
 from .metrics import RequestRecord, acceptance, figures
 
 _PERCENTILES = (99,)
-"""Of what single requests see; those that the user names are the batches'."""
+"""Percentiles of single requests' latencies. The user's option is for whole batches."""
 
 
 class Batch(NamedTuple):
-    """What is asked at once."""
+    """Requests that are sent at once."""
 
     prompts: list[Any]
     params: list[SamplingParams]
@@ -34,12 +34,12 @@ class Batch(NamedTuple):
 
 
 def measure_latency(options: argparse.Namespace) -> tuple[dict[str, Any], list[RequestRecord]]:
-    """Measure with the options of the command; returns the report, and what each request saw.
+    """Measure with the options of the command; returns the report and a record of each request.
 
     Raises:
         OutriderError: whatever is wrong with options, model or adapters.
     """
-    # The prompts are random: nothing of them is cached but by accident.
+    # The prompts are random, so a prefix cache would find nothing.
     args, loras = offline.engine_args(options, enable_prefix_caching=False), offline.adapters(options)
     with LLM.from_engine_args(args) as llm:
         info, tokenizer = llm.engine_info, llm.get_tokenizer()
@@ -67,7 +67,7 @@ def measure_latency(options: argparse.Namespace) -> tuple[dict[str, Any], list[R
 def make_batches(
     options: argparse.Namespace, tokenizer: Any, loras: dict[str, LoRARequest], limit: int, seed: int
 ) -> Iterator[Batch]:
-    """Batches without end. Each has prompts of its own: a drafter could remember the answers to others."""
+    """Endless iterator over batches. Each has new prompts, because drafters remember the answers to old ones."""
     generator = random.Random(seed)
     length = options.output_len or options.default_output_len
     first = [Sample([], options.input_len, length) for _ in range(options.batch_size)]

@@ -1,4 +1,4 @@
-"""Offers requests to a server as they are due, and says how well the client itself kept up."""
+"""Sends requests to a server at their times, and measures whether the client kept up."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _PROBE_SECONDS = 0.01
 
 
 class Load(NamedTuple):
-    """What came of it."""
+    """Result of the load."""
 
     records: list[RequestRecord]
     started: float
     duration: float
-    """Seconds from the first request's time to the end of the last."""
+    """Seconds from the first request's time to the end of the last request."""
     client: dict[str, Any]
-    """How busy the client was, and how late it sent requests."""
+    """Load of the client, and delays of its requests."""
 
 
 class _Probe:
-    """How long the event loop keeps others waiting: a task that wants to run every 10 ms, and is late."""
+    """Delay of the event loop, measured by a task that should run every 10 ms."""
 
     def __init__(self) -> None:
         self.delays: list[float] = []
@@ -48,16 +48,16 @@ async def offer(
     max_concurrency: int | None = None,
     on_end: Callable[[RequestRecord], None] = lambda record: None,
 ) -> Load:
-    """Ask for `samples` at their `times`, in seconds from now; never more than `max_concurrency` at once.
+    """Send `samples` at their `times`, in seconds from now, with at most `max_concurrency` at once.
 
-    A request that has to wait for another's end is due when it may go: its latencies count from its sending.
+    The latencies of a request that waits for the end of another one count from its sending.
     """
     seats = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else contextlib.nullcontext()
     records = [RequestRecord(index) for index in range(len(samples))]
     running = peak = 0
     delays: list[float] = []
     probe = _Probe()
-    # Garbage collection would stop the clock of all requests.
+    # Garbage collection would delay all requests.
     gc.collect()
     gc.disable()
     probing = asyncio.create_task(probe.run())

@@ -1,4 +1,4 @@
-"""From what each request saw to the figures, with the names and definitions of vLLM's benchmarks."""
+"""From records of requests to figures, with the names and definitions of vLLM's benchmarks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class RequestRecord:
 
     index: int
     started: float = 0.0
-    """When it was sent."""
+    """Time of sending."""
     arrivals: list[float] = field(default_factory=list)
-    """Of the chunks that had content."""
+    """Times of the chunks with content."""
     ended: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -29,16 +29,16 @@ class RequestRecord:
     error: str | None = None
     text: str = ""
     streamed: bool = True
-    """Whether all arrivals are known, and not only the first and the last."""
+    """True when all arrivals are known, and not only the first and the last."""
 
     @property
     def ttft(self) -> float | None:
-        """To the first chunk with content; None for an empty answer."""
+        """Time to the first chunk with content; None for an empty answer."""
         return self.arrivals[0] - self.started if self.arrivals else None
 
     @property
     def e2el(self) -> float:
-        """To the last chunk with content; of an empty answer, to its end."""
+        """Time to the last chunk with content; to the end of an empty answer."""
         return (self.arrivals[-1] if self.arrivals else self.ended) - self.started
 
     @property
@@ -50,13 +50,13 @@ class RequestRecord:
 
     @property
     def itl(self) -> list[float]:
-        """Between one chunk and the next, however many tokens it brings."""
+        """Times between one chunk and the next, however many tokens it brings."""
         if not self.streamed:
             return []
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     def meets(self, limits_ms: Mapping[str, float]) -> bool:
-        """Whether the answer keeps all limits: an inter-token latency on average. What it does not have keeps any."""
+        """True when the answer keeps all limits. For ITL the mean counts; a metric that it lacks keeps its limit."""
         itl = self.itl
         values = {
             "ttft": self.ttft,
@@ -67,7 +67,7 @@ class RequestRecord:
         return all((values[name] or 0.0) * 1e3 <= limit for name, limit in limits_ms.items())
 
     def as_dict(self, origin: float) -> dict[str, Any]:
-        """For JSON; times relative to `origin`."""
+        """The record for JSON; times relative to `origin`."""
         return {
             "index": self.index,
             "start": round(self.started - origin, 6),
@@ -90,7 +90,7 @@ def figures(
     metrics: Sequence[str] = METRICS,
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The figures of requests that took `duration` seconds together; those that failed count as that alone.
+    """Figures of requests that took `duration` seconds together. Failed requests are only counted.
 
     Args:
         goodput: limits in milliseconds by metric.
@@ -116,14 +116,14 @@ def figures(
 
 
 def values(records: Sequence[RequestRecord], metric: str) -> list[float]:
-    """A metric's values in seconds: one a request that has it, for ITL one a gap."""
+    """Values of a metric in seconds: one for each request that has it; for ITL one for each gap."""
     if metric == "itl":
         return [gap for record in records for gap in record.itl]
     return [value for record in records if (value := getattr(record, metric)) is not None]
 
 
 def summary(metric: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms and so on; nothing for no values."""
+    """Figures mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms and so on; none for no values."""
     if not len(seconds):
         return {}
     ms = np.asarray(seconds) * 1e3
@@ -133,7 +133,8 @@ def summary(metric: str, seconds: Sequence[float], percentiles: Sequence[float])
 
 
 def acceptance(counts: SpeculationCounts) -> dict[str, Any]:
-    """Rate = accepted / drafted; length = 1 + accepted / drafts; per position = accepted there / drafts. {} without."""
+    """Rate = accepted / drafted; length = 1 + accepted / drafts; per position = accepted there / drafts. {} without
+    drafts."""
     if not counts.num_draft_tokens or not counts.num_drafts:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What `latency` and `throughput` have in common: an `LLM` with the options of `outrider serve`, and its requests."""
+"""Common parts of `latency` and `throughput`: an `LLM` with the options of `outrider serve`, and its requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .metrics import RequestRecord
 
 
 def engine_args(options: argparse.Namespace, **defaults: Any) -> EngineArgs:
-    """The engine's options, with the demo's defaults for the demo; `defaults` where the command line says nothing.
+    """Options of the engine: the command line's, else `defaults`, else the demo's for the demo.
 
     Raises:
         InvalidRequestError: an option is wrong whatever the model; `param` names it.
     """
-    from ....client.demo import apply_demo_defaults
+    from ....client.demo_defaults import apply_demo_defaults
 
     given = given_options(options)
     if options.no_speculation:
@@ -43,7 +43,7 @@ def engine_args(options: argparse.Namespace, **defaults: Any) -> EngineArgs:
 
 
 def adapters(options: argparse.Namespace) -> dict[str, LoRARequest]:
-    """Those of --lora, by name.
+    """Adapters of --lora, by name.
 
     Raises:
         InvalidRequestError: a name is there twice, or has no path and is not one of the demo's.
@@ -71,7 +71,7 @@ def lora_of(sample: Sample, loras: Mapping[str, LoRARequest]) -> LoRARequest | N
 
 
 def check_lengths(samples: Sequence[Sample], max_model_len: int) -> None:
-    """Raises PromptTooLongError for a request that exceeds the model's limit."""
+    """Raise PromptTooLongError for a request that exceeds the model's limit."""
     for sample in samples:
         total = (sample.num_prompt_tokens or 0) + sample.max_tokens
         if total > max_model_len:
@@ -83,7 +83,7 @@ def check_lengths(samples: Sequence[Sample], max_model_len: int) -> None:
 
 
 def sampling_params(samples: Sequence[Sample], temperature: float, ignore_eos: bool, seed: int) -> list[SamplingParams]:
-    """One for each sample; each with a seed of its own."""
+    """Sampling parameters of each sample, with a different seed for each."""
     return [
         SamplingParams(max_tokens=sample.max_tokens, temperature=temperature, ignore_eos=ignore_eos, seed=seed + index)
         for index, sample in enumerate(samples)
@@ -96,7 +96,7 @@ def prompt_of(sample: Sample, tokenizer: Any) -> Any:
         return sample.prompt
     if sample.is_ids:
         return {"prompt_token_ids": sample.prompt}
-    from ..workload import encode
+    from .prompt_files import encode
 
     try:
         return {"prompt_token_ids": encode(tokenizer, sample.prompt)}
@@ -105,7 +105,7 @@ def prompt_of(sample: Sample, tokenizer: Any) -> Any:
 
 
 def record_of(index: int, output: RequestOutput, adapter: str | None) -> RequestRecord:
-    """What a request saw. When each token came is not known offline, only the first and the last."""
+    """Record of a request. Offline only the times of the first and the last token are known."""
     metrics, completion = output.metrics, output.outputs[0]
     assert metrics is not None
     assert metrics.finished_time is not None
@@ -124,7 +124,7 @@ def record_of(index: int, output: RequestOutput, adapter: str | None) -> Request
 
 
 def speculation_of(outputs: Sequence[RequestOutput]) -> SpeculationCounts:
-    """The counts of all requests."""
+    """Sum of the counts of all requests."""
     total = SpeculationCounts()
     for output in outputs:
         metrics = output.metrics
@@ -145,7 +145,7 @@ def describe(benchmark: str, options: argparse.Namespace, args: EngineArgs, info
     """The head of a report."""
     from ..machine import describe_machine, describe_model
     from .options import arguments
-    from .report import has_random_weights, outrider_version, weight_labels
+    from .report import has_random_weights, weight_labels
 
     folder = Path(info.model)
     speculative = parse_speculative(args.speculative_config)
@@ -154,7 +154,7 @@ def describe(benchmark: str, options: argparse.Namespace, args: EngineArgs, info
     return {
         "benchmark": benchmark,
         "labels": weight_labels(args.load_format == "dummy" or has_random_weights(folder), rates),
-        "machine": describe_machine() | outrider_version(),
+        "machine": describe_machine(),
         "model": {"name": name, **describe_model(info, folder), "speculation": info.speculation},
         "arguments": arguments(options),
     }

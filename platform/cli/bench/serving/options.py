@@ -20,7 +20,7 @@ RANDOM, ROUND_ROBIN, SKEWED = ASSIGNMENTS = ("random", "round-robin", "skewed")
 
 
 def fraction(text: str) -> float:
-    """A number from 0, and less than 1."""
+    """A number from 0 to less than 1."""
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and less than 1, got {text}")
@@ -44,7 +44,7 @@ def percentile(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Requests a second, more than 0; "inf" is all at once."""
+    """Requests a second, more than 0; "inf" sends all at once."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be greater than 0, or inf, got {text}")
@@ -73,7 +73,7 @@ def limit(text: str) -> tuple[str, float]:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The model, its adapters, and all options of the engine."""
+    """Add options for the model, its adapters and the engine."""
     parser.add_argument("--model", metavar="PATH", help="HF directory or hub id (default: the embedded demo)")
     parser.add_argument(
         "--lora",
@@ -97,7 +97,7 @@ def adapter(text: str) -> tuple[str, str | None]:
 
 
 def add_lengths(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
-    """Prompt and output lengths."""
+    """Add options for prompt and output lengths."""
     add = parser.add_argument
     add(
         *("--input-len", "--random-input-len"),
@@ -116,7 +116,7 @@ def add_lengths(parser: argparse.ArgumentParser, *, input_len: int, output_len: 
 
 
 def add_dataset(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    """What is asked."""
+    """Add options for the data set."""
     add = parser.add_argument_group("requests").add_argument
     add("--num-prompts", type=positive, default=num_prompts, metavar="N", help="requests (default: %(default)s)")
     add("--dataset-name", "--dataset", choices=DATASETS, default="random", help="(default: %(default)s)")
@@ -143,7 +143,7 @@ def add_dataset(parser: argparse.ArgumentParser, num_prompts: int) -> None:
 
 
 def add_assignment(parser: argparse.ArgumentParser) -> None:
-    """Who asks for which adapter."""
+    """Add options for the assignment of adapters to requests."""
     parser.add_argument(
         "--lora-assignment",
         choices=ASSIGNMENTS,
@@ -153,7 +153,7 @@ def add_assignment(parser: argparse.ArgumentParser) -> None:
 
 
 def add_percentiles(parser: argparse.ArgumentParser, percentiles: Sequence[float]) -> None:
-    """Which figures are shown."""
+    """Add options for the shown figures."""
     shown = ",".join(f"{q:g}" for q in percentiles)
     parser.add_argument(
         "--metric-percentiles",
@@ -172,7 +172,7 @@ def add_percentiles(parser: argparse.ArgumentParser, percentiles: Sequence[float
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
-    """Limits that a good answer keeps."""
+    """Add options for the limits of goodput."""
     parser.add_argument(
         "--goodput",
         type=limit,
@@ -183,7 +183,7 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
 
 
 def add_detail(parser: argparse.ArgumentParser) -> None:
-    """Raw figures."""
+    """Add options for raw figures."""
     parser.add_argument(
         "--save-detailed", action="store_true", help="also write every request's figures (needs --output-json)"
     )
@@ -191,7 +191,7 @@ def add_detail(parser: argparse.ArgumentParser) -> None:
 
 
 def check_common(namespace: argparse.Namespace) -> None:
-    """What options have to do with each other.
+    """Check options against each other.
 
     Raises:
         InvalidRequestError: names the option.
@@ -212,7 +212,7 @@ def check_common(namespace: argparse.Namespace) -> None:
 
 
 def naming_options(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Errors of `run` about a field that has an option say its name."""
+    """Put the option's name into errors of `run` about a field."""
 
     def runner(namespace: argparse.Namespace) -> int:
         try:
@@ -227,7 +227,7 @@ def naming_options(run: Callable[[argparse.Namespace], int]) -> Callable[[argpar
 
 
 def plain(value: Any) -> Any:
-    """An option's value for JSON."""
+    """Value of an option for JSON."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, float) and math.isinf(value):
@@ -239,5 +239,5 @@ _NOT_ARGUMENTS = {"run", "parser", "output_json", "plot", "api_key", "default_ou
 
 
 def arguments(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The options of a measurement, for its report; without secrets."""
+    """Options of a measurement for its report, without secrets."""
     return {name: plain(value) for name, value in sorted(vars(namespace).items()) if name not in _NOT_ARGUMENTS}

@@ -1,4 +1,4 @@
-"""One picture of a measurement: what share of the requests saw at most which latency."""
+"""One picture of a measurement: the cumulative distribution of each latency over the requests."""
 
 from __future__ import annotations
 

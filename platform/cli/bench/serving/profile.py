@@ -1,4 +1,4 @@
-"""Runs batches as a server does, the engine in a process of its own, and tells where a step's time goes."""
+"""Profile of a step: batches run as in a server, with the engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....client.async_llm import AsyncLLM
-from ....client.supervisor import EngineSpec
+from ....client.process.supervisor import EngineSpec
 from ....core.config import EngineArgs
 from ....core.errors import OutriderError
 from ....core.lora_request import LoRARequest
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TIMELINE_FILE = "timeline.json"
 _ENGINE = f"{TracedEngine.__module__}:{TracedEngine.__qualname__}"
 _WARM_UP, _RECORDED, _PROFILED = 2, 3, 1
-"""Batches. Torch's profiler makes every operation slower, so the timeline is taken without it."""
+"""Numbers of batches. Torch's profiler makes every operation slower, so the timeline is taken without it."""
 
 
 def profile(args: EngineArgs, loras: Sequence[LoRARequest], batches: Iterator[Batch], folder: Path) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def profile(args: EngineArgs, loras: Sequence[LoRARequest], batches: Iterator[Ba
 
 
 async def _run(args: EngineArgs, loras: Sequence[LoRARequest], batches: Iterator[Batch]) -> list[Span]:
-    """Returns the client's spans."""
+    """Run the batches; returns the client's spans."""
     recorder = Recorder()
     async with AsyncLLM.from_spec(EngineSpec(args=args, engine=_ENGINE)) as llm:
         for lora in loras:

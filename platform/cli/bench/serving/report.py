@@ -1,4 +1,4 @@
-"""Results as `vllm bench` prints them."""
+"""Tables of results, as `vllm bench` prints them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..... import __version__
 from .....models.checkpoint.json_files import read_json
 from ....core.errors import OutriderError
 from ..machine import RANDOM_WEIGHTS
@@ -33,13 +32,8 @@ _COUNTS = {
 _ACCEPTANCE = {"acceptance_rate": "Acceptance rate (%):", "acceptance_length": "Acceptance length:"}
 
 
-def outrider_version() -> dict[str, str]:
-    """For the machine's description."""
-    return {"outrider": __version__}
-
-
 def has_random_weights(folder: Path) -> bool:
-    """Whether a model's config.json says that it was never trained."""
+    """True when a model's config.json says that it was never trained."""
     try:
         return bool(read_json(folder / "config.json").get(RANDOM_WEIGHTS))
     except OutriderError:
@@ -47,12 +41,12 @@ def has_random_weights(folder: Path) -> bool:
 
 
 def weight_labels(random_weights: bool, synthetic: Sequence[float] | None = None) -> list[str]:
-    """What makes the figures no real ones, if anything does."""
+    """Warnings that text or acceptance are not real."""
     return labels(synthetic=synthetic, random_weights=random_weights)
 
 
 def serving_table(report: dict[str, Any]) -> str:
-    """The report of `serve`."""
+    """Table of the report of `serve`."""
     lines = [*_head(report, "Serving Benchmark Result"), *_body(report["figures"])]
     client = report["client"]
     lines.append(_title("Client"))
@@ -66,12 +60,12 @@ def serving_table(report: dict[str, Any]) -> str:
 
 
 def throughput_table(report: dict[str, Any]) -> str:
-    """The report of `throughput`."""
+    """Table of the report of `throughput`."""
     return "\n".join([*_head(report, "Throughput Benchmark Result"), *_body(report["figures"]), "=" * _WIDTH])
 
 
 def latency_table(report: dict[str, Any]) -> str:
-    """The report of `latency`: seconds of a whole batch, then what single requests saw."""
+    """Table of the report of `latency`: seconds of a whole batch, then latencies of single requests."""
     figures = report["figures"]
     lines = _head(report, "Latency Benchmark Result")
     lines.append(_line("Avg latency (s):", f"{figures['avg_latency']:.4f}"))
@@ -83,7 +77,7 @@ def latency_table(report: dict[str, Any]) -> str:
 
 
 def profile_table(profile: dict[str, Any]) -> str:
-    """Where a step's time goes."""
+    """Lines with the parts of a step and their times."""
     lines = [f"Where the time of a step goes ({profile['num_steps']} steps, {profile['step_ms']:.3f} ms each)"]
     lines.append(f"{'part':<28}{'ms a step':>11}{'share %':>11}")
     lines += [

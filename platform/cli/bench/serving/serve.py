@@ -1,4 +1,4 @@
-"""`outrider bench serve`: requests over HTTP, as users would send them. Imports nothing heavy."""
+"""`outrider bench serve`: requests over HTTP, as users send them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Sends requests to a server, Outrider or any other with an OpenAI-compatible API,
 """
 _ENDPOINTS = {"openai": COMPLETIONS, "vllm": COMPLETIONS, "openai-chat": CHAT}
 _BUSY_SHARE, _LATE_MS = 0.7, 20.0
-"""Share of a core, and p99 of the event loop's delay, from which on the client itself may spoil the figures."""
+"""Limits of the client's share of a core and of its event loop's p99 delay; above them it may distort the figures."""
 
 
 def add_parser(kinds: Any) -> None:
@@ -83,7 +83,7 @@ def add_parser(kinds: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table and write the files."""
     check_common(namespace)
     host = f"[{namespace.host}]" if ":" in namespace.host else namespace.host
     namespace.base_url = namespace.base_url or f"http://{host}:{namespace.port}"
@@ -109,12 +109,12 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _run_loop(namespace: argparse.Namespace, api_key: str | None) -> tuple[dict[str, Any], Load]:
-    """The measurement in an event loop; in uvloop's, where there is one."""
+    """Run the measurement in an event loop: uvloop's, if installed."""
     import asyncio
 
     try:
         import uvloop
-    except ImportError:  # there is none for Windows
+    except ImportError:  # Windows has no uvloop
         factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     else:
         factory = uvloop.new_event_loop
@@ -175,7 +175,7 @@ def _report(
     counted_chunks: bool,
 ) -> dict[str, Any]:
     from ..machine import describe_machine
-    from .report import has_random_weights, outrider_version, weight_labels
+    from .report import has_random_weights, weight_labels
 
     labels = weight_labels(folder is not None and has_random_weights(folder))
     if counted_chunks:
@@ -185,7 +185,7 @@ def _report(
     report: dict[str, Any] = {
         "benchmark": "serve",
         "labels": labels,
-        "machine": describe_machine() | outrider_version(),
+        "machine": describe_machine(),
         "model": {"name": model},
         "arguments": arguments(options),
         "figures": found,

@@ -1,4 +1,4 @@
-"""What a server says of itself: its model, where its weights are, and its counts of speculation."""
+"""Facts from a server: its model, the folder of its weights, and its counts of speculation."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 
 class ServedModel(NamedTuple):
-    """The model that is asked."""
+    """The measured model."""
 
     name: str
     root: str | None
-    """Where the server says that its weights are."""
+    """Folder of the weights, as the server names it."""
 
 
 async def find_model(client: HttpClient, name: str | None, option: str = "model") -> ServedModel:
-    """The model called `name`, or the server's first one; `option` is where the name comes from.
+    """Find the model called `name`, or the server's first one; errors name `option`.
 
     Raises:
-        InvalidRequestError: there is no server, or none that lists models. NotFoundError: none of that name.
+        InvalidRequestError: no server, or one that lists no models. NotFoundError: no model of that name.
     """
     try:
         response = await client.get("/v1/models")
@@ -44,11 +44,11 @@ async def find_model(client: HttpClient, name: str | None, option: str = "model"
         cards = []
     known = {str(card["id"]): card.get("root") for card in cards if isinstance(card, dict) and "id" in card}
     if not known:
-        if name is not None:  # a server may have no list, and yet answer
+        if name is not None:  # some servers list no models and still answer
             return ServedModel(name, None)
         raise InvalidRequestError(f"the server lists no models (status {response.status})", param="model")
     if name is not None and name not in known:
-        # Adapters that a server finds by name may be in no list before somebody asks for them.
+        # An adapter that a server finds by name may be missing in the list until its first request.
         if (await client.get(f"/v1/models/{quote(name, safe='/:@')}")).status == 200:
             return ServedModel(name, None)
         raise NotFoundError(f"the server has no model {name!r}; it has {', '.join(known)}", param=option)
@@ -57,13 +57,13 @@ async def find_model(client: HttpClient, name: str | None, option: str = "model"
 
 
 def find_tokenizer(given: str | None, model: ServedModel) -> tuple[Any | None, Path | None]:
-    """The tokenizer that --tokenizer names, else the one where the model's weights are, if they are on this machine.
+    """Load the tokenizer of --tokenizer, else that beside the model's weights, if they are on this machine.
 
     Returns:
-        It, or None, and its folder.
+        (the tokenizer or None, its folder).
 
     Raises:
-        OutriderError: the one that is named cannot be loaded.
+        OutriderError: the named tokenizer cannot be loaded.
     """
     if given is not None:
         try:
@@ -83,7 +83,7 @@ def find_tokenizer(given: str | None, model: ServedModel) -> tuple[Any | None, P
 
 
 async def speculation_counts(client: HttpClient) -> SpeculationCounts | None:
-    """The server's counts so far, from its /metrics; None where it has none."""
+    """Counts of speculation so far, from the server's /metrics; None without them."""
     try:
         response = await client.get("/metrics")
     except RequestFailed:
@@ -107,7 +107,7 @@ async def speculation_counts(client: HttpClient) -> SpeculationCounts | None:
 
 
 def since(before: SpeculationCounts | None, after: SpeculationCounts | None) -> SpeculationCounts:
-    """What was counted between two looks."""
+    """Difference between two readings of the counts."""
     if before is None or after is None:
         return SpeculationCounts()
     earlier = before.accepted_per_pos + [0] * len(after.accepted_per_pos)

@@ -1,4 +1,4 @@
-"""Completions over HTTP: the request's body, and what its stream of events says."""
+"""Completions over HTTP: the body of a request, and its stream of events."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .metrics import RequestRecord
 from .options import CHAT
 
 _TIMEOUT = 6 * 3600.0
-"""Of one request in seconds, as in vLLM's benchmark."""
+"""Timeout of one request in seconds, as in vLLM's benchmark."""
 
 
 class EventReader:
-    """Server-sent events out of bytes, however they are cut."""
+    """Parser of server-sent events from pieces of bytes."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads of the `data:` lines that are complete."""
+        """Payloads of the complete `data:` lines."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class StreamReader:
-    """Notes in a record what the stream of one completion brings."""
+    """Reader of one completion's stream into a record."""
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
@@ -40,7 +40,7 @@ class StreamReader:
         self._head = bytearray()
 
     def receive(self, now: float, data: bytes) -> None:
-        """Bytes that came at `now`."""
+        """Read bytes that came at `now`."""
         if len(self._head) < 4096:
             self._head += data
         for payload in self._events.feed(data):
@@ -61,7 +61,7 @@ class StreamReader:
             self.record.finish_reason = choice.get("finish_reason") or self.record.finish_reason
 
     def end(self, status: int) -> None:
-        """No more comes."""
+        """End the stream."""
         record = self.record
         record.text = "".join(self._texts)
         if status != 200:
@@ -70,7 +70,7 @@ class StreamReader:
             record.error = f"the answer is no stream of completions: {bytes(self._head[:80])!r}"
 
     def body_error(self) -> str:
-        """The message of an answer that is an error."""
+        """Message of an answer that is an error."""
         try:
             return _message_of(json.loads(bytes(self._head)))
         except ValueError:
@@ -83,14 +83,14 @@ def _message_of(body: Any) -> str:
 
 
 class Asker:
-    """Sends samples to one endpoint."""
+    """Sender of samples to one endpoint."""
 
     def __init__(
         self, client: HttpClient, endpoint: str, model: str, common: dict[str, Any], tokenizer: Any | None
     ) -> None:
-        """`common`: fields of every body. Without a tokenizer, tokens that no usage tells are counted as chunks."""
+        """`common`: fields of every body. Without usage and without a tokenizer, chunks are counted as tokens."""
         self.counted_chunks = False
-        """Whether some answer's tokens had to be."""
+        """True when the chunks of an answer were counted as its tokens."""
         self._client = client
         self._endpoint = endpoint
         self._is_chat = endpoint.endswith("/chat/completions")
@@ -99,7 +99,7 @@ class Asker:
         self._tokenizer = tokenizer
 
     def body(self, sample: Sample) -> bytes:
-        """The JSON of a request.
+        """Body of a request.
 
         Raises:
             RequestFailed: this endpoint does not take such a prompt.
@@ -124,7 +124,7 @@ class Asker:
         return str(self._tokenizer.decode(ids))
 
     async def ask(self, sample: Sample, record: RequestRecord) -> None:
-        """One request from its sending to its end. What goes wrong is the record's `error`."""
+        """Send one request and read its answer. A failure is the record's `error`."""
         reader = StreamReader(record)
         try:
             body = self.body(sample)
@@ -141,7 +141,7 @@ class Asker:
         self._count(sample, record, reader.usage)
 
     def _count(self, sample: Sample, record: RequestRecord, usage: dict[str, Any] | None) -> None:
-        """Token counts: the server's, else the tokenizer's, else that of the chunks."""
+        """Set the token counts: the server's, else the tokenizer's, else the number of chunks."""
         usage = usage or {}
         record.num_prompt_tokens = usage.get("prompt_tokens") or sample.num_prompt_tokens or 0
         if usage.get("completion_tokens") is not None:

@@ -44,7 +44,7 @@ def add_parser(kinds: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table and write the files."""
     check_common(namespace)
     check_outputs(namespace)
     import time

@@ -1,4 +1,4 @@
-"""Spans of time: recorded while a step runs, boiled down to a table, exported for Chrome's trace viewer."""
+"""Spans of time: recorded while a step runs, summed in a table, exported for Chrome's trace viewer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP, IPC, WIRE, DETOKENIZE = "step", "IPC", "wire", "detokenize"
 
 
 class Span(NamedTuple):
-    """Something that took time; in seconds of the machine's monotonic clock, which all processes share."""
+    """Span of time, in seconds of the machine's monotonic clock, which all processes share."""
 
     name: str
     start: float
@@ -24,16 +24,16 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Wraps functions, and records when they ran while it is on. For one thread."""
+    """Recorder of the calls of wrapped functions while it is on. For one thread."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.is_on = False
         self.around: Callable[[str], AbstractContextManager[Any]] | None = None
-        """Entered around the functions instead of recording them, with their name."""
+        """Context manager, made from a name, that is entered around the functions instead of recording them."""
 
     def wrap(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, noted as `name`."""
+        """Wrap `function` so that its calls are recorded as `name`."""
 
         @functools.wraps(function)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,7 +52,7 @@ class Recorder:
 
 
 def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds by name, each span's without those of the spans inside it. Spans of one thread: nested or apart."""
+    """Own seconds by name: each span without the spans inside it. Spans of one thread are nested or apart."""
     total: dict[str, float] = defaultdict(float)
     open_spans: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
@@ -67,16 +67,16 @@ def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def wire_spans(engine: Sequence[Span], client: Sequence[Span]) -> list[Span]:
-    """From the end of each step until the client has its tokens: the i-th that sent some, and the i-th that came."""
+    """Spans from the end of a step until the client has its tokens: the i-th step with tokens, and the i-th arrival."""
     sent = [span.end for span in engine if span.name == WIRE]
     came = [span.start for span in client if span.name == DETOKENIZE]
     return [Span(WIRE, end, start) for end, start in zip(sent, came, strict=False) if start >= end]
 
 
 def summarize(engine: Sequence[Span], client: Sequence[Span]) -> dict[str, Any]:
-    """What the parts of a step cost on average, and what happens beside the steps.
+    """Mean times of the parts of a step, and of the work beside the steps.
 
-    A part's share is that of the engine's time: its steps, and the IPC between them.
+    The share of a part is relative to the engine's time: its steps, and the IPC between them.
     """
     marks = [span for span in engine if span.name != WIRE]
     steps = [span for span in marks if span.name == STEP]
@@ -98,7 +98,7 @@ def summarize(engine: Sequence[Span], client: Sequence[Span]) -> dict[str, Any]:
 
 
 def chrome_trace(tracks: dict[str, Sequence[Span]]) -> dict[str, Any]:
-    """The tracks, by name, in the trace event format (JSON), times in microseconds from the first span on.
+    """Tracks, by name, in the trace event format (JSON), times in microseconds from the first span on.
 
     Spans of a track that overlap without one being inside the other go to rows of their own: viewers nest what is in
     one row, and lose what cannot be nested.
@@ -125,7 +125,7 @@ def chrome_trace(tracks: dict[str, Sequence[Span]]) -> dict[str, Any]:
 
 
 def _in_rows(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
-    """Each span with the first row in which all others have ended when it begins, or contain it."""
+    """Each span with the first row whose other spans have ended when it begins, or contain it."""
     rows: list[list[float]] = []  # the ends of each row's open spans, the innermost last
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
         for ends in rows:

@@ -1,7 +1,7 @@
-"""An engine that records where its steps' time goes, for `outrider bench latency --profile`.
+"""Engine that records the times of its steps' parts, for `outrider bench latency --profile`.
 
-It runs in the engine's process, made by the import path that the client gives. What it records, a request's cache salt
-says; `stats` ends a recording and writes it into the folder named by the environment.
+It runs in the engine's process, which makes it from an import path. The cache salt of a request selects the kind of
+recording; `stats` ends a recording and writes it into the folder named by the environment.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from ....core.config import EngineArgs
 from ....core.messages import EngineRequest, EngineStats, TokenDelta
 from ....engine.engine_core import EngineCore
+from .step_parts import wrap_parts
 from .timeline import IPC, STEP, WIRE, Recorder, Span
 
 FOLDER_VARIABLE = "OUTRIDER_PROFILE_DIR"
@@ -27,22 +28,23 @@ _ROWS = 40
 
 
 class TracedEngine:
-    """An `EngineCore` whose parts are wrapped; everything else is handed on to it."""
+    """`EngineCore` with wrapped parts; all other attributes are those of the core."""
 
     def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
         self._recorder = Recorder()
-        self._core = EngineCore(args, progress=progress, wrap=self._recorder.wrap)
+        self._core = EngineCore(args, progress=progress)
+        wrap_parts(self._core, self._recorder.wrap)
         self._step = self._recorder.wrap(STEP, self._core.step)
         self._profiler: Any = None
         self._left: float | None = None
-        """When the last step ended, if another one was to follow."""
+        """End of the last step, if another one follows."""
         self._folder = Path(os.environ[FOLDER_VARIABLE])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
     def add_request(self, request: EngineRequest) -> None:
-        """The first request that is to be recorded begins the recording."""
+        """Add a request. The first one with the salt of a recording begins it."""
         if request.cache_salt == TIMELINE:
             self._recorder.is_on = True
         elif request.cache_salt == PROFILER and self._profiler is None:
@@ -52,18 +54,18 @@ class TracedEngine:
         self._core.add_request(request)
 
     def step(self) -> list[TokenDelta]:
-        """A step; from the end of one to the beginning of the next it is messages that take the time."""
+        """Run a step. The time from the end of one to the beginning of the next is spent on messages (IPC)."""
         if self._recorder.is_on and self._left is not None:
             self._recorder.spans.append(Span(IPC, self._left, time.perf_counter()))
         deltas = self._step()
         now = time.perf_counter()
         if self._recorder.is_on and deltas:
-            self._recorder.spans.append(Span(WIRE, now, now))  # a mark: from here on they are on their way
+            self._recorder.spans.append(Span(WIRE, now, now))  # a mark: the tokens leave now
         self._left = now if self._core.has_work() else None
         return deltas
 
     def stats(self) -> EngineStats:
-        """End the recording, and write it."""
+        """End the recording and write it."""
         if self._recorder.is_on:
             self._recorder.is_on = False
             (self._folder / SPANS_FILE).write_text(json.dumps(self._recorder.spans), encoding="utf-8")

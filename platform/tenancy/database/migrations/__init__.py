@@ -1,1 +1,1 @@
-"""How the tables came to be, one step a file in `versions/`, run by Alembic."""
+"""Migrations of the tables, one step a file in `versions/`, run by Alembic."""

@@ -1,4 +1,4 @@
-"""What Alembic runs around the steps: they share the transaction of the connection that `upgrade.py` gives."""
+"""Environment of Alembic's steps: they share the transaction of the connection that `upgrade.py` gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bringing a database's tables to the form that this version of Outrider works with."""
+"""Upgrades of a database's tables to those of this version."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Revisions(NamedTuple):
-    """How far a database is, and how far it should be."""
+    """Revision of a database, and the newest one."""
 
     current: str | None
     """None: there are no tables yet."""
     newest: str
-    """That this version knows."""
+    """Newest revision that this version knows."""
 
 
 def upgrade(database: Database) -> Revisions:
@@ -50,7 +50,7 @@ def upgrade(database: Database) -> Revisions:
 
 
 def revisions(database: Database) -> Revisions:
-    """How far a database is.
+    """The database's revisions.
 
     Raises:
         InvalidRequestError: further than this version knows.
@@ -60,7 +60,7 @@ def revisions(database: Database) -> Revisions:
 
 
 def check_up_to_date(database: Database) -> None:
-    """For commands that work on a database which servers use.
+    """Check, for commands that work on a database in use, that its tables are those of this version.
 
     Raises:
         InvalidRequestError: its tables are not those of this version.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.platform.client.adapter_sources import AdapterSources, SourceOptions
+from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions
 from outrider.platform.core.errors import AdapterError, AdapterSourceError
 from outrider.platform.core.messages import AdapterInfo
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.platform.client.adapter_sources import AdapterSources, SourceOptions
+from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions
 from outrider.platform.core.errors import AdapterSourceError, EngineDeadError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -9,7 +9,7 @@ import pytest
 from outrider.platform.core.adapter_names import engine_name
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.http.adapters import database_sync as adapter_keeper
+from outrider.platform.http.adapters import database_sync
 from outrider.platform.http.config import ServerConfig
 from outrider.platform.http.serving import Serving
 from outrider.platform.tenancy.accounts import directory
@@ -53,7 +53,7 @@ def adapter(name, tenant="", path="/a", **fields):
 async def load(serving, stored, max_adapters=None, **options):
     request = LoRARequest(stored.name, path=stored.path, draft_path=stored.draft_path)
     await serving.models.load(request, tenant=stored.tenant, pinned=stored.pinned, **options)
-    await serving.keeper.remember(stored, max_adapters)
+    await serving.adapter_sync.remember(stored, max_adapters)
 
 
 async def until(condition):
@@ -76,8 +76,8 @@ def test_a_server_that_starts_has_them_again(url):
             await load(serving, adapter("sql", "acme", "/own", draft_path="/d"))
             await load(serving, adapter("hot", pinned=True, digest="0a"))
             await load(serving, adapter("gone"))
-            assert await serving.keeper.forget("", "gone")
-            assert not await serving.keeper.forget("", "gone")
+            assert await serving.adapter_sync.forget("", "gone")
+            assert not await serving.adapter_sync.forget("", "gone")
         async with running(url) as serving:
             own = engine_name("acme", "sql")
             assert names(serving) == {"sql", own, "hot"}
@@ -99,10 +99,10 @@ def test_servers_follow_each_other(url):
             await until(lambda: own in names(two))
             await load(one, adapter("sql", "acme", "/newer"), load_inplace=True)
             await until(lambda: two.llm.adapters[own].path == "/newer")
-            await one.keeper.pin("acme", "sql", True)
+            await one.adapter_sync.pin("acme", "sql", True)
             await until(lambda: two.llm.in_engine[own].pinned)
             await one.models.unload("sql", tenant="acme")
-            await one.keeper.forget("acme", "sql")
+            await one.adapter_sync.forget("acme", "sql")
             await until(lambda: own not in names(two))
             await load(two, adapter("last", "acme"))
             await until(lambda: engine_name("acme", "last") in names(one))
@@ -116,15 +116,15 @@ def test_what_cannot_be_loaded_stops_nothing_and_is_tried_again(url, caplog):
     async def run():
         async with running(url) as serving:
             for name, path in (("a", "/a"), ("bad", "/broken"), ("c", "/c")):
-                await serving.keeper.remember(adapter(name, path=path), None)
+                await serving.adapter_sync.remember(adapter(name, path=path), None)
         llm = FakeAsyncLLM(error=AdapterError("there is no such folder"))
         async with running(url, llm) as serving:
             assert names(serving) == {"a", "c"}
-            await serving.keeper.remember(adapter("d"), None)
+            await serving.adapter_sync.remember(adapter("d"), None)
             await asyncio.sleep(0.4)  # some looks
             assert len([r for r in caplog.records if "'bad'" in r.getMessage()]) == 1, "it is told once"
-            await serving.keeper.remember(adapter("bad", path="/repaired"), None)
-            assert await serving.keeper.forget("", "bad")
+            await serving.adapter_sync.remember(adapter("bad", path="/repaired"), None)
+            assert await serving.adapter_sync.forget("", "bad")
 
     asyncio.run(run())
 
@@ -146,7 +146,7 @@ def test_the_command_line_is_stronger(url, caplog):
 
 
 def test_what_failed_because_the_engine_was_away_is_tried_again_by_itself(url, monkeypatch):
-    monkeypatch.setattr(adapter_keeper, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(database_sync, "RETRY_SECONDS", 0.01)
 
     async def run():
         async with running(url) as one, running(url, server="two") as two:
@@ -168,7 +168,7 @@ def test_what_failed_because_the_engine_was_away_is_tried_again_by_itself(url, m
 
 
 def test_adapters_that_could_not_be_read_are_read_when_the_database_is_back(url, monkeypatch, caplog):
-    monkeypatch.setattr(adapter_keeper, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(database_sync, "RETRY_SECONDS", 0.01)
 
     async def run():
         async with running(url) as one, running(url, server="two") as two:
@@ -191,15 +191,15 @@ def test_adapters_that_could_not_be_read_are_read_when_the_database_is_back(url,
 def test_limits_hold_over_all_servers(url):
     async def run():
         async with running(url) as serving:
-            keeper = serving.keeper
+            sync = serving.adapter_sync
             await serving.tenancy.database.run(serving.tenancy.store.create_tenant, Tenant(name="acme"))
-            await asyncio.gather(*(keeper.remember(adapter(name, "acme"), 2) for name in ("a", "b")))
+            await asyncio.gather(*(sync.remember(adapter(name, "acme"), 2) for name in ("a", "b")))
             with pytest.raises(InvalidUserInputError, match="2 adapters"):
-                await keeper.remember(adapter("c", "acme"), 2)
-            await keeper.remember(adapter("a", "acme", "/again"), 2)
-            await keeper.remember(adapter("c", "acme"), None)
+                await sync.remember(adapter("c", "acme"), 2)
+            await sync.remember(adapter("a", "acme", "/again"), 2)
+            await sync.remember(adapter("c", "acme"), None)
             with pytest.raises(NotFoundError):
-                await keeper.remember(adapter("a", "nobody"), 2)
+                await sync.remember(adapter("a", "nobody"), 2)
             stored = await serving.tenancy.database.run(serving.tenancy.store.list_adapters)
             assert sorted(row.name for row in stored) == ["a", "b", "c"]
 
@@ -227,6 +227,6 @@ def test_a_database_that_is_away_refuses_loads(url):
 
             serving.tenancy.store.put_adapter = away
             with pytest.raises(DatabaseUnavailableError):
-                await serving.keeper.remember(adapter("x"), None)
+                await serving.adapter_sync.remember(adapter("x"), None)
 
     asyncio.run(run())

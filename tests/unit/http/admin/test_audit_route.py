@@ -71,7 +71,7 @@ def test_a_load_is_remembered_with_its_files(server, tmp_path):
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.safetensors").write_bytes(content)
         serving = server.app.state.serving
-        if serving.keeper is None:
+        if serving.adapter_sync is None:
             server._runner.run(serving.follow_database())
         body = {"lora_name": "x", "lora_path": str(folder), "load_inplace": True}
         assert server.call("POST", "/v1/load_lora_adapter", body).status_code == 200

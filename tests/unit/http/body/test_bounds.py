@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.platform.client.event_loops import in_event_loop
+from outrider.platform.client.process.event_loops import in_event_loop
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.outputs import Logprob
 from outrider.platform.http.body.bounds import BOUNDS, MAX_DEPTH, MAX_TEXT, MAX_UNKNOWN_FIELDS, check_shape

@@ -77,11 +77,13 @@ def test_stream_usage_and_metrics_share_the_last_chunk(http):
 
 
 STATUS = ["sampled", "drafted", "sampled", "drafted", "sampled"]
+REJECTED = [0, 0, 2, 0, 4]
 
 
 def test_draft_status(http):
-    assert chat(http, return_draft_status=True).json()["choices"][0]["draft_status"] == STATUS
-    assert "draft_status" not in chat(http).json()["choices"][0]
+    choice = chat(http, return_draft_status=True).json()["choices"][0]
+    assert (choice["draft_status"], choice["rejected_drafts"]) == (STATUS, REJECTED)
+    assert not {"draft_status", "rejected_drafts"} & chat(http).json()["choices"][0].keys()
 
 
 def test_draft_status_in_a_stream(http, llm):
@@ -90,7 +92,9 @@ def test_draft_status_in_a_stream(http, llm):
         choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
         assert "draft_status" not in choices[0]  # the role's
         assert [status for choice in choices[1:] for status in choice["draft_status"]] == STATUS
-    assert all("draft_status" not in c["choices"][0] for c in events(chat(http, stream=True)))
+        assert [count for choice in choices[1:] for count in choice["rejected_drafts"]] == REJECTED
+    plain = [chunk["choices"][0].keys() for chunk in events(chat(http, stream=True))]
+    assert not {"draft_status", "rejected_drafts"} & set().union(*plain)
 
 
 def test_text_that_json_must_quote(http, llm):

@@ -241,9 +241,10 @@ def test_draft_status_when_asked_for(http):
     answer = complete(http, return_draft_status=True, return_token_ids=True, n=2).json()
     for choice in answer["choices"]:
         assert choice["draft_status"] == STATUS
-        assert len(choice["draft_status"]) == len(choice["token_ids"])
-    assert "draft_status" not in complete(http).json()["choices"][0]
-    assert complete(http, echo=True, max_tokens=0, return_draft_status=True).json()["choices"][0]["draft_status"] == []
+        assert len(choice["draft_status"]) == len(choice["rejected_drafts"]) == len(choice["token_ids"])
+    assert not {"draft_status", "rejected_drafts"} & complete(http).json()["choices"][0].keys()
+    scored = complete(http, echo=True, max_tokens=0, return_draft_status=True).json()["choices"][0]
+    assert scored["draft_status"] == scored["rejected_drafts"] == []
 
 
 def test_draft_status_in_a_stream(http):

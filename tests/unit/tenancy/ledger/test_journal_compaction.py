@@ -92,7 +92,7 @@ def test_copies_that_land_in_several_segments(journal, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", fails_once)
     journal._compact(0)
-    assert [segment for segment, _ in old.heirs] == [newest, journal._segments[-1]] != [newest, newest]
+    assert [segment for segment, _ in old.copies] == [newest, journal._segments[-1]] != [newest, newest]
     newest.synced = newest.offset
     journal.delete_dead()
     assert old in journal._segments

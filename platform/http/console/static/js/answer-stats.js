@@ -5,6 +5,7 @@ import * as format from "./format.js";
 
 const NAMES = ["Acceptance length", "Tokens/s", "Time to first token", "Tokens", "Drafted", "Drafts rejected", "Acceptance rate", "Prompt tokens"];
 const MAIN = 2; // of them are the most important
+const SHORTEST = 0.02; // seconds that tell a speed: chunks of a shorter answer may have come together
 
 export class AnswerStats {
   #values = NAMES.map((name, i) => element("dd", { textContent: "–", className: i < MAIN ? "main" : "" }));
@@ -60,7 +61,7 @@ export class AnswerStats {
 
   get #speed() {
     const seconds = (this.#latest - this.#first) / 1000;
-    return this.#afterFirst && seconds > 0 ? this.#afterFirst / seconds : null;
+    return this.#afterFirst && seconds >= SHORTEST ? this.#afterFirst / seconds : null;
   }
 
   #show() {

@@ -12,6 +12,8 @@ export class Turn {
   #foot = element("div", { className: "turn-foot" });
   #spans = new Map(); // token -> its element
   #last = null;
+  #round = 0; // of the next token: a round is one verification, and ends with the token that the model samples
+  #rejections = []; // {round, count} whose place in the text has not come yet
   text = "";
   finishReason = null;
 
@@ -23,10 +25,14 @@ export class Turn {
   /** Adds a chunk's choice; returns its tokens. */
   add(choice) {
     const content = choice.delta.content ?? "";
-    const statuses = choice.draft_status ?? [];
-    const tokens = (choice.logprobs?.content ?? []).map(({ token, logprob }, i) => ({
-      text: token, logprob, drafted: statuses[i] === "drafted",
-    }));
+    const { draft_status: statuses = [], rejected_drafts: rejected = [] } = choice;
+    const tokens = (choice.logprobs?.content ?? []).map(({ token, logprob }, i) => {
+      const drafted = statuses[i] === "drafted";
+      const round = this.#round;
+      if (rejected[i]) this.#rejections.push({ round, count: rejected[i] });
+      if (!drafted) this.#round++;
+      return { text: token, logprob, drafted, round };
+    });
     for (const { token, text } of this.#splitter.push(tokens, content)) this.#write(token ?? this.#last, text);
     this.text += content;
     this.finishReason = choice.finish_reason ?? this.finishReason;
@@ -37,16 +43,25 @@ export class Turn {
     let span = this.#spans.get(token);
     if (!span) {
       const how = token?.drafted ? "drafted" : "sampled";
-      // A round ends with the token that the model samples behind the drafts that it accepts.
-      const begins = this.#last !== null && !this.#last.drafted;
+      const begins = this.#last !== null && this.#last.round !== token?.round;
       span = element("span", { className: `token ${how}${begins ? " round" : ""}` });
       if (token) span.title = `${how} · ${format.percent(Math.exp(token.logprob))} likely`;
-      if (token?.drafted) this.root.classList.add("has-drafts"); // without any there are no rounds to see
+      if (token && !token.drafted) this.#reject(span, token.round);
+      if (token?.drafted || span.dataset.rejected) this.root.classList.add("has-drafts"); // else there are no rounds to see
       this.#spans.set(token, span);
       this.#text.append(span);
     }
     span.append(text);
     this.#last = token;
+  }
+
+  /** Marks the place of rejected drafts, up to those of `round`: in front of the token that the model sampled instead. */
+  #reject(span, round) {
+    let count = 0;
+    while (this.#rejections.length > 0 && this.#rejections[0].round <= round) count += this.#rejections.shift().count;
+    if (count === 0) return;
+    span.dataset.rejected = count;
+    span.title += `${span.title && " · "}${format.plural(count, "draft")} rejected here`;
   }
 
   /** Whether the reader sees the end, or nearly: in the conversation and on the page, which scrolls on a phone. */
@@ -63,6 +78,11 @@ export class Turn {
 
   end(summary) {
     const reasons = { stop: "complete", length: "ended by max tokens", stopped: "stopped" };
+    if (this.#rejections.length > 0) { // at the end, behind which there is no text
+      const span = element("span", { className: "rejections" });
+      this.#reject(span, Infinity);
+      this.#text.append(span);
+    }
     this.#foot.textContent = [reasons[this.finishReason] ?? "incomplete", ...summary].join(" · ");
     this.#spans.clear();
   }

@@ -10,9 +10,9 @@ down_revision: str | None = None
 
 
 def upgrade() -> None:
-    """From an empty database."""
+    """Make the tables in an empty database."""
     _make_tenants()
-    _make_what_is_served()
+    _make_prefixes_and_adapters()
     _make_audit()
     _make_usage()
     revisions = sa.table("revisions", sa.column("name", sa.String), sa.column("number", sa.BigInteger))
@@ -50,7 +50,7 @@ def _make_tenants() -> None:
     op.create_index("ix_api_keys_tenant", "api_keys", ["tenant"])
 
 
-def _make_what_is_served() -> None:
+def _make_prefixes_and_adapters() -> None:
     op.create_table(
         "adapters",
         sa.Column("id", sa.Integer(), nullable=False),

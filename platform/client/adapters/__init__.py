@@ -1,0 +1,1 @@
+"""Adapters as users name, load and unload them; `sources` finds their files."""

@@ -1,0 +1,244 @@
+"""The engine process: `python -m outrider.platform.client.process.engine_process`, started by the supervisor.
+
+Its standard input brings the configuration and then stays open: when it ends, the API process is gone, however it went,
+and this process must not stay. Interrupts from the terminal and SIGTERM are ignored here: the API process decides when
+the engine stops, so that it can drain.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ...core.errors import ErrorInfo, OutriderError
+from ...core.logs import set_up_logging
+from ...core.messages import EngineRequest, TokenDelta
+from ...core.threads import leave_a_core_free
+from ..engine_factory import Engine, load_engine
+from .ipc import (
+    RESULT_OF,
+    Abort,
+    Add,
+    Call,
+    Deltas,
+    Dying,
+    EngineLink,
+    Message,
+    ProcessConfig,
+    Ready,
+    Reply,
+    Stop,
+    Undecodable,
+    decode_config,
+    encode_value,
+)
+
+logger = logging.getLogger(__name__)
+
+_IDLE_POLL_MS = 1000
+_EMPTY_STEP_POLL_MS = 1
+"""After a step without output (adapters are loading, or the first chunks of a long prompt): no busy waiting."""
+_READING_POLL_MS = 10
+"""While the files of an adapter are read and nothing else is to be done."""
+
+
+def error_info(error: BaseException) -> ErrorInfo:
+    """Any exception as plain data; one that is not ours with the name of its class."""
+    if isinstance(error, OutriderError):
+        return error.info()
+    return ErrorInfo(OutriderError.type, f"{type(error).__name__}: {error}")
+
+
+class EngineLoop:
+    """Serves one client until it says stop. Errors of single requests and calls are answered; one in a step ends it."""
+
+    def __init__(self, engine: Engine, link: EngineLink) -> None:
+        self._engine = engine
+        self._link = link
+        self._failed: list[TokenDelta] = []
+        self._stopping = False
+        # Files of adapters are read here, one after another, while steps go on.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
+        self._reads: list[tuple[Call, Future[Any]]] = []
+
+    def run(self) -> None:
+        """Take messages and step until told to stop.
+
+        Raises:
+            Exception: a step failed; the engine's state is unknown.
+        """
+        try:
+            self._serve()
+        finally:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _serve(self) -> None:
+        poll_ms = 0
+        while True:
+            idle_ms = _READING_POLL_MS if self._reads else _IDLE_POLL_MS
+            for message in self._link.receive(poll_ms if self._engine.has_work() else idle_ms):
+                self._handle(message)
+            if self._stopping:
+                return
+            self._register_read_adapters()
+            deltas, self._failed = self._failed, []
+            if self._engine.has_work():
+                deltas += self._engine.step()
+            if deltas:
+                self._link.send(Deltas(deltas))
+            poll_ms = 0 if deltas else _EMPTY_STEP_POLL_MS
+
+    def _handle(self, message: Message | Undecodable) -> None:
+        if isinstance(message, Add):
+            for request in message.requests:
+                self._add(request)
+        elif isinstance(message, Abort):
+            self._engine.abort(message.request_ids)
+        elif isinstance(message, Call):
+            self._handle_call(message)
+        elif isinstance(message, Undecodable):
+            self._refuse(message)
+        elif isinstance(message, Stop):
+            self._stopping = True
+
+    def _refuse(self, message: Undecodable) -> None:
+        """Answer what nobody can read, so that no request waits for ever."""
+        logger.error("A message cannot be decoded: %s", message.error.message)
+        self._failed += [TokenDelta(request_id, error=message.error) for request_id in message.request_ids]
+        if message.call_id is not None:
+            self._link.send(Reply(message.call_id, encode_value(None), message.error))
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._engine.add_request(request)
+        except Exception as error:
+            if not isinstance(error, OutriderError):
+                logger.exception("Cannot add request %s", request.request_id)
+            self._failed.append(TokenDelta(request.request_id, error=error_info(error)))
+
+    def _handle_call(self, call: Call) -> None:
+        read: Callable[[], Any] | None = None
+        try:
+            if call.method == "load_adapter" and call.lora is not None:
+                read = self._engine.adapter_reader(call.lora, load_inplace=call.load_inplace)
+            elif call.method == "pin_adapter":
+                read = self._engine.adapter_pin_reader(call.name)
+        except Exception as error:
+            self._link.send(self._failure(call, error))
+            return
+        if read is None:
+            self._link.send(self._call(call))
+        else:
+            self._reads.append((call, self._reader.submit(read)))
+
+    def _register_read_adapters(self) -> None:
+        while self._reads and self._reads[0][1].done():
+            call, future = self._reads.pop(0)
+            self._link.send(self._call(call, future))
+
+    def _call(self, call: Call, read: Future[Any] | None = None) -> Reply:
+        """Call the engine; `read` is the end of an adapter's reading."""
+        engine = self._engine
+        try:
+            value: object = None
+            match call.method:
+                case "load_adapter" if call.lora is not None and read is not None:
+                    value = engine.load_adapter(
+                        call.lora, load_inplace=call.load_inplace, pinned=call.pinned, read=read.result()
+                    )
+                case "register_adapters":
+                    engine.register_adapters(call.loras)
+                case "unload_adapter":
+                    engine.unload_adapter(call.name, call.mode)
+                case "pin_adapter":
+                    value = engine.pin_adapter(call.name, read=None if read is None else read.result())
+                case "unpin_adapter":
+                    value = engine.unpin_adapter(call.name)
+                case "ping":
+                    pass
+                case "check_integrity":
+                    engine.check_integrity()
+                case "list_adapters" | "stats":
+                    value = getattr(engine, call.method)()
+                case _:
+                    raise OutriderError(f"the engine has no call {call.method!r}; it has {', '.join(RESULT_OF)}")
+            return Reply(call.call_id, encode_value(value))
+        except Exception as error:
+            return self._failure(call, error)
+
+    @staticmethod
+    def _failure(call: Call, error: Exception) -> Reply:
+        if not isinstance(error, OutriderError):
+            logger.error("The call %s failed", call.method, exc_info=error)
+        return Reply(call.call_id, encode_value(None), error_info(error))
+
+
+def _read_config(stdin: int) -> ProcessConfig:
+    with os.fdopen(os.dup(stdin), "rb") as stream:
+        return decode_config(stream.read(int.from_bytes(stream.read(8), "big")))
+
+
+def _leave_with_parent(stdin: int, parent: int, folder: str) -> None:
+    """Wait until the parent is gone, then end this process whatever it is doing."""
+    while True:
+        # The pipe may also be held open by other children of the parent, hence the look at the parent's id.
+        readable, _, _ = select.select([stdin], [], [], 1.0)
+        if (readable and not os.read(stdin, 4096)) or os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)  # its owner cannot do it any more
+            os._exit(1)
+
+
+def serve(config: ProcessConfig) -> int:
+    """Start the engine and serve until told to stop; returns the exit status."""
+    link = EngineLink(config.folder)
+    engine: Engine | None = None
+    try:
+        engine = load_engine(config.engine)(config.args, progress=config.progress)
+        # What is there now stays: a collection that looked at it would hold up a step for a tenth of a second.
+        gc.collect()
+        gc.freeze()
+        link.send(Ready(engine.info))
+        EngineLoop(engine, link).run()
+        engine.shutdown()
+        return 0
+    except BaseException as error:
+        if engine is not None or not isinstance(error, OutriderError):
+            logger.exception("The engine %s", "failed" if engine is not None else "could not start")
+        link.send(Dying(error_info(error)))
+        return 1
+    finally:
+        link.close()
+
+
+def main() -> None:
+    """Entry point of the process."""
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Children of this process (compilers) must inherit neither the pipe nor a terminal.
+    stdin = os.dup(0)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    leave_a_core_free()
+    config = _read_config(stdin)
+    threading.Thread(target=_leave_with_parent, args=(stdin, parent, config.folder), daemon=True).start()
+    sys.path[:] = config.sys_path
+    set_up_logging(config.log_level, config.log_format, "engine")
+    status = serve(config)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # libraries may have left threads that never end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Messages between the API process and its engine process: msgpack over ZeroMQ.
+
+The Unix socket is in a folder that only this user can open.
+
+
+    API process                        engine process
+    ClientLink   DEALER  <----->  DEALER   EngineLink
+A message is two frames: one byte that says its type, and its fields. Every run of the engine process has a link of its
+own, so nothing from an earlier run can arrive.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ...core.config import EngineArgs
+from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError
+from ...core.logs import LogFormat
+from ...core.lora_request import LoRARequest
+from ...core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+
+
+class ProcessConfig(msgspec.Struct):
+    """What an engine process is started with; comes over its standard input."""
+
+    args: EngineArgs
+    engine: str
+    """Import path "module:callable"."""
+    folder: str
+    """Where the link's socket is."""
+    sys_path: list[str]
+    log_level: int
+    progress: bool
+    log_format: LogFormat = "text"
+
+
+class Add(msgspec.Struct):
+    """Run these sequences."""
+
+    requests: list[EngineRequest]
+
+
+class Abort(msgspec.Struct):
+    """Drop these sequences."""
+
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct):
+    """Call a method of the engine; answered by one `Reply`."""
+
+    call_id: int
+    method: str
+    """A key of `RESULT_OF`."""
+    lora: LoRARequest | None = None
+    name: str = ""
+    load_inplace: bool = False
+    pinned: bool = False
+    mode: str = "drain"
+    """Of unloading: "drain" or "abort"."""
+    loras: list[LoRARequest] = []
+    """To be registered."""
+
+
+class Stop(msgspec.Struct):
+    """Shut the engine down and exit."""
+
+
+class Ready(msgspec.Struct):
+    """The engine has started."""
+
+    info: EngineInfo
+
+
+class Deltas(msgspec.Struct):
+    """What one step brought."""
+
+    deltas: list[TokenDelta]
+
+
+class Reply(msgspec.Struct):
+    """The result of a `Call`, or its error."""
+
+    call_id: int
+    value: msgspec.Raw
+    error: ErrorInfo | None = None
+
+
+class Dying(msgspec.Struct):
+    """The last message of an engine that could not start or cannot go on."""
+
+    error: ErrorInfo
+
+
+class Undecodable(NamedTuple):
+    """Stands in the engine process for a message that cannot be decoded."""
+
+    error: ErrorInfo
+    request_ids: list[str]
+    """The sequences that it would have added."""
+    call_id: int | None
+
+
+RESULT_OF: dict[str, Any] = {
+    "load_adapter": AdapterInfo,
+    "register_adapters": None,
+    "unload_adapter": None,
+    "pin_adapter": AdapterInfo,
+    "unpin_adapter": AdapterInfo,
+    "list_adapters": list[AdapterInfo],
+    "stats": EngineStats,
+    "check_integrity": None,
+    "ping": None,
+}
+"""The engine's methods that may be called, and what they return; "ping" only asks whether it answers."""
+
+Message: TypeAlias = Add | Abort | Call | Stop | Ready | Deltas | Reply | Dying
+
+_TYPES: dict[bytes, type[Any]] = {
+    b"A": Add,
+    b"X": Abort,
+    b"C": Call,
+    b"S": Stop,
+    b"I": Ready,
+    b"D": Deltas,
+    b"R": Reply,
+    b"E": Dying,
+}
+_KINDS = {message_type: kind for kind, message_type in _TYPES.items()}
+
+
+def _encode_other(value: object) -> object:
+    """Numbers of numpy, which users put into sampling parameters."""
+    item = getattr(value, "item", None)
+    if item is None:
+        raise NotImplementedError(f"cannot send a {type(value).__name__} to the engine process")
+    return item()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+_decoders = {kind: msgspec.msgpack.Decoder(message_type) for kind, message_type in _TYPES.items()}
+
+
+def encode(message: Message) -> list[bytes]:
+    """The frames of a message."""
+    return [_KINDS[type(message)], _encoder.encode(message)]
+
+
+def decode(frames: list[bytes]) -> Message:
+    """The message in these frames."""
+    kind, payload = frames
+    return cast(Message, _decoders[kind].decode(payload))
+
+
+def undecodable(frames: list[bytes], error: Exception) -> Undecodable:
+    """Whom an undecodable message would have been for, as far as it can be read."""
+    try:
+        fields = msgspec.msgpack.decode(frames[-1], strict=False)
+    except (msgspec.MsgspecError, UnicodeError):
+        fields = None
+    fields = fields if isinstance(fields, dict) else {}
+    requests, call_id = fields.get("requests"), fields.get("call_id")
+    ids = [item.get("request_id") for item in requests or () if isinstance(item, dict)]
+    info = InvalidRequestError(f"the engine cannot read the request: {error}").info()
+    return Undecodable(info, [i for i in ids if isinstance(i, str)], call_id if isinstance(call_id, int) else None)
+
+
+def encode_value(value: object) -> msgspec.Raw:
+    """The result of a call, for `Reply.value`."""
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def decode_value(method: str, value: msgspec.Raw) -> Any:
+    """The result of a call of `method`."""
+    return msgspec.msgpack.decode(value, type=RESULT_OF[method])
+
+
+def encode_config(config: ProcessConfig) -> bytes:
+    """Bytes for the standard input of an engine process: length, then content."""
+    content = _encoder.encode(config)
+    return len(content).to_bytes(8, "big") + content
+
+
+def decode_config(content: bytes) -> ProcessConfig:
+    """The reverse of `encode_config`, without the length."""
+    return msgspec.msgpack.decode(content, type=ProcessConfig)
+
+
+def _open(context: zmq.Context[Any], linger_ms: int) -> Any:
+    socket = context.socket(zmq.DEALER)
+    socket.linger = linger_ms
+    # Never block: messages are small, and the client folds deltas into its state as they come.
+    socket.sndhwm = socket.rcvhwm = 0
+    return socket
+
+
+class ClientLink:
+    """The API process's end. Owns the folder of the socket; belongs to the event loop it is used in."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="outrider-")  # mode 0700
+        if len(self.folder) > 80:  # a Unix socket's path has at most 107 characters
+            shutil.rmtree(self.folder)
+            self.folder = tempfile.mkdtemp(prefix="outrider-", dir="/tmp")
+        # The process's own context, which is never terminated: ending one waits for its sockets, and when the garbage
+        # collector takes a link that nobody has closed, it would wait for ever.
+        self._socket: Any = None
+        try:
+            self._socket = _open(zmq.asyncio.Context.instance(), linger_ms=0)
+            self._socket.bind(f"ipc://{self.folder}/link")
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: Message) -> None:
+        """Send a message; never waits.
+
+        Raises:
+            EngineDeadError: nobody is connected.
+            InvalidRequestError: the message holds a value that cannot be sent, such as an integer above 64 bits.
+        """
+        try:
+            frames = encode(message)
+        except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+        sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)  # a future that is done: NOBLOCK
+        if sent.exception() is not None:
+            raise EngineDeadError("the engine process is gone")
+
+    async def receive(self) -> Message:
+        """Wait for the next message."""
+        return decode(await self._socket.recv_multipart())
+
+    def close(self) -> None:
+        """Close the socket and remove its folder; unsent messages are dropped."""
+        if self._socket is not None:
+            self._socket.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class EngineLink:
+    """The engine process's end; synchronous."""
+
+    def __init__(self, folder: str) -> None:
+        self._context = zmq.Context()
+        self._socket = _open(self._context, linger_ms=1000)
+        self._socket.connect(f"ipc://{folder}/link")
+
+    def send(self, message: Message) -> None:
+        """Send a message; never waits."""
+        self._socket.send_multipart(encode(message))
+
+    def receive(self, timeout_ms: int) -> list[Message | Undecodable]:
+        """All messages that are there; waits for the first one at most `timeout_ms`."""
+        messages: list[Message | Undecodable] = []
+        if self._socket.poll(timeout_ms):
+            while True:
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                try:
+                    messages.append(decode(frames))
+                except (msgspec.MsgspecError, UnicodeError, LookupError, TypeError, ValueError) as error:
+                    messages.append(undecodable(frames, error))
+        return messages
+
+    def close(self) -> None:
+        """Close, after at most a second for what is still to be sent."""
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,244 @@
+"""Chat messages to the text that the model's chat template makes of them.
+
+Templates read a message's content as a string or as a list of parts; a probe finds out which. Each template is given
+the form that it reads, whichever the client sent, and a text that does not arrive in the prompt is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypedDict, cast
+
+from ...core.compat.foreign_options import take_foreign
+from ...core.compat.vllm_python import CHAT
+from ...core.errors import InvalidRequestError
+from .template_checks import check_texts_arrive, check_tools_arrive
+
+_PROBE = "zqprobezq"
+"""Stands for a text."""
+_A_AS_PARTS = [{"type": "text", "text": "a"}]
+_PAD = "\t \t"
+"""Follows the text to be continued; where it is gone, the template trims the end of messages."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options for rendering messages as a prompt."""
+
+    chat_template: str | None
+    """Instead of the model's own."""
+    add_generation_prompt: bool
+    """Append what begins the assistant's turn (default True)."""
+    continue_final_message: bool
+    """Leave the last message open, to be continued; not together with `add_generation_prompt`."""
+    tools: list[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any] | None
+    """Further variables of the template."""
+
+
+TAKEN_VARIABLES = frozenset({*ChatOptions.__annotations__, "conversation", "tokenize", "messages"})
+"""Names that `chat_template_kwargs` cannot have."""
+
+
+def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options: ChatOptions) -> str:
+    """Apply the chat template.
+
+    Raises:
+        InvalidRequestError: the messages are malformed, there is no template, or the template refuses them.
+    """
+    take_foreign("chat()", cast(dict[str, Any], options := options.copy()), CHAT, ChatOptions.__annotations__)
+    add_generation_prompt = options.get("add_generation_prompt", True)
+    continue_final_message = options.get("continue_final_message", False)
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
+        )
+    template = options.get("chat_template")
+    if template is None and getattr(tokenizer, "chat_template", None) is None:
+        raise InvalidRequestError("the model has no chat template; give chat_template", param="chat_template")
+    conversation = [_message(index, message) for index, message in enumerate(_as_messages(messages))]
+    extra = dict(options.get("chat_template_kwargs") or {})
+    clash = sorted(TAKEN_VARIABLES & set(extra))
+    if clash:
+        raise InvalidRequestError(f"chat_template_kwargs must not contain {clash[0]!r}", param="chat_template_kwargs")
+    tools = options.get("tools")
+    try:
+        resolve = getattr(tokenizer, "get_chat_template", None)
+        if resolve is not None:  # one of several by its name, or the one for tools
+            template = resolve(template, tools)
+
+        def render(conversation: list[dict[str, Any]]) -> str:
+            return tokenizer.apply_chat_template(
+                _in_form(tokenizer, template, conversation),
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=False,
+                tokenize=False,
+                **extra,
+            )
+
+        text = _render_open(render, conversation) if continue_final_message else render(conversation)
+    except InvalidRequestError:
+        raise
+    except Exception as error:  # templates are programs of the model or the user: they raise anything
+        raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
+    check_texts_arrive(conversation, text)
+    if not continue_final_message:
+        check_tools_arrive(conversation, text, render)
+    return text
+
+
+# --- the form that a template reads -----------------------------------------------------------------------------------
+
+
+def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, each with its content and its calls' arguments in the form that the template reads."""
+    result = []
+    for message in conversation:
+        if not _reads_parts(tokenizer, template, message["role"]):
+            message = {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if message.get("tool_calls") and _reads_arguments_as_text(tokenizer, template):
+            message = {**message, "tool_calls": [_with_arguments_as_text(call) for call in message["tool_calls"]]}
+        result.append(message)
+    return result
+
+
+def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+@lru_cache(maxsize=64)
+def _reads_arguments_as_text(tokenizer: Any, template: str | None) -> bool:
+    """True when the template reads the arguments of a call as JSON text, and not as an object."""
+    function: dict[str, Any] = {"name": "f", "arguments": {"a": _PROBE}}
+    call = {"id": "zqcallid9", "type": "function", "function": function}
+
+    def arrives(call: dict[str, Any]) -> bool:
+        assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": "b", "tool_call_id": "zqcallid9"}
+        text = _render_probe(tokenizer, template, [_probing_user(tokenizer, template), assistant, result])
+        return _PROBE in text.replace(f"'{_PROBE}'", "")  # an object printed as it is is no JSON
+
+    return not arrives(call) and arrives(_with_arguments_as_text(call))
+
+
+@lru_cache(maxsize=64)
+def _reads_parts(tokenizer: Any, template: str | None, role: str) -> bool:
+    """True when the template reads the content of this role's messages as a list of parts, and not as a string."""
+
+    def arrives(content: object) -> bool:
+        probe: dict[str, Any] = {"role": role, "content": content}
+        messages = [probe]
+        if role != "user":
+            user = _probing_user(tokenizer, template)
+            messages = [probe, user] if role in ("system", "developer") else [user, probe, user]
+        text = _render_probe(tokenizer, template, messages)
+        as_data = f"{_PROBE}'}}" in text or f'{_PROBE}"}}' in text  # the list was printed as it is
+        return _PROBE in text.casefold() and not as_data
+
+    if arrives(_PROBE):
+        return False
+    if arrives([{"type": "text", "text": _PROBE}]):
+        return True
+    return role != "user" and _reads_parts(tokenizer, template, "user")
+
+
+def _probing_user(tokenizer: Any, template: str | None) -> dict[str, Any]:
+    return {"role": "user", "content": _A_AS_PARTS if _reads_parts(tokenizer, template, "user") else "a"}
+
+
+def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str, Any]]) -> str:
+    """The template's text of the messages, after a system's where it refuses them without; "" where it refuses all."""
+    systems = [{"role": "system", "content": content} for content in ("a", _A_AS_PARTS)]
+    for before in ([], *([system] for system in systems)):
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [*before, *messages], chat_template=template, add_generation_prompt=False, tokenize=False
+            )
+        except Exception:  # whatever templates raise
+            continue
+        return text
+    return ""
+
+
+# --- messages that are continued --------------------------------------------------------------------------------------
+
+
+def _render_open(render: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
+    """The conversation up to the end of its last message's text, with all that the template writes before it."""
+    *before, last = conversation
+    mark = uuid.uuid4().hex
+    *parts, final = last["content"]
+
+    def head_of(text: str) -> tuple[str, str]:
+        marked = {**last, "content": [*parts, {**final, "text": text}]}
+        head, found, tail = render([*before, marked]).rpartition(mark)
+        if not found:
+            raise InvalidRequestError(
+                "the chat template leaves out the final message, which therefore cannot be continued",
+                param=f"messages[{len(before)}].content",
+            )
+        return head, tail
+
+    text: str = final["text"]
+    head, tail = head_of(text + mark + _PAD)
+    if tail.startswith(_PAD) or text == text.rstrip():
+        return head
+    return head_of(text.rstrip() + mark)[0]  # the template trims messages: so is this one
+
+
+# --- messages as users give them --------------------------------------------------------------------------------------
+
+
+def _as_messages(messages: object) -> list[Any]:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequestError("messages must be a non-empty list", param="messages")
+    return list(messages)
+
+
+def _message(index: int, message: object) -> dict[str, Any]:
+    """One message in one form: content as a list of text parts, a tool call's arguments an object."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"messages[{index}] must be an object with a role", param="messages")
+    calls = message.get("tool_calls")
+    if "content" not in message and not calls:
+        raise InvalidRequestError(f"messages[{index}] has no content", param="messages")
+    result = {**message, "content": _content(index, message.get("content"))}
+    if calls:
+        result["tool_calls"] = [_tool_call(index, call) for call in calls]
+    return result
+
+
+def _content(index: int, content: object) -> list[dict[str, str]]:
+    """The text parts, at least one."""
+    if content is None or content == []:
+        content = ""
+    parts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidRequestError(
+                f"messages[{index}].content: only text parts are supported, got {kind!r}", param="messages"
+            )
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _tool_call(index: int, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise InvalidRequestError(f"messages[{index}].tool_calls: each needs a function", param="messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"messages[{index}].tool_calls: arguments are not JSON: {error}", param="messages"
+            ) from error
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,277 @@
+"""Token ids to text, one token at a time: never half a character, and stop strings that do not depend on the chunks.
+
+Text is looked at after every single token, so however many tokens a step brings (speculation brings several), the same
+tokens give the same text and the same stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, NamedTuple, Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from ...core.sampling_params import SamplingParams
+from .stop_strings import StopSearch, stop_automaton
+from .vocabulary import vocabulary_of
+
+REPLACEMENT = "\ufffd"
+"""The replacement character, to which incomplete UTF-8 decodes; the next token may complete the character."""
+
+PROMPT_TAIL = 8
+"""Prompt tokens that give the first output token its context: SentencePiece drops a space at the start of a text."""
+
+Decode = Callable[[list[int]], str]
+
+
+class TokenDecoder(Protocol):
+    """Decodes one sequence."""
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character is incomplete."""
+
+    def flush(self) -> str:
+        """The text still held back, U+FFFD for incomplete bytes as in `tokenizer.decode`."""
+
+
+class OffsetDecoder:
+    """Decodes by the difference of two short decodes: works with every tokenizer.
+
+    `context` are the tokens of the last text that was given out, `held` the tokens since: new text is what decoding
+    `context + held` has beyond decoding `context`.
+    """
+
+    def __init__(self, decode: Decode, prompt_tail: list[int]) -> None:
+        self._decode = decode
+        self._context = prompt_tail
+        self._held: list[int] = []
+        self._before = decode(prompt_tail) if prompt_tail else ""
+        if self._before.endswith(REPLACEMENT):  # a prompt cut inside a character is no context
+            self._context, self._before = [], ""
+
+    def step(self, token_id: int) -> str:
+        """See `TokenDecoder.step`."""
+        self._held.append(token_id)
+        after = self._decode(self._context + self._held)
+        if len(after) <= len(self._before) or after.endswith(REPLACEMENT):
+            return ""
+        text = after[len(self._before) :]
+        self._context, self._held = self._held, []
+        self._before = self._decode(self._context)
+        return text
+
+    def flush(self) -> str:
+        """See `TokenDecoder.flush`."""
+        return _decode_held(self._decode, self._context, self._held)
+
+
+class StreamDecoder:
+    """Decodes with the `DecodeStream` of a Rust tokenizer, which does the same as `OffsetDecoder` in one call."""
+
+    def __init__(self, backend: Any, skip_special_tokens: bool, prompt_tail: list[int]) -> None:
+        self._backend = backend
+        self._skip = skip_special_tokens
+        if prompt_tail and self._decode(prompt_tail).endswith(REPLACEMENT):
+            prompt_tail = []  # a prompt cut inside a character is no context
+        self._stream = DecodeStream(ids=prompt_tail, skip_special_tokens=skip_special_tokens)
+        self._context = prompt_tail
+        self._held: list[int] = []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=self._skip)
+
+    def step(self, token_id: int) -> str:
+        """See `TokenDecoder.step`."""
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._backend, token_id)
+        except Exception:  # the library raises no narrower type
+            text = self._restart()
+        if text is None:
+            return ""
+        self._context, self._held = self._held, []
+        return text
+
+    def _restart(self) -> str:
+        """The tokens decode to something else than what was given out: go on from the tokens held.
+
+        Byte fallback does this: a byte that is not UTF-8 turns the whole run of bytes before it into U+FFFD.
+        """
+        text = self._decode(self._held)
+        ids = [] if text.endswith(REPLACEMENT) else self._held
+        self._stream = DecodeStream(ids=ids, skip_special_tokens=self._skip)
+        return text
+
+    def flush(self) -> str:
+        """See `TokenDecoder.flush`."""
+        return _decode_held(self._decode, self._context, self._held)
+
+
+def _decode_held(decode: Decode, context: list[int], held: list[int]) -> str:
+    """Text that the tokens in `held` add to that of `context`; empties `held`."""
+    if not held:
+        return ""
+    before, after = decode(context) if context else "", decode(context + held)
+    text = after[len(before) :] if after.startswith(before) else decode(held)
+    held.clear()
+    return text
+
+
+class SpacelessDecoder:
+    """Around another decoder: no space between special tokens that follow each other."""
+
+    def __init__(self, inner: TokenDecoder, special: dict[int, str]) -> None:
+        self._inner = inner
+        self._special = special
+        self._after_special = False
+
+    def step(self, token_id: int) -> str:
+        """See `TokenDecoder.step`."""
+        text = self._inner.step(token_id)
+        content = self._special.get(token_id)
+        if content is not None and self._after_special and text.strip() == content.strip():
+            text = content
+        self._after_special = content is not None
+        return text
+
+    def flush(self) -> str:
+        """See `TokenDecoder.flush`."""
+        return self._inner.flush()
+
+
+def make_decoder(tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> TokenDecoder:
+    """The decoder for one sequence, the fast one where the tokenizer has a Rust backend."""
+    tail = list(prompt_token_ids[-PROMPT_TAIL:])
+    skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+
+        def decode(token_ids: list[int]) -> str:
+            return tokenizer.decode(token_ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+
+        return OffsetDecoder(decode, tail)
+    decoder: TokenDecoder = StreamDecoder(backend, skip, tail)
+    if not (skip or spaces):
+        special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
+        decoder = SpacelessDecoder(decoder, special)
+    return decoder
+
+
+def has_text_before(tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+    """True when the decoder of `make_decoder` takes the first token for one inside a text."""
+    tail = list(prompt_token_ids[-PROMPT_TAIL:])
+    text = tokenizer.decode(tail, skip_special_tokens=params.skip_special_tokens) if tail else ""
+    return bool(text) and not text.endswith(REPLACEMENT)
+
+
+class StopMatch(NamedTuple):
+    """A stop string was found."""
+
+    num_tokens: int
+    """Tokens of the update up to and including the one that completed it."""
+    stop: str
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence so far, and the search for its stop strings.
+
+    Stop strings are looked for in `text`, and in the whole text, which has the special tokens that `text` leaves out:
+    these may be a stop string, or a part of one. The whole text begins to differ with the first such token.
+    """
+
+    def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self.text = ""
+        self._decoder = make_decoder(tokenizer, params, prompt_token_ids)
+        self._stops = StopSearch(stop_automaton(tuple(params.stop_strings))) if params.stop_strings else None
+        self._left_out = vocabulary_of(tokenizer).specials if self._stops and params.skip_special_tokens else {}
+        self._whole_stops: StopSearch | None = None
+        """The search in the whole text; None while that is `text`."""
+        self._num_whole = 0
+        """Characters of the whole text, once there is a search in it."""
+        self._gaps: list[tuple[int, int]] = []
+        """Start and end of each special token in the whole text."""
+        self._num_hidden = 0
+        """Number of characters of all special tokens together."""
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._stopped = False
+
+    def update(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
+        """Append tokens to `text`, up to the one that completes a stop string.
+
+        Args:
+            ends_with_stop_token: the last of `token_ids` ended the sequence; its text is left out, unless the request
+                wants stops in the output.
+        """
+        skipped = len(token_ids) - 1 if ends_with_stop_token and not self._include_stop else -1
+        for index, token_id in enumerate(token_ids):
+            self._num_tokens += 1
+            if index == skipped:
+                break
+            new = self._decoder.step(token_id)
+            before = len(self.text)
+            self._append(new)
+            if self._stops is None:
+                continue
+            found = self._search(before, self._left_out.get(token_id, ""), new)
+            if found is not None:
+                end, start, stop = found
+                self.text = self.text[: end if self._include_stop else start]
+                self._stopped = True
+                return StopMatch(index + 1, stop)
+        return None
+
+    def _append(self, new: str) -> None:
+        # Python appends in place to a text that nobody else refers to; else it would copy all of it for each token.
+        text, self.text = self.text, ""
+        text += new
+        self.text = text
+
+    def _search(self, before: int, left_out: str, new: str) -> tuple[int, int, str] | None:
+        """(end, start, stop) of the stop string that a token completes first, as places in `text`, which had `before`
+        characters and got `new` ones; `left_out` is what the token adds to the whole text alone."""
+        assert self._stops is not None
+        if left_out:
+            if self._whole_stops is None:
+                self._whole_stops, self._num_whole = copy(self._stops), before
+            self._gaps.append((self._num_whole, self._num_whole + len(left_out)))
+            self._num_hidden += len(left_out)
+        stops, matches = self._num_tokens > self._min_tokens, []
+        found = self._stops.feed(new, stops=stops)
+        if found is not None:
+            end = before + found.end
+            matches.append((end, end - len(found.stop), found.stop))
+        if self._whole_stops is not None:
+            added = left_out + new
+            found = self._whole_stops.feed(added, stops=stops)
+            if found is not None:
+                end = self._num_whole + found.end
+                matches.append((self._shown(end), self._shown(end - len(found.stop)), found.stop))
+            self._num_whole += len(added)
+        return min(matches, default=None)
+
+    def _shown(self, position: int) -> int:
+        """The place in `text` of a place in the whole text."""
+        hidden = self._num_hidden
+        for start, end in reversed(self._gaps):
+            if end <= position:
+                break
+            hidden -= end - max(start, position)
+        return position - hidden
+
+    def finish(self) -> None:
+        """No token will follow: append what was held back as incomplete, unless a stop string has cut the text."""
+        if not self._stopped:
+            self._append(self._decoder.flush())
+            self._stopped = True
+
+    def num_safe_chars(self) -> int:
+        """Length of the prefix of `text` that no stop string can take back any more."""
+        if self._stopped or self._include_stop or self._stops is None:
+            return len(self.text)
+        safe = len(self.text) - self._stops.num_held
+        if self._whole_stops is not None:
+            safe = min(safe, self._shown(self._num_whole - self._whole_stops.num_held))
+        return safe

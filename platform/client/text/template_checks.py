@@ -1,0 +1,122 @@
+"""Checks that no text of a message is lost in the chat template.
+
+`conversation` are messages in the one form of `chat_template.py`: content as a list of text parts.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from ...core.errors import InvalidRequestError
+
+_WORD = re.compile(r"[A-Za-z0-9]+", re.ASCII)
+_SEARCHED = 1000
+"""Characters of a tool's result in which a word is looked for."""
+
+Search = Callable[[str, str, int], int | None]
+"""Finds a text in the prompt from a place on; returns where it ends."""
+Render = Callable[[list[dict[str, Any]]], str]
+"""The chat template with its options, applied to a conversation."""
+
+
+def check_texts_arrive(conversation: list[dict[str, Any]], rendered: str) -> None:
+    """Refuse the conversation when text of users or systems is missing. Assistants' reasoning is left out rightly."""
+    rendered = rendered.casefold()
+    searches: list[Search] = [
+        _find_whole,
+        *(partial(_find_words, escape) for escape in (str, _as_json, _as_ascii_json, html.escape)),
+    ]
+    ends = {"user": 0, "system": 0, "developer": 0}  # the texts of a role stay in their order
+    for index, message in enumerate(conversation):
+        role = message["role"]
+        if role not in ends:
+            continue
+        text = "\n".join(part["text"] for part in message["content"])
+        end = _find_text(text, rendered, ends[role], searches)
+        if end is None:
+            raise InvalidRequestError(
+                f"the chat template leaves text of messages[{index}] ({role}) out of the prompt",
+                param=f"messages[{index}].content",
+            )
+        ends[role] = end
+
+
+def _find_text(text: str, rendered: str, start: int, searches: list[Search]) -> int | None:
+    """Where `text` ends in `rendered`, from `start` on; None when it is missing. The search that succeeds becomes the
+    first one: a template treats all texts alike, and a search that fails looks at all that is left of `rendered`."""
+    for index, search in enumerate(searches):
+        end = search(text, rendered, start)
+        if end is not None:
+            searches.insert(0, searches.pop(index))
+            return end
+    return None
+
+
+def _find_whole(text: str, rendered: str, start: int) -> int | None:
+    text = text.strip().casefold()
+    place = rendered.find(text, start)
+    return None if place < 0 else place + len(text)
+
+
+def _find_words(escape: Callable[[str], str], text: str, rendered: str, place: int) -> int | None:
+    """The same for the words of an escaped text, in their order.
+
+    Templates trim texts, and take out switches ("/no_think"), tags and reasoning: none of these is missed.
+    """
+    for word in escape(text.rpartition("</think>")[2]).casefold().split():
+        if word.startswith("/") or ("<" in word and ">" in word):
+            continue
+        found = rendered.find(word, place)
+        if found < 0:
+            return None
+        place = found + len(word)
+    return place
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_ascii_json(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def check_tools_arrive(conversation: list[dict[str, Any]], text: str, render: Render) -> None:
+    """Refuse a conversation whose tool calls or results the template leaves out. Those are looked at more closely of
+    which a name or word does not stand in the text, in order: without them the text must be another."""
+    position = 0
+    for index, message in enumerate(conversation):
+        for place, word, without in _tool_words(index, message):
+            position = text.find(word, position) + len(word)
+            if position >= len(word):
+                continue
+            if _renders_to(text, render, [*conversation[:index], without, *conversation[index + 1 :]]):
+                raise InvalidRequestError(
+                    f"{place}: the model's chat template leaves tool calls or their results out", param=place
+                )
+            return
+
+
+def _tool_words(index: int, message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Place and a word of each tool call or result of a message, and the message without it."""
+    for call in message.get("tool_calls") or ():
+        without = {name: value for name, value in message.items() if name != "tool_calls"}
+        yield f"messages[{index}].tool_calls", str(call["function"].get("name")), without
+    if message["role"] == "tool":
+        text = "\n".join(part["text"] for part in message["content"])
+        words = _WORD.findall(text[:_SEARCHED])
+        if words:
+            without = {**message, "content": [{"type": "text", "text": ""}]}
+            yield f"messages[{index}]", max(words, key=len), without
+
+
+def _renders_to(text: str, render: Render, conversation: list[dict[str, Any]]) -> bool:
+    try:
+        return render(conversation) == text
+    except Exception:  # the template misses something, which it therefore reads
+        return False

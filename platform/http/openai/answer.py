@@ -1,0 +1,115 @@
+"""From a generating request to its answer: the steps that all APIs which generate text share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...core.lora_request import LoRA
+from ...core.outputs import CompletionOutput
+from ...core.sampling_params import SamplingParams
+from ..adapters.adapter_choice import choose_adapter, discover_adapters
+from ..body.memory import HeldBody
+from ..body.reader import read_waiting_body
+from ..protect.accounting import check_call, limit_headers
+from ..serving import Serving, new_request_id, principal_of, serving_of
+from .event_stream import ChunkEncoder, ChunkWriter, stream_response, until_disconnect
+from .generation import Choice, Collected, collect, draft_fields, generate
+from .job import Arrival, Job, now
+from .json_pieces import json_answer
+from .protocol import SamplingFields
+
+BodyT = TypeVar("BodyT", bound=SamplingFields)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Generic[BodyT]):
+    """A request whose body, model and limits have been checked, before its prompt is tokenized."""
+
+    request: Request
+    serving: Serving
+    body: BodyT
+    lora: LoRA | None
+    model: str
+    """Name of the model in the answer."""
+    defaults: Mapping[str, Any]
+    """Sampling parameters that the body may leave out."""
+    arrival: Arrival
+    held: HeldBody
+
+    def job(self, prompts: list[list[int]], params: SamplingParams, *, prefix: str, **fields: Any) -> Job:
+        """The job for these prompts; `prefix` begins its id, `fields` are further ones of `Job`."""
+        return Job(
+            new_request_id(prefix),
+            prompts,
+            params,
+            self.lora,
+            self.body.priority or 0,
+            self.body.cache_salt or "",
+            principal=principal_of(self.request),
+            model=self.model,
+            arrival=self.arrival,
+            on_admitted=self.held.close,
+            **fields,
+        )
+
+    async def respond(
+        self,
+        job: Job,
+        kind: str,
+        encoder: ChunkEncoder,
+        answer: Callable[[Collected], dict[str, Any]],
+        *,
+        in_thread: bool = False,
+    ) -> Response:
+        """Run the job and answer, in chunks where the body asks for a stream.
+
+        Args:
+            kind: the answer's `object`.
+            answer: makes the other fields of a whole answer.
+            in_thread: call it in a thread, since it takes long.
+        """
+        fixed = {
+            "id": job.request_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+        body, events = self.body, generate(self.serving, job)
+        if body.stream:
+            writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
+            return await stream_response(self.request, events, encoder, writer)
+        collected = await until_disconnect(self.request, collect(events, job))
+        content = await asyncio.to_thread(answer, collected) if in_thread else answer(collected)
+        return await json_answer(fixed | content, limit_headers(self.request))
+
+
+async def accept(request: Request, kind: type[BodyT]) -> Accepted[BodyT]:
+    """Read a body and check all that can be checked before a prompt is made of it.
+
+    Raises:
+        OutriderError: the body is wrong, its model does not exist, or the server or the limits refuse the request.
+    """
+    arrival, serving = now(), serving_of(request)
+    body, held = await read_waiting_body(request, kind, serving.config.max_body_bytes)
+    body.check()
+    models = serving.models.seen_by(principal_of(request))
+    await discover_adapters(models, body)
+    lora, model = choose_adapter(models, body)
+    serving.check_ready()
+    check_call(request)
+    defaults = await serving.llm.sampling_defaults.of(lora)
+    return Accepted(request, serving, body, lora, model, defaults, arrival, held)
+
+
+def asked_fields(body: SamplingFields, output: Choice | CompletionOutput) -> dict[str, Any]:
+    """Fields of a choice that only some requests ask for."""
+    fields: dict[str, Any] = {"token_ids": output.token_ids} if body.return_token_ids else {}
+    return fields | draft_fields(output) if body.return_draft_status else fields

@@ -1,0 +1,230 @@
+# ruff: noqa: E501
+"""Messages to prompts: the form that a template reads, texts that must arrive, messages that are continued."""
+
+import json
+from typing import Any
+
+import pytest
+
+from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.client.text.template_checks import check_texts_arrive
+from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.messages import EngineInfo
+
+OPEN = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+    "{% endfor %}</s>{% endfor %}" + OPEN
+)
+EITHER = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}</s>{% endfor %}" + OPEN
+)
+STRING = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + OPEN
+TRIMS = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }} </s>\n{% endfor %}" + OPEN
+ONLY_USERS_HAVE_PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' %}{{ m.content[0].text }}{% else %}"
+    "{{ m.content + '' }}{% endif %}</s>{% endfor %}" + OPEN
+)
+
+# The structure of templates that are in use, by what is special in each.
+LLAMA_3 = (
+    "{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content']|trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system_message = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}{{- 'Cutting Knowledge Date: December 2023\n' }}"
+    "{{- system_message }}{{- '<|eot_id|>' }}{%- for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+QWEN_3 = (
+    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}{%- if message.content is string %}{%- set content = message.content %}{%- else %}"
+    "{%- set content = '' %}{%- endif %}{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
+    "{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{%- elif message.role == 'assistant' %}"
+    "{%- if '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{- '<|im_start|>assistant\n' + content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- if messages[0]['content'] is string -%}"
+    "{%- set first = messages[0]['content'] + '\n\n' -%}{%- else -%}{%- set first = messages[0]['content'][0]['text'] -%}"
+    "{%- endif -%}{%- set loop_messages = messages[1:] -%}{%- else -%}{%- set first = '' -%}"
+    "{%- set loop_messages = messages -%}{%- endif -%}{%- for message in loop_messages -%}"
+    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('must alternate') }}{%- endif -%}"
+    "{{ '<start_of_turn>' + message['role'] + '\n' + (first if loop.first else '') }}{%- if message['content'] is string -%}"
+    "{{ message['content'] | trim }}{%- else -%}{%- for item in message['content'] -%}{{ item['text'] | trim }}"
+    "{%- endfor -%}{%- endif -%}{{ '<end_of_turn>\n' }}{%- endfor -%}"
+)
+MISTRAL = (
+    "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}"
+    "{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}{{- bos_token }}"
+    "{%- for message in loop_messages %}{%- if message['role'] == 'user' %}{%- if loop.last and system_message is defined %}"
+    "{{- '[INST] ' + system_message + '\n\n' + message['content'] + '[/INST]' }}{%- else %}"
+    "{{- '[INST] ' + message['content'] + '[/INST]' }}{%- endif %}{%- else %}"
+    "{{- ' ' + message['content']|trim + eos_token }}{%- endif %}{%- endfor %}"
+)
+SMOLLM_2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}" + OPEN
+)
+SMOLLM_3 = (
+    "{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}"
+    "{{- '<|im_start|>system\n' + system.replace('/no_think', '').replace('/think', '').rstrip() + '<|im_end|>\n' }}"
+    "{%- for m in messages if m.role != 'system' %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- endfor %}"
+)
+DEEPSEEK_R1 = (
+    "{%- set ns = namespace(system_prompt='') -%}{%- for message in messages %}{%- if message['role'] == 'system' %}"
+    "{%- set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}{{bos_token}}{{ns.system_prompt}}"
+    "{%- for message in messages %}{%- if message['role'] == 'user' %}{{'<｜User｜>' + message['content']}}"
+    "{%- elif message['role'] == 'assistant' %}{%- set content = message['content'] %}{%- if '</think>' in content %}"
+    "{%- set content = content.split('</think>')[-1] %}{%- endif %}{{'<｜Assistant｜>' + content + eos_token}}{%- endif %}"
+    "{%- endfor -%}{% if add_generation_prompt %}{{'<｜Assistant｜><think>\n'}}{% endif %}"
+)
+ASCII = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}\n{% endfor %}"
+JSON = "{% for m in messages %}{{ {'role': m.role, 'content': m.content} | tojson }}\n{% endfor %}"
+REAL = {
+    "Llama 3": LLAMA_3, "Qwen 3": QWEN_3, "Gemma": GEMMA, "Mistral": MISTRAL, "SmolLM2": SMOLLM_2, "SmolLM3": SMOLLM_3,
+    "DeepSeek R1": DEEPSEEK_R1, "JSON": JSON, "ASCII": ASCII, "string": STRING, "parts": PARTS, "either": EITHER, "trims": TRIMS,
+}  # fmt: skip
+GUARD = (  # drops what is no list of parts
+    "{% for message in messages %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ message['role'] + ': ' + content['text'] | trim + '\n' }}{% endfor %}{% endfor %}"
+)
+
+INFO = EngineInfo(
+    model="m", architecture="a", dtype="float32", device="cpu", vocab_size=400, max_model_len=4096, max_logprobs=5,
+    num_kv_blocks=1, block_size=16, num_parameters=1, enable_lora=False, max_loras=1, max_lora_rank=1, speculation="",
+    load_seconds=0.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def processor(tokenizer: Any) -> InputProcessor:
+    return InputProcessor(tokenizer, INFO, eos_token_ids=[1])
+
+
+def prompt(processor: InputProcessor, template: str, *messages: tuple[str, Any], **options: Any) -> str:
+    conversation = [{"role": role, "content": content} for role, content in messages]
+    text: str = processor.chat_prompt(conversation, {"chat_template": template, **options})["prompt"]  # type: ignore[typeddict-item]
+    return text
+
+
+def as_parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [PARTS, EITHER, STRING, ONLY_USERS_HAVE_PARTS, GUARD, GEMMA],
+    ids=["parts", "either", "string", "users", "guard", "Gemma"],
+)
+def test_text_arrives_in_whichever_form_it_is_sent(processor: InputProcessor, template: str) -> None:
+    turns = [("system", "Be brief."), ("user", "Is it safe?"), ("assistant", "Yes it is."), ("user", "Why?")]
+    strings = prompt(processor, template, *turns)
+    parts = prompt(processor, template, *((role, as_parts(text)) for role, text in turns))
+    assert strings == parts
+    assert all(text in strings for _, text in turns)
+    assert "'text'" not in strings
+
+
+def test_form_of_a_template_that_wants_a_system_message(processor: InputProcessor) -> None:
+    template = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS
+    text = prompt(processor, template, ("system", "Be brief."), ("user", "Is it safe?"))
+    assert "Be brief." in text
+    assert "Is it safe?" in text
+
+
+def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcessor) -> None:
+    assert prompt(processor, PARTS, ("user", as_parts("a", "b"))) == "<|user|>ab</s><|assistant|>"
+    assert prompt(processor, STRING, ("user", as_parts("a", "b"))) == "<|user|>a\nb</s><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "arguments", ["call.function.arguments", "'' + call.function.arguments", "call.function.arguments | tojson"]
+)
+def test_arguments_of_calls_are_json(processor: InputProcessor, arguments: str) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.id + call.function.name }}{{ " + arguments + " }}{% endfor %}{% endfor %}"
+    )
+    function = {"name": "weather", "arguments": '{"city":"Z\u00fcrich"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+    assert text == 'ac1weather{"city": "Z\u00fcrich"}'
+
+
+@pytest.mark.parametrize("template", REAL.values(), ids=REAL)
+def test_templates_in_use_raise_no_false_alarm(processor: InputProcessor, template: str) -> None:
+    system = "  Answer in <b>two</b> lines: “é”.\n\tNo \"quotes\" & 'such'. /no_think\n"
+    first = "\n Is <think>this</think> fine?\n\n```\n\tif a < b and b > 'c':\n```  "
+    turns = [("system", system), ("user", first), ("assistant", "<think>hm</think>\n\nYes."), ("user", first)]
+    for messages in (turns, turns[1:], [("system", "/no_think"), ("user", "yes")], [("user", " \n")]):
+        prompt(processor, template, *messages, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "index"),
+    [
+        ("{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}", 0),
+        ("{{ messages[0].content }}{{ messages[-1].content }}", 1),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content[:9] }}\n{% endfor %}", 0),
+        ("{% for m in messages %}{% for p in m.content %}{{ p.words }}{% endfor %}{% endfor %}", 0),
+        (DEEPSEEK_R1, 4),
+    ],
+    ids=["no system", "first and last", "cut", "another field", "one system text alone"],
+)
+def test_text_that_is_not_in_the_prompt_is_an_error(processor: InputProcessor, template: str, index: int) -> None:
+    turns = [("system", "Use short words."), ("user", "yes"), ("assistant", "ok"), ("user", "yes"), ("system", "Stop.")]
+    if index == 4:
+        turns[0], turns[4], index = turns[4], turns[0], 0
+    with pytest.raises(InvalidRequestError, match=rf"messages\[{index}\]") as caught:
+        prompt(processor, template, *turns)
+    assert caught.value.param == f"messages[{index}].content"
+
+
+@pytest.mark.parametrize("name", ["trims", "string", "parts", "Llama 3", "Qwen 3"])
+@pytest.mark.parametrize("text", ["", "So", "So, \n", " \n", "  a"])
+def test_continued_message_keeps_what_the_template_wrote_before(
+    processor: InputProcessor, name: str, text: str
+) -> None:
+    template = REAL[name]
+    closed = prompt(processor, template, ("user", "hi"), ("assistant", "MARK"), add_generation_prompt=False)
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    trims = name in ("trims", "Llama 3")
+    expected = closed[: closed.index("MARK")] + (text.strip() if trims else text)
+    for content in (text, as_parts(text), None) if not text else (text, as_parts(text)):
+        assert prompt(processor, template, ("user", "hi"), ("assistant", content), **options) == expected
+
+
+def test_message_that_the_template_drops_cannot_be_continued(processor: InputProcessor) -> None:
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match="cannot be continued") as caught:
+        prompt(processor, template, ("user", "hi"), ("assistant", "So"), **options)
+    assert caught.value.param == "messages[1].content"
+
+
+class Rendered(str):
+    """Text of a prompt that counts the searches for something that is not in it."""
+
+    num_misses = 0
+
+    def casefold(self) -> "Rendered":
+        return self
+
+    def find(self, *args: Any) -> int:
+        place = super().find(*args)
+        self.num_misses += place < 0
+        return place
+
+
+@pytest.mark.parametrize("alter", [lambda text: json.dumps(text)[1:-1], lambda text: " ".join(text.split())])
+def test_many_altered_texts_are_found_without_looking_at_all_of_the_prompt_for_each(alter: Any) -> None:
+    texts = [f"number{i}\n\ttext" for i in range(100)]
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in texts]
+    rendered = Rendered("".join(f"<u>{alter(text)}" for text in texts))
+    check_texts_arrive(messages, rendered)
+    assert rendered.num_misses < 5

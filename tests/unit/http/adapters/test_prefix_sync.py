@@ -1,0 +1,126 @@
+"""Shared prefixes are cut up beside the event loop, and the last declaration counts."""
+
+import asyncio
+import threading
+from types import MappingProxyType
+
+import pytest
+
+from outrider.platform.client import async_llm
+from outrider.platform.client.async_llm import AsyncLLM
+from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.http.adapters.database_sync import PrefixSync
+from outrider.platform.tenancy.accounts.directory import Snapshot
+from outrider.platform.tenancy.accounts.records import SharedPrefix
+
+from ..conftest import INFO, CharTokenizer
+
+
+class Directory:
+    """Tells what it is told."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+
+    def subscribe(self, listener) -> None:
+        self._listener = listener
+        self.tell()
+
+    def tell(self, *names: str, at: float = 1.0) -> None:
+        self.revision += 1
+        prefixes = tuple(SharedPrefix(name=name, token_ids=tuple(map(ord, name)), created_at=at) for name in names)
+        self._listener(Snapshot(self.revision, self.revision, MappingProxyType({}), prefixes))
+
+
+class Cutter:
+    """Stands in for `SharedPrefixes`: takes until it is told to end."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.may_end = threading.Event()
+        self.began: list[list[str]] = []
+        self.threads: set[int] = set()
+        monkeypatch.setattr(async_llm, "SharedPrefixes", self._cut)
+
+    def _cut(self, prefixes, block_size):
+        self.threads.add(threading.get_ident())
+        self.began.append(["".join(map(chr, prefix)) for prefix in prefixes])
+        names = self.began[-1]
+        assert threading.current_thread() is threading.main_thread() or self.may_end.wait(30)
+        return names
+
+
+@pytest.fixture
+def llm():
+    """The client, as far as prefixes are concerned."""
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm._info, llm._input_processor = INFO, InputProcessor(CharTokenizer(), INFO, eos_token_ids=[2])
+    return llm
+
+
+def run(scenario) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 20))
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_the_loop_goes_on_and_the_last_one_counts(llm, monkeypatch):
+    cutter = Cutter(monkeypatch)
+
+    async def scenario():
+        directory = Directory()
+        follower = PrefixSync(llm, directory)
+        starting = asyncio.create_task(follower.start())
+        await until(lambda: cutter.began == [[]])
+        directory.tell("first")
+        directory.tell("first", "second")
+        applied = asyncio.create_task(follower.applied())
+        await asyncio.sleep(0)
+        assert not starting.done()
+        assert not applied.done(), "an answer said that it counts before it did"
+        cutter.may_end.set()
+        await asyncio.gather(starting, applied)
+        assert cutter.began == [[], ["first", "second"]], "what nobody wants any more is left out"
+        assert llm.input_processor.shared_prefixes == ["first", "second"]
+        await follower.close()
+
+    run(scenario())
+    assert threading.get_ident() not in cutter.threads
+
+
+def test_other_changes_of_the_directory_cost_nothing(llm, monkeypatch):
+    cutter = Cutter(monkeypatch)
+    cutter.may_end.set()
+
+    async def scenario():
+        directory = Directory()
+        follower = PrefixSync(llm, directory)
+        await follower.start()
+        for at, count in ((1.0, 2), (1.0, 2), (2.0, 3)):  # the last one: removed and declared again
+            directory.tell("a", at=at)
+            await follower.applied()
+            assert len(cutter.began) == count
+
+    run(scenario())
+
+
+def test_a_failure_is_told_and_the_next_change_is_taken(llm, monkeypatch, caplog):
+    cutter = Cutter(monkeypatch)
+    cutter.may_end.set()
+
+    async def scenario():
+        directory = Directory()
+        follower = PrefixSync(llm, directory)
+        await follower.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(async_llm, "SharedPrefixes", None)
+            directory.tell("a")
+            await follower.applied()
+        assert "cannot be taken" in caplog.text
+        directory.tell("a")
+        await follower.applied()
+        assert llm.input_processor.shared_prefixes == ["a"]
+
+    run(scenario())
