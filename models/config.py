@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..platform.core.errors import UnsupportedModelError
+from .families import FAMILIES, FamilyTraits, supported_architectures
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -91,22 +92,6 @@ class DecoderConfig:
         return distinct.pop() if len(distinct) == 1 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyTraits:
-    """Properties of a family: the values of keys that its config.json may leave out, and those that are never in the
-    file."""
-
-    defaults: Mapping[str, Any]
-    attention_bias: bool | None = None
-    """Bias of q, k and v; None: the file's `attention_bias` decides, for o too."""
-    mlp_bias: bool | None = None
-    """Bias of the MLP; None: the file's `mlp_bias` decides."""
-    qk_norm: bool = False
-    window_switch: bool = False
-    """True: a window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
-    has_window: bool = True
-
-
 def named_architectures(raw: Mapping[str, Any]) -> list[str]:
     """Names in the `architectures` of a config.json; an absent list, or null, names none.
 
@@ -133,6 +118,33 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
             f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}", param="dtype"
         )
     return name
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The first supported architecture that a HF config names.
+
+    Raises:
+        UnsupportedModelError: it names none, or its `architectures` are no list of names; the message lists the
+            supported ones.
+    """
+    named = named_architectures(raw)
+    for name in named:
+        if name in FAMILIES:
+            return name
+    what = ", ".join(named) or f"none (model_type {raw.get('model_type')!r})"
+    raise UnsupportedModelError(
+        f"unsupported architecture: {what}; supported are {', '.join(supported_architectures())}", param="model"
+    )
+
+
+def config_from_hf(raw: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
+    """The config of a model that runs in `dtype`, from its config.json.
+
+    Raises:
+        UnsupportedModelError: the architecture or one of its fields is not supported; `param` names the field.
+    """
+    architecture = architecture_of(raw)
+    return decoder_config(raw, architecture, dtype, FAMILIES[architecture])
 
 
 def decoder_config(

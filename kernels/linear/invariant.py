@@ -66,7 +66,7 @@ class InvariantLinear:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """x Wᵀ [T, out]; in this product a row may depend on other rows."""
+        """Product x Wᵀ [T, out]; in this product a row may depend on other rows."""
         return self._packed.without_bias(x)
 
 

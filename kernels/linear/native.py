@@ -134,7 +134,7 @@ class NativeLinear:
         return self._product(self._weight, x, residual, site, step)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """x Wᵀ [T, out]."""
+        """Product x Wᵀ [T, out]."""
         return self._product(self._base, x, None)
 
     def _product(

@@ -46,7 +46,7 @@ class PackedLinear:
         return y if residual is None else y.add_(residual)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """x Wᵀ [T, out]."""
+        """Product x Wᵀ [T, out]."""
         if self._prepacked:
             return _pointwise(x, self._weight, None, "none", (), "")
         return F.linear(x, self._weight)

@@ -104,7 +104,7 @@ def gumbel(row_keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor:
-    """argmax over t of scores[row, t] + G(row, t): a draw from softmax(scores). The noise is never stored in memory.
+    """Argmax over t of scores[row, t] + G(row, t): a draw from softmax(scores). The noise is never stored in memory.
 
     Args:
         scores: [R, V] float32 logits or unnormalised log-probabilities, -inf where the mass is zero. Not changed.

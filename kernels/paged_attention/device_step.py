@@ -36,7 +36,7 @@ class AttentionOptions(NamedTuple):
     window: int | None = None
     """Sliding window: a query at position p sees (p - window, p]."""
     soft_cap: float | None = None
-    """c: a score x becomes c · tanh(x / c)."""
+    """Cap c of the scores: a score x becomes c · tanh(x / c)."""
     ancestors: Tensor | None = None
     """[T] int64: bit i of a token's number is set when the token sees token i of its row (itself included). Without it
     a token sees all tokens up to itself. Used for draft trees, in rows of at most 64 tokens that are one tile each,

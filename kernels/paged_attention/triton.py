@@ -363,29 +363,29 @@ def _reduce_case(dtype: str, head_dim: int, num_splits: int) -> CompileCase:
 
 def compile_cases() -> list[CompileCase]:
     """Cases of all kernels."""
-    llama, wide, odd = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80)
+    common, wide, odd = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80)
     all_options = {"HAS_WINDOW": True, "HAS_CAP": True}
     cases = [
-        _attention_case("fp8 ", "bf16", llama, 16, 16, cache="fp8e4nv"),
-        _attention_case("fp8 ", "bf16", llama, 16, 128, cache="fp8e4nv"),
-        _write_case("rope ", "bf16", llama, "bf16", rotate=True, norm=False),
-        _write_case("norm rope ", "bf16", llama, "bf16", rotate=True, norm=True),
+        _attention_case("fp8 ", "bf16", common, 16, 16, cache="fp8e4nv"),
+        _attention_case("fp8 ", "bf16", common, 16, 128, cache="fp8e4nv"),
+        _write_case("rope ", "bf16", common, "bf16", rotate=True, norm=False),
+        _write_case("norm rope ", "bf16", common, "bf16", rotate=True, norm=True),
         _write_case("norm rope ", "fp32", wide, "fp32", rotate=True, norm=True),
         _write_case("", "fp16", odd, "fp16", rotate=False, norm=False),
-        _write_case("rope fp8 ", "bf16", llama, "fp8e4nv", rotate=True, norm=False),
+        _write_case("rope fp8 ", "bf16", common, "fp8e4nv", rotate=True, norm=False),
         _reduce_case("bf16", 128, 4),
         _reduce_case("bf16", 128, 64),
         _reduce_case("fp16", 256, 32),
         *settle_cases(),
     ]
     for arch in (80, 90):
-        cases += [_attention_case("", "bf16", llama, 16, block_m, arch) for block_m in (16, 128)]
-        cases += [_attention_case("window cap ", "bf16", llama, 16, m, arch, **all_options) for m in (16, 32, 64, 128)]
+        cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]
+        cases += [_attention_case("window cap ", "bf16", common, 16, m, arch, **all_options) for m in (16, 32, 64, 128)]
         cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch, **all_options) for m in (16, 32, 64)]
-        cases += [_attention_case("window cap ", "fp32", llama, 16, m, arch, **all_options) for m in (16, 32)]
+        cases += [_attention_case("window cap ", "fp32", common, 16, m, arch, **all_options) for m in (16, 32)]
         cases += [
             _attention_case("", "fp16", Shape(14, 2, 64), 128, 16, arch),
             _attention_case("", "fp16", odd, 64, 128, arch),
-            _attention_case("tree ", "bf16", llama, 16, 64, arch, HAS_TREE=True),
+            _attention_case("tree ", "bf16", common, 16, 64, arch, HAS_TREE=True),
         ]
     return cases

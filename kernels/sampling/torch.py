@@ -45,7 +45,7 @@ def _to(values: np.ndarray, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide(logits: Tensor, heat: np.ndarray) -> Tensor:
-    """logits / heat row by row: a new tensor [R, V]."""
+    """Quotient logits / heat row by row: a new tensor [R, V]."""
     return logits / _to(heat, logits, torch.float32).unsqueeze(1)
 
 

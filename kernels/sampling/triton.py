@@ -269,7 +269,7 @@ def _filter_kernel(
 
 
 def filter_logits(logits: Tensor, heat: np.ndarray, limits: Limits) -> Tensor:
-    """logits / heat with the limits of each row: a new tensor [R, V] float32.
+    """Quotient logits / heat with the limits of each row: a new tensor [R, V] float32.
 
     Args:
         logits: not changed. heat: [R] on the host, 1 for rows that stay as they are.

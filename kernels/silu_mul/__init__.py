@@ -12,7 +12,7 @@ __all__ = ["silu_mul", "silu_mul_invariant"]
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous."""
+    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous."""
     if use_triton(x):
         from . import triton as _triton
 

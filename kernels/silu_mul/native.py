@@ -24,7 +24,7 @@ def _function() -> Any:
 
 
 def silu_mul(x: Tensor) -> Tensor | None:
-    """silu(x[:, :I]) · x[:, I:] of x [T, 2I]; None when the kernel does not serve x."""
+    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I]; None when the kernel does not serve x."""
     function = _function()
     if function is None or x.dtype not in DTYPES or not x.is_cpu:
         return None

@@ -11,7 +11,7 @@ _SERIAL = 1 << 15
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
+    """SiLU(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
     half = x.shape[-1] // 2
     return F.silu(x[:, :half]).mul_(x[:, half:])
 

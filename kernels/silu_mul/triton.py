@@ -32,7 +32,7 @@ def serves(x: Tensor) -> bool:
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(x[:, :I]) · x[:, I:] of x [T, 2I], whose rows may be any distance apart; `serves` must be True."""
+    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I], whose rows may be any distance apart; `serves` must be True."""
     if x.stride(1) != 1:
         x = x.contiguous()
     num_rows, half = x.shape[0], x.shape[1] // 2

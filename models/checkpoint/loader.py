@@ -17,9 +17,8 @@ from tqdm import tqdm
 from ...platform.core.config import ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
-from ..config import DTYPES, stored_dtype
+from ..config import DTYPES, config_from_hf, stored_dtype
 from ..decoder import Decoder
-from ..families import config_from_hf
 from ..layers.embedding import LM_HEAD
 from ..layers.weights import WeightSlot
 from .json_files import read_json

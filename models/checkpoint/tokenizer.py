@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ..families import FAMILIES
 from .json_files import read_json
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def _is_plain(directory: Path) -> bool:
         return False
     settings = read_json(files[2])
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    return plain and "auto_map" not in settings and read_json(files[0]).get("model_type") == "llama"
+    plain_types = {traits.plain_tokenizer_type for traits in FAMILIES.values()} - {None}
+    return plain and "auto_map" not in settings and read_json(files[0]).get("model_type") in plain_types
 
 
 def eos_token_ids(

@@ -94,7 +94,7 @@ class Linear:
         return y
 
     def project(self, x: Tensor) -> Tensor:
-        """x Wᵀ [T, out] of the base weights alone, without the bias; callable from any thread."""
+        """Product x Wᵀ [T, out] of the base weights alone, without the bias; callable from any thread."""
         return self._packed.without_bias(x)  # type: ignore[union-attr]  # as in `forward`
 
     def share(self, other: Linear) -> None:
