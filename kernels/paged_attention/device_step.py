@@ -19,7 +19,7 @@ from .torch import LayerKV
 from .triton import attention_constants, attention_kernel, reduce_kernel, write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
-# Larger ones hide nothing, and 32 bits are enough for it.
+# Largest window: a larger one hides nothing, and 32 bits hold this one.
 _MAX_WINDOW = 1 << 30
 
 
