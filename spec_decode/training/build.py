@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...models.checkpoint.loader import resolve_model_path
-from ...models.config import DecoderConfig, FamilyTraits, decoder_config
+from ...models.config import DecoderConfig, decoder_config
+from ...models.families import FamilyTraits
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError
 from .data import Sample, choose_vocab_size, frequent_tokens
 from .methods.base import TrainedDrafter

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ....models.batch import kv_dtype
 from ....models.checkpoint.json_files import read_json
-from ....models.config import DTYPES, DecoderConfig, FamilyTraits, decoder_config, named_architectures
-from ....models.families import supported_architectures
+from ....models.config import DTYPES, DecoderConfig, decoder_config, named_architectures
+from ....models.families import FamilyTraits, supported_architectures
 from ..checkpoint import refuse
 
 if TYPE_CHECKING:
