@@ -331,7 +331,7 @@ def is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
 
 
 def check_request_id(request_id: object) -> None:
-    """InvalidRequestError unless it is a text that is not empty."""
+    """Raise InvalidRequestError unless the id is a text that is not empty."""
     check_text("request_id", request_id)
     if not request_id:
         raise InvalidRequestError("request_id must not be empty", param="request_id")
