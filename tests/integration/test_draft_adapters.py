@@ -291,10 +291,10 @@ def test_a_folder_for_each_method(engine_of, bare, drafted, tmp_path):
 def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
     engine_of, models, prompts, greedy, monkeypatch, tmp_path
 ):
-    from outrider.spec_decode.drafters.ngram import NgramProposer
+    from outrider.spec_decode.drafters.ngram import NgramDrafter
 
     forgotten = []
-    monkeypatch.setattr(NgramProposer, "forget_adapter", lambda self, digest: forgotten.append(digest))
+    monkeypatch.setattr(NgramDrafter, "forget_adapter", lambda self, digest: forgotten.append(digest))
     engine = engine_of("ngram")
     digest = bytes.fromhex(engine.adapters.load(models.lora("a")).digest)
     engine.adapters.load(LoRARequest("twin", path=models.adapters["a"]))

@@ -21,7 +21,7 @@ class Recorder:
 
     def __init__(self, engine):
         self.seen = []
-        proposer = engine._runner._proposer
+        proposer = engine._runner._drafter
         propose = proposer.propose
 
         def recording(rows, target):
@@ -144,7 +144,7 @@ def test_an_adapters_text_goes_with_it(models, make_engine, run):
     engine.adapters.load(a)
     secret = teach(run, engine, a)
     run(engine, [([5], GREEDY, models.lora("b"))])  # a step, so that the last ones are taken in
-    stores = engine._runner._proposer.stores
+    stores = engine._runner._drafter.stores
     assert {namespace[1] for namespace in stores._trees} > {b""}
     before = stores.num_nodes
     engine.adapters.unload("a")
@@ -157,7 +157,7 @@ def test_an_adapters_text_goes_with_it(models, make_engine, run):
 def test_stores_are_bounded_in_the_engine(make_engine, run):
     config = speculative("suffix") | {"suffix_decoding_max_cached_requests": 2}
     engine = make_engine(speculative_config=config)
-    stores = engine._runner._proposer.stores
+    stores = engine._runner._drafter.stores
     sizes = []
     for i in range(8):
         params = SamplingParams(temperature=8.0, seed=i, max_tokens=60, ignore_eos=True)
