@@ -29,8 +29,8 @@ from ..core.sampling_params import (
     shown,
 )
 from ..core.suggestions import did_you_mean
-from .shared_prefixes import SharedPrefixes
 from .text.chat_template import ChatOptions, render_messages
+from .text.shared_prefixes import SharedPrefixes
 
 
 class TextPrompt(TypedDict, total=False):
