@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.platform.client.input_processor import InputProcessor
-from outrider.platform.client.shared_prefixes import SharedPrefixes
+from outrider.platform.client.text.shared_prefixes import SharedPrefixes
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError
 

@@ -1,5 +1,4 @@
-"""Beginnings of prompts whose KV all tenants may share, since those who run the server have declared them to be no
-secret."""
+"""Beginnings of prompts whose KV all tenants may share: the operator has declared that they are no secret."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 class SharedPrefixes:
-    """Finds out how much of a prompt is the beginning of a declared prefix.
+    """Finds the part of a prompt that is the beginning of a declared prefix.
 
     Only whole KV blocks can be shared, so the prefixes are cut into blocks, and these make a tree: a prompt is looked
     up by its first block, then by its second among those that follow it, and so on. That costs one look-up for each
@@ -29,7 +28,7 @@ class SharedPrefixes:
                 node = self._next.setdefault((node, block), len(self._next) + 1)
 
     def match(self, token_ids: Sequence[int]) -> int:
-        """How many leading tokens stand in blocks wholly inside a declared prefix: a multiple of the block size."""
+        """Number of leading tokens in blocks wholly inside a declared prefix: a multiple of the block size."""
         node = num_tokens = 0
         if self._next:
             for block in self._blocks(token_ids):
