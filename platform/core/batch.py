@@ -32,7 +32,9 @@ class RowPlan:
     """Whether the row reaches the end of its tokens, so that a token is sampled: logits for its last 1 + num_drafts
     positions."""
     max_new_drafts: int
-    """Drafts that may be proposed after this step: there are KV blocks for them."""
+    """Drafts to propose after this step: there are KV blocks for them."""
+    drafter: int = 0
+    """Index of the drafter that proposes them."""
     is_late: bool = False
     """Whether its first token is the one that the sequence's row in the step under way samples; its drafts follow,
     which that step makes."""
@@ -51,8 +53,11 @@ class StepPlan:
     drafts_late: bool = False
     """Whether the device makes the drafts for the next step, if there are any, without the host, which may plan that
     step meanwhile."""
-    rests: bool = False
-    """Whether nobody is asked for drafts after it; none of its rows has any."""
+
+    @property
+    def asks_for_drafts(self) -> bool:
+        """Return whether any row gets drafts after this step."""
+        return any(row.max_new_drafts for row in self.rows)
 
     @property
     def num_tokens(self) -> int:
@@ -85,5 +90,3 @@ class StepResult(NamedTuple):
     """Aligned with the plan's."""
     seconds: float = 0.0
     """That it took; 0 where nobody measured."""
-    rest: int = 0
-    """For how many of the next steps nobody need be asked for drafts, as far as is known now."""

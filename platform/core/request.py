@@ -18,7 +18,7 @@ class Drafts(NamedTuple):
     """Proposed, unverified continuations of a sequence."""
 
     token_ids: Sequence[int]
-    """May be `kernels.late.DeviceIds`, which the host would have to wait for."""
+    """May be `kernels.device_outcome.DeviceIds`, which the host would have to wait for."""
     probs: Any = None
     """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
     (n-gram), or when the request's verification does not need it."""

@@ -78,6 +78,10 @@ _NUMBERS = (
 _WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
 """Methods that vLLM takes as `model` too."""
 _DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
+_ADAPTIVE_LOOKUP_DRAFTS = 16
+"""Most drafts a step of adaptive prompt lookup. The policy makes as many as pay: on SmolLM2-135M repetitive text at
+batch 1 gained 4.99 over no drafts with at most 16 and 2.69 with at most 3; a step with 6 drafts took 33.3 ms, without
+drafts 32.0."""
 
 
 def _wrong(message: str) -> InvalidRequestError:
@@ -124,6 +128,8 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
     drafts_given = "num_speculative_tokens" in given or rates is not None
+    if method == "ngram" and not drafts_given and given.get("adaptive", True):
+        drafts = _ADAPTIVE_LOOKUP_DRAFTS
     defaults: dict[str, Any] = {"num_speculative_tokens": drafts, "adaptive": not drafts_given}
     if "prompt_lookup_max" not in given:
         defaults["prompt_lookup_max"] = max(_LOOKUP_MAX, given.get("prompt_lookup_min", 1))

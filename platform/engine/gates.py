@@ -34,9 +34,11 @@ class DraftLimits(NamedTuple):
     extra_slots: bool = False
     """Whether proposing k drafts writes KV at the k positions after the step's last."""
     overlaps: bool = False
-    """Whether drafts are made on the device without the host, as many as were asked for..."""
+    """Whether the first drafter makes drafts on the device without the host, as many as were asked for."""
     max_positions: int = sys.maxsize
-    """...up to this position of a sequence."""
+    """Positions of a sequence that it drafts for there."""
+    max_drafts_late: int = sys.maxsize
+    """Most drafts of a row that it makes there."""
 
     def room(self, request: Request, least: int, most: int, max_model_len: int) -> int:
         """Most drafts that may follow when the sequence has grown by `least` to `most` tokens."""
@@ -51,9 +53,14 @@ class DraftLimits(NamedTuple):
 
 
 class DraftChooser(Protocol):
-    """Decides how many drafts the device makes for each row, where that is not as many as may be."""
+    """Chooses how many drafts each row gets, and by whom, where that is not as many as may be."""
 
-    def choose(self, rows: Sequence[RowPlan]) -> bool:
-        """Asked once for each step that was planned: lower `max_new_drafts` of its rows to what is wanted. False: the
-        host drafts after them, and nothing is lowered."""
+    @property
+    def plans_no_drafts(self) -> bool:
+        """Return whether the next step is planned without drafts."""
+        ...
+
+    def choose(self, rows: Sequence[RowPlan], *, requests_wait: bool) -> None:
+        """Set `drafter` and lower `max_new_drafts` of the rows of a step that is being planned. `requests_wait`:
+        whether others wait for a seat."""
         ...

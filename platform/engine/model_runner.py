@@ -17,14 +17,13 @@ from ...kernels.staging import to_device
 from ...models.batch import ForwardBatch, LayerKV, build_batch
 from ...models.decoder import Decoder, DecoderOutput
 from ...models.pass_graphs import PassGraphs, PassInputs
+from ...spec_decode.control.policy import SpeculationPolicy
 from ...spec_decode.drafters.base import (
     AdapterPreparer,
+    DeviceStep,
+    Drafter,
     DraftRow,
-    LateChooser,
-    LateDrafter,
     Proposal,
-    Proposer,
-    Resting,
     TargetOutput,
 )
 from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
@@ -46,7 +45,7 @@ class RunnerParts(NamedTuple):
     kv: list[LayerKV]
     """The target's layers."""
     sampler: Sampler
-    proposer: Proposer
+    drafter: Drafter
     prepare_adapters: AdapterPreparer
     """For the tokens of a forward pass."""
     prepare_head: AdapterPreparer
@@ -57,6 +56,8 @@ class RunnerParts(NamedTuple):
     """Where captured passes put them: `PassGraphs.token_logits`."""
     queue: DeviceQueue | None = None
     """Where a step's work goes; None: the host waits for it."""
+    policy: SpeculationPolicy | None = None
+    """Chooses numbers of drafts and observes each step; None: they are fixed."""
 
 
 class _Computed(NamedTuple):
@@ -65,8 +66,6 @@ class _Computed(NamedTuple):
     output: DecoderOutput
     logits: Tensor | None
     """[T, V] float32 where every token of the step has them; good until the next pass."""
-    place: int = -1
-    """See `TargetOutput`."""
 
 
 class _Queued(NamedTuple):
@@ -82,8 +81,6 @@ class _Queued(NamedTuple):
     proposals: list[Proposal] | None
     """Of each row, where the device drafted without the host."""
     capture_seconds: float
-    place: int
-    """See `TargetOutput`."""
 
 
 @dataclass(slots=True)
@@ -103,14 +100,13 @@ class ModelRunner:
         self._model = parts.model
         self._kv = parts.kv
         self._sampler = parts.sampler
-        self._proposer = parts.proposer
-        self._resting = parts.proposer if isinstance(parts.proposer, Resting) else None
+        self._drafter = parts.drafter
+        self._policy = parts.policy
         self._queue = parts.queue or AtOnce()
-        needs = parts.proposer.needs
-        self._drafts_have_layers = bool(needs.kv_layers)
+        needs = parts.drafter.needs
+        self._drafter_has_layers = bool(needs.kv_layers)
+        self._drafts_on_device = needs.drafts_on_device
         self._aux_layers = needs.aux_layers
-        self._memory = None if self.overlaps else needs.memory
-        self._reads_rests = needs.reads_rests
         self._prepare_adapters = parts.prepare_adapters
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
@@ -163,46 +159,33 @@ class ModelRunner:
         ]
         seconds = launched.ticket.seconds() - queued.capture_seconds
         started = time.perf_counter() - self._capture_seconds
-        target = TargetOutput(queued.output.hidden, queued.output.aux, seconds)
-        if plan.rests:
-            if queued.place >= 0 or not self._reads_rests:
-                target = TargetOutput(seconds=seconds, place=queued.place)  # no tensor is to live on
-            return self._rested(plan, sampled, queued.prompt_logprobs, target)
+        target = TargetOutput(queued.output.hidden, queued.output.aux)
         rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
         if queued.proposals is None:
-            drafts = self._proposer.propose(rows, target)
+            drafts = self._draft(rows, target)
         else:
             drafts = [_settled(proposal, row) for proposal, row in zip(queued.proposals, rows, strict=True)]
-            if isinstance(self._proposer, LateChooser):
-                self._proposer.landed(rows, target, queued.proposals)
-        return StepResult(
+            if not self._drafts_on_device:
+                self._drafter.watch(rows, target)
+        result = StepResult(
             [
                 RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
                 for got, prompt, (draft, computed) in zip(sampled, queued.prompt_logprobs, drafts, strict=True)
             ],
             seconds + time.perf_counter() - self._capture_seconds - started,
-            self._resting.rest if self._resting is not None else 0,
         )
+        if self._policy is not None:
+            self._policy.observe(plan, result, seconds)
+        return result
 
-    def _rested(
-        self,
-        plan: StepPlan,
-        sampled: Sequence[Sampled],
-        prompt_logprobs: Sequence[list[TokenLogprobs] | None],
-        target: TargetOutput,
-    ) -> StepResult:
-        """What a step brought after which nobody is asked for drafts."""
-        rest = 0
-        if self._resting is not None:
-            self._resting.rested(plan.rows, target)
-            rest = self._resting.rest
-        keeps = self._drafts_have_layers
-        results = []
-        for row, got, prompt in zip(plan.rows, sampled, prompt_logprobs, strict=True):
-            request = row.request
-            computed = request.num_draft_computed if keeps else len(request.tokens) + len(got.token_ids)
-            results.append(RowResult(got.token_ids, 0, got.logprobs, prompt, NO_DRAFTS, computed, got.error))
-        return StepResult(results, target.seconds, rest)
+    def _draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """Drafts for the next step, made by the host or for it."""
+        if any(row.max_drafts for row in rows):
+            return self._drafter.propose(rows, target)
+        self._drafter.watch(rows, target)
+        if self._drafter_has_layers:
+            return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
+        return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
@@ -248,20 +231,20 @@ class ModelRunner:
             prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
             offset += count
         seconds = self._capture_seconds - captured
-        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds, computed.place)
+        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
 
     def _draft_late(
         self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None, most: int
     ) -> list[Proposal]:
         """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
-        assert isinstance(self._proposer, LateDrafter)
-        rows, target = prepared.drafting, TargetOutput(output.hidden, output.aux)
+        rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot, most)
+        target = TargetOutput(output.hidden, output.aux, step)
         if not any(row.max_drafts for row in rows):
-            self._proposer.watch_late(rows, target, (prepared.rows.overshoot, most))
+            self._drafter.watch(rows, target)
             return [Proposal(NO_DRAFTS, 0) for _ in rows]
         assert outcome is not None, "rows with drafts reach their end"
         self._queue.mark()  # tokens are delivered while the device drafts
-        return self._proposer.propose_late(drafting_rows(prepared, outcome), target, outcome)
+        return self._drafter.propose(drafting_rows(prepared, outcome), target)
 
     def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles
@@ -272,10 +255,7 @@ class ModelRunner:
                 hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
                 return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
-        place = self._memory.take(len(rows.token_ids)) if self._memory is not None and prepared.rests else -1
-        if self._memory is None or place < 0:
-            return _Computed(self._model.forward(batch, self._aux_layers), None)
-        return _Computed(self._model.forward(batch, (), self._memory.copies(place)), None, place)
+        return _Computed(self._model.forward(batch, self._aux_layers), None)
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured: logits of all tokens, hidden states, and those that the proposer wants."""
@@ -348,4 +328,5 @@ def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
         first_index=offset,
         num_drafts=row.num_drafts,
         num_accepted=num_accepted,
+        drafter=row.drafter,
     )

@@ -41,15 +41,13 @@ class Prepared(NamedTuple):
     late. Empty: no row is."""
     drafting: list[DraftRow]
     """The rows, where the device drafts without the host, or nobody does; else empty."""
-    rests: bool
-    """See `StepPlan`."""
 
 
 def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
     """Read a step's sequences. `places`: which of the chosen rows of the step before is whose."""
     rows = SequenceRows([], [], [], [])
     replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
-    step = Prepared(rows, [], [], [], [], replayable, [], [], [], plan.rests)
+    step = Prepared(rows, [], [], [], [], replayable, [], [], [])
     drafts: list[tuple[int, Sequence[int]]] = []
     for index, row in enumerate(plan.rows):
         request, first = row.request, len(rows.token_ids)
@@ -126,7 +124,7 @@ def of_rows(overshoot: Tensor | None, rows: list[int], count: int) -> Tensor | N
 
 
 def _late_row(row: RowPlan, first_index: int) -> DraftRow:
-    """For `LateDrafter`."""
+    """The row of a step whose drafts the device makes, as if all drafts that it verifies were right."""
     request = row.request
     return DraftRow(
         request=request,
@@ -139,6 +137,7 @@ def _late_row(row: RowPlan, first_index: int) -> DraftRow:
         start=row.start,
         first_index=first_index,
         num_drafts=row.num_drafts,
+        drafter=row.drafter,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..core.batch import RowPlan
 from ..core.request import Request
-from .gates import DraftChooser, DraftLimits
+from .gates import DraftLimits
 
 
 def row_choices(
@@ -36,18 +36,14 @@ def row_choices(
         new_drafts = 0
         if samples and share and (lookahead or not limits.extra_slots):
             new_drafts = min(share, _wanted(request, count, limits, longest))
-        row = RowPlan(request, request.num_planned, num_tokens, count, samples, new_drafts, is_late and samples)
+        row = RowPlan(request, request.num_planned, num_tokens, count, samples, new_drafts, is_late=is_late and samples)
         yield row, new_drafts if limits.extra_slots else 0
 
 
-def is_followed(rows: Sequence[RowPlan], limits: DraftLimits, longest: int, chooser: DraftChooser | None) -> bool:
-    """Whether the next step can be planned before the host knows what these `rows` bring: the device makes its drafts,
-    or there are none."""
+def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
+    """Return whether the next step can be planned before the host knows what these `rows` bring: the device makes its
+    drafts, or there are none."""
     if not limits.overlaps or not rows:
-        return False
-    if chooser is None:
-        return all(may_draft_late(row, limits) and _has_its_drafts(row, limits, longest) for row in rows)
-    if not chooser.choose(rows):
         return False
     if any(row.max_new_drafts for row in rows):
         return all(may_draft_late(row, limits) for row in rows)
@@ -65,6 +61,8 @@ def may_draft_late(row: RowPlan, limits: DraftLimits) -> bool:
         return False  # how many tokens there are decides about logits; or this may be the last of a prompt
     if not row.max_new_drafts:
         return True
+    if row.drafter != 0 or row.max_new_drafts > limits.max_drafts_late:
+        return False
     if row.end + row.max_new_drafts > limits.max_positions:
         return False
     if not limits.extra_slots:
@@ -72,11 +70,6 @@ def may_draft_late(row: RowPlan, limits: DraftLimits) -> bool:
     if row.is_late:  # a drafter that was not asked has fallen behind: nobody knows how far before the commit
         return bool(request.under_way[-1].max_new_drafts)
     return request.num_draft_computed >= len(request.tokens)
-
-
-def _has_its_drafts(row: RowPlan, limits: DraftLimits, longest: int) -> bool:
-    """Whether the row gets drafts if it may have any."""
-    return bool(row.max_new_drafts) or not _wanted(row.request, row.num_drafts, limits, longest)
 
 
 def _is_read(row: RowPlan) -> bool:

@@ -19,7 +19,7 @@ from ..core.errors import ErrorInfo, OutriderError
 from ..core.messages import TokenDelta
 from ..core.request import NO_DRAFTS, Request, Status
 from .block_pool import BlockPool
-from .draft_budget import DraftBudget
+from .draft_budget import draft_budget
 from .fair import Turns
 from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
@@ -29,8 +29,7 @@ from .prompt_pace import PromptPace
 from .row_choices import is_followed, row_choices
 from .step_budget import StepBudget
 
-# Waiting sequences that gates may prepare for while the batch is full.
-PREFETCHED = 16
+PREFETCHED = 16  # waiting sequences that gates may prepare for while the batch is full
 
 
 class Scheduler:
@@ -54,7 +53,6 @@ class Scheduler:
         self._chooser = chooser
         policy = POLICIES[config.policy]
         self._turns = Turns(policy, config.fair, config.max_num_batched_tokens)
-        self._drafting = DraftBudget(self._draft_limits, config, self._turns)
         self._is_metered = policy.is_metered
         self._pace = PromptPace() if config.prompt_pacing else None
         self._requests: dict[str, Request] = {}
@@ -151,8 +149,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step under the token budget: first running sequences with one token to compute, and drafts; of what
         they leave, prompts, those that run and those that wait, each in the policy's order."""
-        rests = self._drafting.next_rests
-        step = StepBudget(self.config.max_num_batched_tokens, 0 if rests else self._drafting.num_tokens())
+        step = StepBudget(self.config.max_num_batched_tokens, self._draft_budget())
         prompts: deque[Request] = deque()
         self._needs_commit = False
         for request in list(self._turns.running):
@@ -169,9 +166,14 @@ class Scheduler:
         while prompts:
             self._plan_prompt(prompts.popleft(), step)
         rows = list(step.rows.values())
-        if rests:
-            return StepPlan(rows, rests=True)
-        return StepPlan(rows, is_followed(rows, self._draft_limits, self.config.max_model_len, self._chooser))
+        if rows and self._chooser is not None:
+            self._chooser.choose(rows, requests_wait=self._turns.num_waiting > 0)
+        return StepPlan(rows, is_followed(rows, self._draft_limits))
+
+    def _draft_budget(self) -> int:
+        """Tokens of the next step that drafts may take."""
+        is_off = self._chooser is not None and self._chooser.plans_no_drafts
+        return 0 if is_off else draft_budget(self._draft_limits, self.config, self._turns)
 
     def _plan_prompt(self, request: Request, step: StepBudget) -> None:
         """`_plan_row`, for one that may have given way meanwhile, and even have started again."""
@@ -321,7 +323,7 @@ class Scheduler:
             if victim is None or self._is_under_way(victim):
                 return None
             self._preempt(victim, step)
-        share = step.for_drafts and self._drafting.num_tokens() // (self._turns.num_running + 1)
+        share = step.for_drafts and self._draft_budget() // (self._turns.num_running + 1)
         row = self._fit(request, step.num_left - held, share)
         if row is not None:
             self.prefix_cache.count(request, row.start)
@@ -340,8 +342,6 @@ class Scheduler:
         deltas, self._failed = self._failed, []
         if self._pace is not None:
             self._pace.took(plan, result.seconds)
-        if plan.rows:
-            self._drafting.rest = result.rest
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
             request.land(row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +17,8 @@ from ...models.checkpoint.loader import load_model, read_facts, resolve_model_pa
 from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
 from ...models.pass_graphs import PassGraphs
-from ...spec_decode.adaptive import AdaptiveProposer
-from ...spec_decode.drafters.base import DefersAdapters, LateChooser, LateDrafter, Proposer
-from ...spec_decode.drafters.factory import ProposerContext, draft_kv_bytes_per_token, make_proposer
+from ...spec_decode.control.factory import Speculation, make_speculation
+from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
@@ -66,32 +64,34 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     model = _load(config, path, progress)
     _choose_threads(model, dtype)
     graphs = make_graphs(config)
-    proposer = make_proposer(config.speculative, _proposer_context(config, model, graphs, progress))
-    adapters = _make_adapters(config, model, proposer)
+    speculation = make_speculation(config.speculative, _drafter_context(config, model, graphs, progress))
+    drafter = speculation.drafter
+    adapters = _make_adapters(config, model, speculation)
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
     config = _resolve(args, path)  # again: the KV cache gets of the memory that all that was made so far has left
-    layers = [*model.kv_layers, *proposer.needs.kv_layers]
+    layers = [*model.kv_layers, *drafter.needs.kv_layers]
     cache = config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
-    proposer.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
+    drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     sampler = _make_sampler(config)
     runner = ModelRunner(
         RunnerParts(
             model,
             kv[: len(model.kv_layers)],
             sampler,
-            proposer,
+            drafter,
             adapters.prepare,
             adapters.prepare_head,
             graphs,
             logits,
             make_queue(device, asynchronous=config.async_scheduling),
+            speculation.policy,
         )
     )
-    scheduler = _make_scheduler(config, proposer, adapters)
-    _warm_up(config, scheduler, runner, proposer, adapters, model)
+    scheduler = _make_scheduler(config, speculation, adapters)
+    _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
@@ -147,41 +147,41 @@ def _warm_up(
     config: EngineConfig,
     scheduler: Scheduler,
     runner: ModelRunner,
-    drafter: Proposer,
+    speculation: Speculation,
     adapters: AdapterManager | NoAdapters,
     model: Decoder,
 ) -> None:
-    """What is better done before the first request."""
-    adaptive = drafter if isinstance(drafter, AdaptiveProposer) else None
+    """Do before the first request what it would wait for."""
+    policy = speculation.policy
     if runner.captures:
-        if adaptive is not None:
-            adaptive.hold(0, 0)  # its drafts are captured when it measures what they take
+        if policy is not None:
+            policy.hold(0, 0)  # its drafts are captured when it measures what they take
         drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
         try:
             capture_ahead(scheduler, runner, drafts)
         finally:
-            if adaptive is not None:
-                adaptive.release()
+            if policy is not None:
+                policy.release()
     if config.device != "cpu":
-        if adaptive is not None:  # as many drafts as a step may have
-            adaptive.hold(*max(adaptive.choices, key=lambda choice: choice[1]))
+        if policy is not None:  # as many drafts as a step may have
+            policy.hold(*max(policy.choices, key=lambda choice: choice[1]))
         try:
             rehearse(scheduler, runner)
             rehearse_prompts(scheduler, runner)
             if config.lora is not None and isinstance(adapters, AdapterManager):
                 method = "" if config.speculative is None else config.speculative.method
-                rehearse_adapter(scheduler, runner, adapters, model, (method, drafter.needs.linears))
+                rehearse_adapter(scheduler, runner, adapters, model, (method, speculation.drafter.needs.linears))
         finally:
-            if adaptive is not None:
-                adaptive.release()
-    if adaptive is not None:
-        warm_up(scheduler, runner, adaptive)
+            if policy is not None:
+                policy.release()
+    if policy is not None:
+        warm_up(scheduler, runner, policy)
 
 
-def _proposer_context(
+def _drafter_context(
     config: EngineConfig, target: Decoder, graphs: PassGraphs | None, progress: bool
-) -> ProposerContext:
-    return ProposerContext(
+) -> DrafterContext:
+    return DrafterContext(
         target=target,
         model_path=config.model,
         device=config.device,
@@ -197,7 +197,7 @@ def _proposer_context(
     )
 
 
-def _make_adapters(config: EngineConfig, model: Decoder, drafter: Proposer) -> AdapterManager | NoAdapters:
+def _make_adapters(config: EngineConfig, model: Decoder, speculation: Speculation) -> AdapterManager | NoAdapters:
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
@@ -205,12 +205,19 @@ def _make_adapters(config: EngineConfig, model: Decoder, drafter: Proposer) -> A
     """
     if config.lora is None:
         return NoAdapters()
+    drafter, policy = speculation
+
+    def forget(digest: bytes) -> None:
+        drafter.forget_adapter(digest)
+        if policy is not None:
+            policy.forget(digest)
+
     hooks = AdapterHooks(
         embedding=model.embedding,
         draft_method=config.speculative.method if config.speculative is not None else "",
         draft_linears=drafter.needs.linears,
-        on_gone=drafter.forget_adapter,
-        before_evicting=_before_evicting(config, drafter),
+        on_gone=forget,
+        before_evicting=_ignore if config.async_scheduling else drafter.adapter_leaves,
         batch_invariant=config.batch_invariant,
         reader_process=reader.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
@@ -226,11 +233,8 @@ def _make_adapters(config: EngineConfig, model: Decoder, drafter: Proposer) -> A
         ) from error
 
 
-def _before_evicting(config: EngineConfig, drafter: Proposer) -> Callable[[bytes], None]:
-    """What the drafter wants to be told: see `DefersAdapters`, and `ProposerContext.asynchronous`."""
-    if config.async_scheduling or not isinstance(drafter, DefersAdapters):
-        return lambda digest: None
-    return drafter.adapter_leaves
+def _ignore(digest: bytes) -> None:
+    """Do nothing before an adapter is evicted: where steps overlap, drafters keep nothing that needs it."""
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:
@@ -242,26 +246,28 @@ def _make_sampler(config: EngineConfig) -> Sampler:
     )
 
 
-def _make_scheduler(config: EngineConfig, proposer: Proposer, adapters: AdapterManager | NoAdapters) -> Scheduler:
+def _make_scheduler(config: EngineConfig, speculation: Speculation, adapters: AdapterManager | NoAdapters) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
     gates = [adapters, PrefixNamespaces(adapters.namespace), AdmissionTimes()]
     limits = DraftLimits()
     if config.speculative is not None:
-        limits = _draft_limits(config, config.speculative, proposer)
-    chooser = proposer if isinstance(proposer, LateChooser) else None
-    return Scheduler(config.scheduler, pool, PrefixCache(pool, config.cache.block_size), gates, limits, chooser)
+        limits = _draft_limits(config, config.speculative, speculation)
+    cache = PrefixCache(pool, config.cache.block_size)
+    return Scheduler(config.scheduler, pool, cache, gates, limits, speculation.policy)
 
 
-def _draft_limits(config: EngineConfig, speculative: SpeculativeConfig, proposer: Proposer) -> DraftLimits:
-    needs = proposer.needs
-    limits = DraftLimits(speculative.num_speculative_tokens, extra_slots=bool(needs.kv_layers))
-    # Synthetic acceptance is decided on the host.
-    on_device = isinstance(proposer, LateDrafter) and speculative.synthetic_acceptance_rates is None
-    if not (config.async_scheduling and on_device):
-        return limits
-    if not isinstance(proposer, LateChooser):  # else another drafter may make more
-        limits = limits._replace(num_drafts=min(limits.num_drafts, needs.max_drafts))
-    return limits._replace(overlaps=True, max_positions=needs.max_positions)
+def _draft_limits(config: EngineConfig, options: SpeculativeConfig, speculation: Speculation) -> DraftLimits:
+    needs, most = speculation.drafter.needs, options.num_speculative_tokens
+    if speculation.policy is None:
+        most = min(most, needs.max_drafts)
+    return DraftLimits(
+        most,
+        extra_slots=bool(needs.kv_layers),
+        # The host decides about synthetic acceptance.
+        overlaps=config.async_scheduling and options.synthetic_acceptance_rates is None,
+        max_positions=needs.max_positions,
+        max_drafts_late=needs.max_drafts if needs.drafts_on_device else 0,
+    )
 
 
 def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:

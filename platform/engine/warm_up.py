@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...spec_decode.adaptive import AdaptiveProposer
-from ...spec_decode.probing import MOST_SETTLING
+from ...spec_decode.control.policy import SpeculationPolicy
 from ..core.request import Request, Status
 from ..core.sampling_params import SamplingParams
 from .model_runner import ModelRunner
@@ -22,8 +21,8 @@ from .scheduler import Scheduler
 SECONDS = 2.0
 _ROWS = (1, 4, 16, 32, 2, 8, 64, 24, 12, 48, 3, 6)
 _PASSES, _STEPS = 3, 3
-"""How often a batch comes, with each number of drafts for how many steps: what disturbs the machine for a while
-disturbs others than the next time. The first step verifies what was drafted before."""
+"""Times that each batch comes, and steps with each number of drafts: what disturbs the machine for a while disturbs
+other sizes the next time. The first of the steps verifies what was drafted before."""
 PROMPT = 16
 """Tokens of a dummy's prompt."""
 _SHAPED = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
@@ -46,7 +45,7 @@ _REHEARSED_TOKENS = 3
 def warm_up(
     scheduler: Scheduler,
     runner: ModelRunner,
-    drafter: AdaptiveProposer,
+    policy: SpeculationPolicy,
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
@@ -54,11 +53,11 @@ def warm_up(
     ends = clock() + seconds
     try:
         for rows in _ROWS * _PASSES:
-            for choices in _lives(scheduler, rows, drafter.choices):
+            for choices in _lives(scheduler, rows, policy.choices):
                 if clock() < ends:
-                    _measure(scheduler, runner, drafter, rows, choices, lambda: clock() < ends)
+                    _measure(scheduler, runner, policy, rows, choices, lambda: clock() < ends)
     finally:
-        drafter.release()
+        policy.release()
 
 
 def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -88,19 +87,19 @@ def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) 
 
 def _tokens(num_drafts: int) -> int:
     """That measuring a choice takes of a dummy."""
-    return 1 + _STEPS * (1 + num_drafts) + (0 if num_drafts else MOST_SETTLING)
+    return 1 + _STEPS * (1 + num_drafts)
 
 
 def _measure(
     scheduler: Scheduler,
     runner: ModelRunner,
-    drafter: AdaptiveProposer,
+    policy: SpeculationPolicy,
     rows: int,
     choices: Sequence[tuple[int, int]],
     in_time: Callable[[], bool],
 ) -> None:
     dummies = [dummy(f"warm-up {index}", index) for index in range(rows)]
-    drafter.hold(0, 0)
+    policy.hold(0, 0)
     for request in dummies:
         scheduler.add(request)
     try:
@@ -109,14 +108,7 @@ def _measure(
                 return
             step(scheduler, runner)
         for number, count in choices:
-            is_planned = drafter.rest > 0  # the next step, and without drafts
-            drafter.hold(number, count)
-            if is_planned and in_time():
-                step(scheduler, runner)
-            settling = 0 if count else MOST_SETTLING
-            while settling and drafter.is_settling and in_time():
-                step(scheduler, runner)
-                settling -= 1
+            policy.hold(number, count)
             for _ in range(_STEPS):
                 if not in_time():
                     return

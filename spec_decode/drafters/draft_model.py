@@ -25,12 +25,12 @@ from .autoregressive import (
     draft_rows,
     known_rows,
     propose,
-    propose_late,
+    propose_on_device,
     sampled_rows,
     warn_of_short_reach,
 )
-from .base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
-from .factory import ProposerContext
+from .base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
+from .factory import DrafterContext
 
 if TYPE_CHECKING:
     from ...models.decoder import Decoder
@@ -43,7 +43,7 @@ MIN_AGREEMENT = 0.5
 """Share of tokens with the same id from which a draft model's vocabulary may be of another size than the target's."""
 
 
-def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> DraftModelProposer:
+def load_draft_model(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafter:
     """Load `config.model` as a drafter.
 
     Raises:
@@ -64,7 +64,7 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
         seed=context.seed,
     )
     warn_of_short_reach(config.model, facts.max_position_embeddings, context.max_model_len)
-    return DraftModelProposer(
+    return DraftModelDrafter(
         model,
         invariant=config.rejection_sample_method == "invariant",
         max_num_batched_tokens=context.max_num_batched_tokens,
@@ -74,7 +74,7 @@ def load_draft_model(config: SpeculativeConfig, context: ProposerContext) -> Dra
     )
 
 
-def _check_vocabulary(model: str, path: Path, vocab_size: int, context: ProposerContext) -> None:
+def _check_vocabulary(model: str, path: Path, vocab_size: int, context: DrafterContext) -> None:
     """Refuse a vocabulary of another size unless both are padded ones of tokenizers that agree; warn where tokens
     differ."""
     wanted = context.target.config.vocab_size
@@ -96,7 +96,7 @@ def _check_vocabulary(model: str, path: Path, vocab_size: int, context: Proposer
         )
 
 
-class DraftModelProposer:
+class DraftModelDrafter(Drafter):
     """Drafts by a causal LM with the target's vocabulary and each request's own sampling parameters.
 
     Greedy requests get its most likely tokens; requests under the drafter-invariant rule draw from its q with the noise
@@ -134,12 +134,13 @@ class DraftModelProposer:
         self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
-    def needs(self) -> ProposerNeeds:
+    def needs(self) -> DrafterNeeds:
         """The draft model's layers, and its projections for adapters' draft weights."""
-        return ProposerNeeds(
+        return DrafterNeeds(
             kv_layers=tuple(self._model.kv_layers),
             linears=tuple(self._model.linears()),
             max_positions=self._model.config.max_position_embeddings,
+            drafts_on_device=True,
         )
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
@@ -155,37 +156,21 @@ class DraftModelProposer:
             invariant=self._invariant,
         )
 
-    def forget_adapter(self, digest: bytes) -> None:
-        """Nothing outlives a request."""
-
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
         assert self._limits is not None, "bind comes first"
-        return propose(self, rows, self._limits)
-
-    @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
-        """See `LateDrafter`."""
-        assert self._limits is not None, "bind comes first"
-
-        def begin(sequences: Sequence[Drafting], late: DeviceOutcome) -> PassOutput:
-            return self._forward(sequences, sampled_rows(sequences, late))
-
-        return propose_late(self, rows, late, begin, self._limits)
-
-    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Nothing is missed: tokens can be computed at any time."""
-
-    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
-        """Nothing is missed."""
-
-    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
-        """Nothing is missed."""
+        if target.on_device is None:
+            return propose(self, rows, self._limits)
+        return propose_on_device(self, rows, target.on_device, self._begin_on_device, self._limits)
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`."""
         return self._forward(sequences, known_rows(sequences, chunks))
+
+    def _begin_on_device(self, sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
+        """See `BeginOnDevice`."""
+        return self._forward(sequences, sampled_rows(sequences, outcome))
 
     def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
         """See `TokenDrafter`; all that the model remembers is in its KV."""

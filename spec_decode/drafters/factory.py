@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...platform.core.errors import OutriderError
 from ...platform.core.speculative_config import SpeculativeConfig
-from .base import Drafter, LateDrafter, NoProposer, Proposer
+from .base import Drafter, NoDrafter
 
 if TYPE_CHECKING:
     from ...models.decoder import Decoder
@@ -21,7 +21,7 @@ _MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProposerContext:
+class DrafterContext:
     """What drafters are built from, beside their own configuration."""
 
     target: Decoder
@@ -48,38 +48,38 @@ class ProposerContext:
     """Whether another thread than the one that drafts may compute the target's steps."""
 
 
-def _ngram(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
-    from .ngram import NgramProposer
+def _ngram(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
+    from .ngram import NgramDrafter
 
-    return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-
-
-def _suffix(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
-    from .suffix.drafter import SuffixProposer
-
-    return SuffixProposer(config)
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
 
 
-def _draft_model(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
+def _suffix(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
+    from .suffix.drafter import SuffixDrafter
+
+    return SuffixDrafter(config)
+
+
+def _draft_model(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
     from .draft_model import load_draft_model
 
     return load_draft_model(config, context)
 
 
-def _eagle(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
+def _eagle(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
     from .eagle.drafter import load_eagle
 
     return load_eagle(config, context)
 
 
-def _medusa(config: SpeculativeConfig, context: ProposerContext) -> Drafter:
+def _medusa(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
     from .medusa.drafter import load_medusa
 
     return load_medusa(config, context)
 
 
 # method of `speculative_config` -> factory; what it needs is imported on use.
-_FACTORIES: dict[str, Callable[[SpeculativeConfig, ProposerContext], Drafter]] = {
+_FACTORIES: dict[str, Callable[[SpeculativeConfig, DrafterContext], Drafter]] = {
     "ngram": _ngram,
     "suffix": _suffix,
     "draft_model": _draft_model,
@@ -89,7 +89,7 @@ _FACTORIES: dict[str, Callable[[SpeculativeConfig, ProposerContext], Drafter]] =
 }
 
 
-def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) -> Proposer:
+def make_drafter(config: SpeculativeConfig | None, context: DrafterContext) -> Drafter:
     """The drafter that `config` asks for; None is no speculation.
 
     Raises:
@@ -98,17 +98,9 @@ def make_proposer(config: SpeculativeConfig | None, context: ProposerContext) ->
         NotFoundError: its model does not exist. `param` is "speculative_config" for all of these.
     """
     if config is None:
-        return NoProposer()
+        return NoDrafter()
     with _naming(config.model):
-        proposer = _FACTORIES[config.method](config, context)
-    if config.adaptive:
-        from ..adaptive import AdaptiveProposer
-        from ..adaptive_factory import make_adaptive
-        from ..adaptive_late import LateAdaptive
-
-        kind = LateAdaptive if context.asynchronous and isinstance(proposer, LateDrafter) else AdaptiveProposer
-        return make_adaptive(proposer, config, context.device, asynchronous=context.asynchronous, kind=kind)
-    return proposer
+        return _FACTORIES[config.method](config, context)
 
 
 def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_cache_dtype: str = "auto") -> int:

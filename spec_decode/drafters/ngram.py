@@ -6,15 +6,11 @@ Each request is looked up in its own tokens only, so nothing of one tenant's tex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
-from .base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput
-
-if TYPE_CHECKING:
-    from ...models.batch import LayerKV
+from .base import Drafter, DraftRow, Proposal, TargetOutput
 
 _FEW_PLACES = 24
 """Earlier places of the last tokens that are looked at one by one."""
@@ -99,7 +95,7 @@ class _History:
         return self._array
 
 
-class NgramProposer:
+class NgramDrafter(Drafter):
     """Drafts copied from the request's own earlier tokens. Owns no KV; they are certain: `Drafts.probs` is None."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
@@ -107,28 +103,15 @@ class NgramProposer:
         self._max_n = max_n
         self._histories: dict[str, _History] = {}  # by request id; of live requests only
 
-    @property
-    def needs(self) -> ProposerNeeds:
-        """Nothing."""
-        return ProposerNeeds()
-
-    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
-        """Nothing to bind."""
-
-    def forget_adapter(self, digest: bytes) -> None:
-        """Nothing outlives a request."""
-
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """What followed last time; where that runs into the sequence's end, it goes on with its own copy (a loop)."""
+        """Draft what followed last time; where that runs into the sequence's end, it goes on with its own copy (a
+        loop)."""
         self._forget_finished()
         return [Proposal(self._draft(row), len(row.tokens)) for row in rows]
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Nothing is missed: histories catch up with the tokens."""
+        """Forget finished requests; the histories of others catch up with their tokens."""
         self._forget_finished()
-
-    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
-        """Nothing is missed."""
 
     def _draft(self, row: DraftRow) -> Drafts:
         if row.max_drafts < 1 or not row.sampled:

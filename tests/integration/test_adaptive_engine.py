@@ -8,8 +8,12 @@ import pytest
 from outrider import SamplingParams
 from outrider.platform.engine import setup
 from outrider.platform.engine.warm_up import warm_up
-from outrider.spec_decode import adaptive_factory
-from outrider.spec_decode.controller import Controller
+from outrider.spec_decode.control import adapters, factory
+from outrider.spec_decode.control.policy import SpeculationPolicy
+from outrider.spec_decode.drafters.draft_model import DraftModelDrafter
+from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
+from outrider.spec_decode.drafters.medusa.drafter import MedusaDrafter
+from outrider.spec_decode.drafters.ngram import NgramDrafter
 
 NAMES = [None, "a", "b", None, "a", "c"]
 PARAMS = {
@@ -63,8 +67,15 @@ def short_warm_up(monkeypatch):
     monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
 
 
+@pytest.fixture
+def early_trials(monkeypatch):
+    """Drafters are tried at once, whatever steps take on this machine."""
+    monkeypatch.setattr(adapters, "FIRST_TRIAL_SECONDS", 0.0)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+@pytest.mark.usefixtures("early_trials")
 def test_text_is_byte_equal_with_and_without(models, make_engine, plain_text, run, jobs, method, options):
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **options)
     num_drafted = 0
@@ -76,65 +87,73 @@ def test_text_is_byte_equal_with_and_without(models, make_engine, plain_text, ru
     assert num_drafted > 0
 
 
-class Recording:
-    """A drafter that notes what it drafted: (tokens, adapter's name, drafts)."""
+@pytest.fixture
+def drafted(monkeypatch):
+    """By class of drafter, what it drafted: (tokens, adapter's name, drafts)."""
+    logs = {}
 
-    def __init__(self, drafter) -> None:
-        self._drafter, self.log = drafter, []
+    def record(kind):
+        propose, log = kind.propose, logs.setdefault(kind, [])
 
-    def __getattr__(self, name):
-        return getattr(self._drafter, name)
+        def noted(self, rows, target):
+            proposals = propose(self, rows, target)
+            for row, proposal in zip(rows, proposals, strict=True):
+                if proposal.drafts.token_ids:
+                    name = row.request.lora.name if row.request.lora else None
+                    log.append((tuple(row.tokens), name, list(proposal.drafts.token_ids)))
+            return proposals
 
-    def propose(self, rows, target):
-        proposals = self._drafter.propose(rows, target)
-        for row, proposal in zip(rows, proposals, strict=True):
-            if proposal.drafts.token_ids:
-                name = row.request.lora.name if row.request.lora else None
-                self.log.append((tuple(row.tokens), name, list(proposal.drafts.token_ids)))
-        return proposals
+        monkeypatch.setattr(kind, "propose", noted)
+
+    for kind in (*NEURAL.values(), NgramDrafter):
+        if kind not in logs:
+            record(kind)
+    return logs
+
+
+NEURAL = {"draft_model": DraftModelDrafter, "eagle": EagleDrafter, "eagle3": EagleDrafter, "medusa": MedusaDrafter}
 
 
 @pytest.fixture
-def random_decisions(monkeypatch):
-    """In place of those that follow from a clock: in each step another drafter and number for each row, or none."""
-    generator = random.Random(5)
+def random_choices(monkeypatch):
+    """In place of choices that follow from a clock: for some steps another drafter and number for each row, or none."""
+    generator, left, chosen = random.Random(5), [0], {}
 
-    def decide(self, rows, prompt_tokens):
+    def choose(self, rows, *, requests_wait=False):
+        left[0] -= 1
+        if left[0] < 0:
+            left[0] = generator.randint(0, 5)
+            chosen.clear()
         for row in rows:
-            row.drafter = generator.randrange(len(row.lane.rates))
-            row.num_drafts = min(generator.choice((0, 0, 1, 3, 5)), row.limit)
-        if generator.random() < 0.5:  # else in the next step again
-            self._next_decision = self._step + generator.randint(2, 6)
+            drafter, count = chosen.setdefault(row.request, (generator.randrange(2), generator.choice((0, 0, 1, 3, 5))))
+            row.drafter, row.max_new_drafts = drafter, min(count, row.max_new_drafts)
 
-    monkeypatch.setattr(Controller, "decide", decide)
-    monkeypatch.setattr(adaptive_factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
+    monkeypatch.setattr(SpeculationPolicy, "choose", choose)
+    monkeypatch.setattr(SpeculationPolicy, "plans_no_drafts", property(lambda self: False))
+    monkeypatch.setattr(factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
 
 
 @pytest.mark.parametrize("options", ["plain", "chunked", "preempted"])
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
-@pytest.mark.usefixtures("random_decisions", "short_warm_up")
-def test_drafters_that_take_turns(models, make_engine, plain_text, run, jobs, method, options):
+@pytest.mark.parametrize("method", NEURAL)
+@pytest.mark.usefixtures("random_choices", "short_warm_up")
+def test_drafters_in_turn(models, make_engine, plain_text, run, jobs, method, options, drafted):
     """The text is the same, both drafters are asked, and one that lagged drafts as one does that never did."""
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **OPTIONS[options])
-    drafters = engine._runner._proposer._drafters
-    neural, lookup = drafters._drafters = [Recording(drafter) for drafter in drafters]
-    memory, places = engine._runner._memory, []
-    assert (memory is not None) == (method == "eagle3" and engine._runner._model.can_copy)
-    if memory is not None:
-        copies = memory.copies
-        memory.copies = lambda place: places.append(place) or copies(place)
+    neural, lookup = drafted[NEURAL[method]], drafted[NgramDrafter]
+    for log in (neural, lookup):
+        log.clear()  # what was drafted for the measuring at the start
     for name in ("seeded", "greedy", "greedy"):  # the last one from the prefix cache
-        mark = len(neural.log)
+        mark = len(neural)
         assert text(run(engine, jobs(name))) == plain_text(name), name
-    assert len(neural.log) > mark > 10
-    assert len(lookup.log) > 10
-    assert len(places) > 10 or memory is None, "the target kept hidden states of steps without drafts"
+    assert len(neural) > mark > 10
+    assert len(lookup) > 10
+    lagged = neural[mark:]
     fixed = make_engine(speculative_config=models.speculative(method, 5), enable_prefix_caching=False, **LORA)
-    fresh = fixed._runner._proposer = Recording(fixed._runner._proposer)
+    neural.clear()
     params = PARAMS["greedy"].clone(max_tokens=7)
-    run(fixed, [(tokens[:-1], params, models.lora(name)) for tokens, name, _ in neural.log[mark:]])
-    longest = {(tokens, name): drafts for tokens, name, drafts in sorted(fresh.log, key=lambda entry: len(entry[2]))}
-    for tokens, name, drafts in neural.log[mark:]:
+    run(fixed, [(tokens[:-1], params, models.lora(name)) for tokens, name, _ in lagged])
+    longest = {(tokens, name): drafts for tokens, name, drafts in sorted(neural, key=lambda entry: len(entry[2]))}
+    for tokens, name, drafts in lagged:
         assert longest[tokens, name][: len(drafts)] == drafts
 
 
@@ -149,15 +168,12 @@ def test_requests_switch_it_off_or_cap_it(models, make_engine, run, prompts):
     assert max(len(d) for d in outcomes[2].deltas) <= 3
 
 
-def test_nothing_is_kept_of_finished_requests(models, make_engine, run, prompts, jobs):
+def test_acceptance_is_known_by_adapter(models, make_engine, run, jobs, monkeypatch):
+    policies = []
+    observe = SpeculationPolicy.observe
+    monkeypatch.setattr(SpeculationPolicy, "observe", lambda self, *args: policies.append(self) or observe(self, *args))
     engine = make_engine(speculative_config=adaptive(models, "draft_model", 3), **LORA)
-    proposer = engine._runner._proposer
     run(engine, jobs("greedy"))
-    run(engine, [(prompts[0], PARAMS["greedy"])])
-    proposer._rest = 0  # if it rests, which is a matter of time, the next step is looked at
-    run(engine, [(prompts[1], SamplingParams(max_tokens=1))])
-    assert len(proposer._known) == 1  # the last batch's, until the next
-    known = proposer.snapshot()
-    assert len({adapter for adapter, _ in known}) == 4  # the base model and three adapters
-    assert set(known) > {(adapter, True) for adapter, _ in known}, "what is greedy is told from what is sampled"
+    known = policies[-1].snapshot()
+    assert len({name.split()[0] for name in known if name.split()[0] != "greedy"}) >= 3, "three adapters"
     assert {entry["drafter"] for entry in known.values()} <= {"draft_model", "ngram"}

@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.platform.engine import setup
 from outrider.platform.engine.warm_up import warm_up
-from outrider.spec_decode import adaptive_factory
-from outrider.spec_decode.adaptive_late import LateAdaptive
-from outrider.spec_decode.controller import Controller
-from outrider.spec_decode.stopwatch import Stopwatch
+from outrider.spec_decode.control import factory
+from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
-from outrider.spec_decode.workload import Workload
 
 from .test_async_speculation import note_drafts
 
@@ -40,24 +37,23 @@ MIXED = [
 
 
 class Script:
-    """In place of a controller's decisions: in each step another number of drafts for each row, and spells of drafting
-    by the network, by prompt lookup, and of none."""
+    """In place of a policy's choices: in each step another number of drafts for each row, and times of drafting by the
+    network, by prompt lookup, and of none."""
 
     def __init__(self, monkeypatch, seed=5, spell=6, drafters=(0, 0, None, 1), counts=(0, *(1, 2, 4) * 4)):
         self.random, self.spell, self.drafters, self.counts = random.Random(seed), spell, drafters, counts
         self.num_decisions = 0
-        monkeypatch.setattr(Controller, "decide", lambda controller, rows, prompt_tokens: self.decide(rows))
-        monkeypatch.setattr(Controller, "due", lambda *args: True)
-        monkeypatch.setattr(Controller, "is_time", property(lambda controller: True))
-        monkeypatch.setattr(adaptive_factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
+        monkeypatch.setattr(SpeculationPolicy, "choose", lambda policy, rows, *, requests_wait: self.choose(rows))
+        monkeypatch.setattr(SpeculationPolicy, "plans_no_drafts", property(lambda policy: False))
+        monkeypatch.setattr(factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
         monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
 
-    def decide(self, rows):
+    def choose(self, rows):
         drafter = self.drafters[self.num_decisions // self.spell % len(self.drafters)]
         self.num_decisions += 1
         for row in rows:
             row.drafter = drafter or 0
-            row.num_drafts = 0 if drafter is None else min(self.random.choice(self.counts), row.limit)
+            row.max_new_drafts = 0 if drafter is None else min(self.random.choice(self.counts), row.max_new_drafts)
 
 
 def jobs_of(models, prompts, kinds, adapters=True, **values):
@@ -181,45 +177,41 @@ def test_spells_without_drafts_overlap_as_without_speculation(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_evidence_is_taken_in_once(models, make_engine, run, prompts, method, monkeypatch):
-    """Of every draft that was verified, and of every token that came; booked on who made it."""
+def test_every_step_is_observed_once(models, make_engine, run, prompts, method, monkeypatch):
+    """In their order, with all drafts that were verified."""
     Script(monkeypatch)
     engine = make(make_engine, models, method)
-    seen, outputs, steps = Counter(), [], []
-    verified, controller = Controller.verified, engine._runner._proposer.controller
+    seen, steps = Counter(), []
+    observe = SpeculationPolicy.observe
 
-    def noted(self, outcomes):
-        for row, found in outcomes.items():
-            for num_drafts, num_accepted in found:
-                seen[row.proposed_by] += num_drafts
-                seen["accepted"] += num_accepted
-        verified(self, outcomes)
+    def noted(self, plan, result, seconds):
+        steps.append(plan)
+        for row, got in zip(plan.rows, result.rows, strict=True):
+            seen["drafts"] += row.num_drafts
+            seen["accepted"] += got.num_accepted
+        observe(self, plan, result, seconds)
 
-    monkeypatch.setattr(Controller, "verified", noted)
-    monkeypatch.setattr(Stopwatch, "has_settled", lambda self, seconds: True)
-    monkeypatch.setattr(Workload, "computed", lambda self, prompts, tokens, answers: outputs.append(tokens))
-    add_step = controller.costs.add_step
-    controller.costs.add_step = lambda rows, tokens, seconds: (steps.append(tokens), add_step(rows, tokens, seconds))
+    monkeypatch.setattr(SpeculationPolicy, "observe", noted)
     plans = watch(engine, monkeypatch)
     outcomes = run(engine, jobs_of(models, prompts, KINDS, max_tokens=40))
-    engine._runner._proposer.snapshot()  # takes in what there is
-    assert seen[-1] == 0
-    assert min(seen[0], seen[1]) > 10
     said = sum(outcome.speculation.num_draft_tokens for outcome in outcomes)
     accepted = sum(outcome.speculation.num_accepted_tokens for outcome in outcomes)
-    assert seen[0] + seen[1] == said
+    assert said > 20
+    assert said <= seen["drafts"], "rows whose request had ended are computed in vain"
     assert accepted <= seen["accepted"] <= accepted + 4 * len(outcomes), "an end may cut off what was accepted"
-    assert sum(outputs) >= sum(len(outcome.token_ids) for outcome in outcomes)
-    assert steps == [plan.num_tokens for plan, _ in plans], "every step, in order"
+    assert steps == [plan for plan, _ in plans]
 
 
-def test_who_draws_on_the_host_is_not_late(models, make_engine):
-    assert not isinstance(make(make_engine, models, "ngram")._runner._proposer, LateAdaptive)
-    assert isinstance(make(make_engine, models, "medusa")._runner._proposer, LateAdaptive)
+def test_steps_with_drafts_of_the_host_do_not_overlap(models, make_engine, run, prompts, monkeypatch):
+    Script(monkeypatch, drafters=[0], counts=[4])
+    engine = make(make_engine, models, "ngram")
+    plans = watch(engine, monkeypatch)
+    run(engine, jobs_of(models, prompts, KINDS))
+    assert not any(overlaps for plan, overlaps in plans if any(row.num_drafts for row in plan.rows))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_decisions_of_the_controller(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
+def test_choices_of_the_policy(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
     """Its own: whatever the times are. Once they are known, most steps overlap."""
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)

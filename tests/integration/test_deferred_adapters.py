@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider import SamplingParams
-from outrider.spec_decode.drafters.eagle.drafter import EagleProposer
+from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
 
 SILENT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculative=False)
 
@@ -17,8 +17,8 @@ def test_they_are_fused_before_their_adapter_makes_way(models, make_engine, run,
     stored, waited, evictions, fused_with = [], [], [], []
     for max_loras in (1, 2):
         engine = make_engine(enable_lora=True, max_lora_rank=8, max_loras=max_loras, speculative_config=speculative)
-        proposer = engine._runner._proposer
-        store = (proposer._first if adaptive else proposer)._store
+        drafter = engine._runner._drafter
+        store = (drafter._first if adaptive else drafter).store
         store.flush()  # what is left of the measuring at start
         for half in store._halves:
             half.zero_()
@@ -27,9 +27,7 @@ def test_they_are_fused_before_their_adapter_makes_way(models, make_engine, run,
         for name, prompt in zip("abaab", prompts * 2, strict=False):
             (outcome,) = run(engine, [(prompt, SILENT, models.lora(name))])
             assert len(outcome.token_ids) == 20
-        if adaptive:
-            proposer._watch_rests()
-        waited.append(store._pending.num_tokens)
+        waited.append(store.num_pending)
         evictions.append(engine.stats().lora_evictions["device"])
         store.flush()
         vectors = torch.cat(store._halves, dim=-1)
@@ -48,7 +46,7 @@ def test_where_steps_overlap_nothing_waits_for_an_adapter_that_leaves(
 ):
     """Another thread may be computing then."""
     told = []
-    monkeypatch.setattr(EagleProposer, "adapter_leaves", lambda self, digest: told.append(digest))
+    monkeypatch.setattr(EagleDrafter, "adapter_leaves", lambda self, digest: told.append(digest))
     engine = make_engine(
         enable_lora=True,
         max_lora_rank=8,

@@ -143,7 +143,7 @@ def test_logits_that_turn_bad_inside_a_prompt_are_told_when_the_prompt_is(make_e
 def test_a_drafter_whose_logits_are_not_finite_changes_nothing(models, make_engine, run, prompts, monkeypatch):
     """Its drafts are rejected; unseeded requests then draw from the target alone."""
     engine = make_engine(speculative_config=models.speculative("draft_model", 3))
-    drafter = engine._runner._proposer._model
+    drafter = engine._runner._drafter._model
     compute = drafter.compute_logits
     monkeypatch.setattr(drafter, "compute_logits", lambda hidden: torch.full_like(compute(hidden), math.nan))
     allowed = {"allowed_token_ids": [7, 8, 9], "max_tokens": 30, "ignore_eos": True}

@@ -7,8 +7,9 @@ import pytest
 from outrider import SamplingParams
 from outrider.kernels import penalties
 from outrider.kernels.device_outcome import OnDevice
-from outrider.spec_decode import adaptive_factory
-from outrider.spec_decode.controller import Controller
+from outrider.spec_decode.control import adapters as adapter_trials
+from outrider.spec_decode.control import factory
+from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
 
 METHODS = ["draft_model", "eagle3", "medusa"]
@@ -43,7 +44,7 @@ class Drafts:
 
     def watch(self, engine):
         """From now on its drafter's calls count."""
-        proposer = engine._runner._proposer
+        proposer = engine._runner._drafter
         propose = proposer.propose
 
         def watched(rows, target):
@@ -126,14 +127,15 @@ def test_rejection_sampling_gets_the_same_drafts(models, make_engine, run, promp
 
 @pytest.fixture
 def every_other_row_by_lookup(monkeypatch):
-    """In place of the controller's decisions, which follow from a clock."""
+    """In place of the policy's choices, which follow from a clock."""
 
-    def decide(self, rows, prompt_tokens):
+    def choose(self, rows, *, requests_wait=False):
         for index, row in enumerate(rows):
-            row.drafter, row.num_drafts = index % 2, row.limit
+            row.drafter = index % 2
 
-    monkeypatch.setattr(Controller, "decide", decide)
-    monkeypatch.setattr(adaptive_factory, "_LOOKUP_MIN", 1)  # so that prompt lookup finds something often
+    monkeypatch.setattr(SpeculationPolicy, "choose", choose)
+    monkeypatch.setattr(SpeculationPolicy, "plans_no_drafts", property(lambda self: False))
+    monkeypatch.setattr(factory, "_LOOKUP_MIN", 1)  # so that prompt lookup finds something often
 
 
 def run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts):
@@ -147,8 +149,9 @@ def run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts):
     return sum(entry.counts.num_draft_tokens for entry in engine.stats().speculation)
 
 
-def test_under_the_controller(models, make_engine, plain_tokens, run, prompts, drafts):
-    """It drafts at first, whatever it finds that to cost."""
+def test_under_the_policy(models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch):
+    """A drafter is tried at once, whatever it costs."""
+    monkeypatch.setattr(adapter_trials, "FIRST_TRIAL_SECONDS", 0.0)
     assert run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts) > 0
     assert drafts.num_sources > 0
 

@@ -25,7 +25,7 @@ from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.platform.engine.logits_edits import edit_draft_logits
 from outrider.spec_decode.drafters.base import DraftRow, Proposal, TargetOutput, no_adapters
-from outrider.spec_decode.drafters.factory import ProposerContext, make_proposer
+from outrider.spec_decode.drafters.factory import DrafterContext, make_drafter
 from outrider.spec_decode.drafters.medusa import drafter as medusa
 from outrider.spec_decode.verify import draft_sampling as drawing
 
@@ -67,12 +67,12 @@ class Side:
             generator = torch.Generator().manual_seed(index)
             slot.load(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
         options = {"method": method, "model": str(folder), "num_speculative_tokens": DRAFTS}
-        context = ProposerContext(
+        context = DrafterContext(
             target=target, device=device, dtype="float32", load_format="dummy", edit_logits=edit_draft_logits,
             max_model_len=100, graphs=graphs,
         )  # fmt: skip
         self.device = device
-        self.proposer: Any = make_proposer(parse_speculative(options), context)
+        self.proposer: Any = make_drafter(parse_speculative(options), context)
         if method == "eagle3":  # its tokens are others of the target's
             self.proposer._head.weight_slots()["d2t"].load(torch.full((DRAFT_VOCAB,), VOCAB - DRAFT_VOCAB))
         self.kv: list[LayerKV] = allocate_kv(self.proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32, device)

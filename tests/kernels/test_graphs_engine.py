@@ -28,15 +28,14 @@ from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import SequenceRows
 from outrider.models.pass_graphs import PassGraphs, PassLimits
-from outrider.platform.core.batch import StepPlan
+from outrider.platform.core.batch import RowPlan, StepPlan
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine import sampler, setup
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.model_runner import Launched, ModelRunner
 from outrider.platform.engine.warm_up import dummy, rehearse, step
-from outrider.spec_decode.controller import Controller
-from outrider.spec_decode.lanes import RowState
+from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
 from outrider.spec_decode.verify import verification
 
@@ -161,7 +160,7 @@ def run(
     )  # fmt: skip
     adapters = [LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide")]
     for lora in adapters if adapted else ():
-        engine.load_adapter(lora, pinned=True)  # there from the first step on: which shapes come is not left to chance
+        engine.adapters.load(lora, pinned=True)  # there from the first step on: which shapes come is not left to chance
     outputs: dict[str, list[int]] = {}
     drafted: Drafted = {}
     watch_drafts(engine, drafted)
@@ -178,7 +177,7 @@ def run(
         take(engine, outputs)
     engine.check_integrity()
     if adapted and method is not None:
-        assert "loaded" in {info.draft for info in engine.list_adapters()}
+        assert "loaded" in {info.draft for info in engine.adapters.list()}
     engine.shutdown()
     return list(outputs.values()), drafted
 
@@ -296,12 +295,12 @@ def test_numbers_of_drafts_that_change_from_step_to_step(
     as_on_a_gpu(monkeypatch)
     decisions = itertools.cycle([(2, 1, 2), (1, 2, 2), (0, 0, 0), (0, 0, 0), (2, 2, 0), (2, 2, 1)])
 
-    def decide(controller: Controller, rows: Sequence[RowState], prompt_tokens: int) -> None:
+    def choose(policy: SpeculationPolicy, rows: Sequence[RowPlan], *, requests_wait: bool) -> None:
         for row, count in zip(rows, next(decisions), strict=False):
-            row.drafter, row.num_drafts = 0, min(count, row.limit)
+            row.drafter, row.max_new_drafts = 0, min(count, row.max_new_drafts)
 
-    monkeypatch.setattr(Controller, "decide", decide)
-    monkeypatch.setattr(Controller, "due", lambda *args: True)
+    monkeypatch.setattr(SpeculationPolicy, "choose", choose)
+    monkeypatch.setattr(SpeculationPolicy, "plans_no_drafts", property(lambda policy: False))
     monkeypatch.setattr(setup, "warm_up", lambda *args: None)
     beside = []
     launch = ModelRunner.launch

@@ -32,25 +32,24 @@ from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .. import autoregressive
 from ..autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
-from ..base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
+from ..base import AdapterPreparer, DeviceStep, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
 from ..checkpoint import fill, fill_randomly, read_tensors
-from ..factory import ProposerContext
+from ..factory import DrafterContext
 from .config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
 from .head import EagleHead, LastRows
 from .hidden_store import HiddenStore
-from .state_ring import Ring
 
 if TYPE_CHECKING:
     from ....models.pass_graphs import GraphedPass, PassGraphs, PassInputs
 
-__all__ = ["EagleProposer", "eagle_kv_bytes_per_token", "load_eagle"]
+__all__ = ["EagleDrafter", "eagle_kv_bytes_per_token", "load_eagle"]
 
 # Tensors of public files that follow from others.
 _NOT_NEEDED = ("t2d",)
 _COMPUTED = "rotary_emb.inv_freq"
 
 
-def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProposer:
+def load_eagle(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
     """Load `config.model` as an EAGLE head of the method that it names ("eagle" or "eagle3").
 
     Raises:
@@ -76,7 +75,7 @@ def load_eagle(config: SpeculativeConfig, context: ProposerContext) -> EagleProp
         head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
         fill(path, head.weight_slots(), stored)
     autoregressive.warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
-    return EagleProposer(
+    return EagleDrafter(
         head,
         invariant=config.rejection_sample_method == "invariant",
         max_num_batched_tokens=context.max_num_batched_tokens,
@@ -93,15 +92,7 @@ def _for_random_weights(config: EagleConfig) -> EagleConfig:
     return dataclasses.replace(config, own_embedding=other, own_head=other or smaller, own_vocabulary=smaller)
 
 
-def _ring_for(head: EagleHead) -> Ring | None:
-    """Memory that the target can copy what the head reads into; None where it cannot."""
-    layers, target = head.config.aux_layers, head.target
-    if not layers or len(set(layers)) < len(layers) or not target.can_copy:
-        return None
-    return Ring(layers, head.config.target_hidden_size, target.config.dtype)
-
-
-class EagleProposer:
+class EagleDrafter(Drafter):
     """Drafts by an EAGLE head with each request's own sampling parameters, as a draft model does."""
 
     def __init__(
@@ -126,31 +117,28 @@ class EagleProposer:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._edit_logits = edit_logits
         self._eagle3 = head.config.eagle3
-        self._ring = _ring_for(head)
         self._store = HiddenStore(
-            head.config.layer.hidden_size,
-            head.fuse,
-            head.device,
-            adapts=self._eagle3,
-            defers=defers_adapters,
-            ring=self._ring,
+            head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3, defers=defers_adapters
         )
         self._kv: Sequence[LayerKV] = ()
         self._limits: CatchUpLimits | None = None
         self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
-    def needs(self) -> ProposerNeeds:
+    def needs(self) -> DrafterNeeds:
         """The head's layer and the store of hidden states; what it reads of the target; its projections."""
-        return ProposerNeeds(
+        return DrafterNeeds(
             kv_layers=(self._head.kv_layer, self._store.spec),
             aux_layers=self._head.config.aux_layers,
-            memory=self._ring,
-            watches_rests=True,
-            reads_rests=True,
             linears=tuple(self._head.linears()),
             max_positions=self._head.config.layer.max_position_embeddings + 1,
+            drafts_on_device=True,
         )
+
+    @property
+    def store(self) -> HiddenStore:
+        """The target's hidden states."""
+        return self._store
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Its layers of the engine's cache."""
@@ -170,11 +158,8 @@ class EagleProposer:
             drafts_count=False,
         )
 
-    def forget_adapter(self, digest: bytes) -> None:
-        """Nothing outlives a request but what its blocks hold, and the prefix cache knows whose they are."""
-
     def adapter_leaves(self, digest: bytes) -> None:
-        """See `DefersAdapters`: the hidden states of its requests are fused."""
+        """Fuse the hidden states of its requests."""
         self._store.adapter_leaves(digest)
 
     @torch.inference_mode()
@@ -182,47 +167,36 @@ class EagleProposer:
         """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
         every step with all of its rows."""
         assert self._limits is not None, "bind comes first"
-        if any(row.max_drafts for row in rows):
-            self._store.append_passing(rows, self._states(target))
-        else:
-            self.watch(rows, target)
+        if target.on_device is not None:
+            return self._propose_on_device(rows, target, target.on_device)
+        self._store.append(rows, self._states(target))
         return autoregressive.propose(self, rows, self._limits)
 
-    @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
-        """See `LateDrafter`."""
+    def _propose_on_device(self, rows: Sequence[DraftRow], target: TargetOutput, step: DeviceStep) -> list[Proposal]:
         assert self._limits is not None, "bind comes first"
-        # Those before a row's new tokens are the step's, in the same order.
-        states = self._store.keep(rows, self._states(target), (late.overshoot, late.most_overshoot))
+        # The states before a row's new tokens are the step's, in the same order.
+        states = self._store.write(rows, self._states(target), step)
 
-        def begin(sequences: Sequence[Drafting], late: DeviceOutcome) -> PassOutput:
-            rows = sampled_rows(sequences, late, first_key=1)
+        def begin(sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
+            rows = sampled_rows(sequences, outcome, first_key=1)
             if len(rows.token_ids) == len(states):
                 return self._forward(sequences, rows, states)
             origins = to_device(np.asarray(rows.device_tokens[0].origins), states.device)
             return self._forward(sequences, rows, states.index_select(0, origins))
 
-        return autoregressive.propose_late(self, rows, late, begin, self._limits)
+        return autoregressive.propose_on_device(self, rows, step, begin, self._limits)
 
+    @torch.inference_mode()
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Keep the step's hidden states."""
-        self._store.append(rows, self._states(target))
-
-    @torch.inference_mode()
-    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
-        """Keep the steps' hidden states."""
-        targets = [target for steps in spells for target in steps.targets]
-        self._store.append_rested(spells, [(t.place, self._states(t) if t.place < 0 else ()) for t in targets])
-
-    @torch.inference_mode()
-    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
-        """Keep the step's hidden states: at once where it is not known yet which of them count, and while adapters
-        that have a part in them are there for sure."""
-        known = overshoot[0] is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
-        if known:
-            self.watch(rows, target)
+        """Keep the step's hidden states. Where the host does not know which of them count, they are written at once;
+        so are those of adapters' requests, while the adapters are there for sure."""
+        states, step = self._states(target), target.on_device
+        if step is None or (
+            step.overshoot is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
+        ):
+            self._store.append(rows, states)
         else:
-            self._store.keep(rows, self._states(target), overshoot)
+            self._store.write(rows, states, step)
 
     def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
         if self._eagle3:
@@ -232,11 +206,11 @@ class EagleProposer:
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`; hidden states are the head's output."""
-        slots = [
-            self._store.slots(s.row.block_table, s.start - 1, s.start - 1 + len(chunk))
-            for s, chunk in zip(sequences, chunks, strict=True)
-        ]
-        hidden = self._store.flush_and_read(np.concatenate(slots))
+        slots = []
+        for sequence, chunk in zip(sequences, chunks, strict=True):
+            before = sequence.start - 1
+            slots += self._store.slots(sequence.row.block_table, before, before + len(chunk))
+        hidden = self._store.flush_and_read(slots)
         return self._forward(sequences, known_rows(sequences, chunks, first_key=1), hidden)
 
     def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import LayerKV
 from ....models.checkpoint.json_files import read_json
@@ -18,9 +17,9 @@ from ....models.pass_graphs import GraphedRows, bucket
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
 from ...verify.verification import choose_rule
-from ..base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput, no_adapters
+from ..base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
 from ..checkpoint import fill, fill_randomly, read_tensors, refuse
-from ..factory import ProposerContext
+from ..factory import DrafterContext
 from .heads import MedusaHeads, canonical_names, read_medusa_config, with_tensors
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ MAX_LOGITS_BYTES = 256 << 20
 _WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
-def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaProposer:
+def load_medusa(config: SpeculativeConfig, context: DrafterContext) -> MedusaDrafter:
     """Load `config.model` as Medusa heads for the target.
 
     Raises:
@@ -58,10 +57,10 @@ def load_medusa(config: SpeculativeConfig, context: ProposerContext) -> MedusaPr
     else:
         fill(path, heads.weight_slots(), stored)
     invariant = config.rejection_sample_method == "invariant"
-    return MedusaProposer(heads, invariant=invariant, edit_logits=context.edit_logits, graphs=context.graphs)
+    return MedusaDrafter(heads, invariant=invariant, edit_logits=context.edit_logits, graphs=context.graphs)
 
 
-class MedusaProposer:
+class MedusaDrafter(Drafter):
     """Drafts by Medusa heads with each request's own sampling parameters. Keeps nothing between steps.
 
     Head i draws from its own q, whatever the heads before it drew: both verification rules ask for no more.
@@ -87,9 +86,11 @@ class MedusaProposer:
         self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
-    def needs(self) -> ProposerNeeds:
+    def needs(self) -> DrafterNeeds:
         """No layers; the projections of its residual blocks."""
-        return ProposerNeeds(linears=tuple(self._heads.linears()), max_drafts=self._heads.config.num_heads)
+        return DrafterNeeds(
+            linears=tuple(self._heads.linears()), max_drafts=self._heads.config.num_heads, drafts_on_device=True
+        )
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Nothing of the cache."""
@@ -97,30 +98,22 @@ class MedusaProposer:
         if self._graphs is not None:
             self._passes = GraphedRows(self._graphs, self._states, self._compute, prepare_adapters)
 
-    def forget_adapter(self, digest: bytes) -> None:
-        """Nothing outlives a step."""
-
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts for the rows that ask for them, from the hidden state at the last position that counts."""
         sequences = self._sequences(rows)
-        drafting = [sequences[i] for i in _by_number(sequences)]
-        last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
-        if drafting:
-            assert target.hidden is not None
-            self._draft(drafting, target.hidden.index_select(0, to_device(np.array(last), target.hidden.device)))
-        return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
-
-    @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
-        """See `LateDrafter`."""
-        sequences = self._sequences(rows)
         order = _by_number(sequences)
         if order:
             assert target.hidden is not None
-            drafting, of_them = [sequences[i] for i in order], late.of(order)
-            first = to_device(np.array([s.row.first_index for s in drafting]), target.hidden.device)
-            self._draft(drafting, target.hidden.index_select(0, first + of_them.accepted), of_them.total)
+            drafting, overshoot = [sequences[i] for i in order], None
+            last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
+            index = to_device(np.array(last), target.hidden.device)
+            if target.on_device is not None:
+                assert target.on_device.outcome is not None, "rows with drafts reach their end"
+                outcome = target.on_device.outcome.of(order)
+                overshoot = outcome.total
+                index = index if outcome.unused is None else index - outcome.unused
+            self._draft(drafting, target.hidden.index_select(0, index), overshoot)
         return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
 
     def _sequences(self, rows: Sequence[DraftRow]) -> list[Drafting]:
@@ -129,15 +122,6 @@ class MedusaProposer:
             Drafting(row, choose_rule(row.request, self._invariant), min(row.max_drafts, most) if row.sampled else 0)
             for row in rows
         ]
-
-    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Nothing is missed: only the last hidden states are read."""
-
-    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
-        """Nothing is missed."""
-
-    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
-        """Nothing is missed."""
 
     def _draft(self, drafting: list[Drafting], hidden: Tensor, overshoot: Tensor | None = None) -> None:
         """Drafts for sequences, those who want most first, from their hidden states [B, H]."""

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ....platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
 from ....platform.core.speculative_config import SpeculativeConfig
-from ..base import AdapterPreparer, DraftRow, Proposal, ProposerNeeds, RestedSteps, TargetOutput
+from ..base import Drafter, DraftRow, Proposal, TargetOutput
 from .tree import NOTHING, Continuation, Place, SuffixTree, Text
-
-if TYPE_CHECKING:
-    from ....models.batch import LayerKV
 
 Namespace = tuple[bytes, bytes]
 """See `Request.text_namespace`."""
@@ -173,7 +169,7 @@ class _Live:
         return self.tree.find(tokens, len(tokens) - min(self.matched, longest), len(tokens))
 
 
-class SuffixProposer:
+class SuffixDrafter(Drafter):
     """Drafts the most frequent continuation of the longest context known. Owns no KV; drafts are certain.
 
     A tree lookup and the upkeep of the trees are plain Python: some 10 to 50 microseconds a row and step.
@@ -188,17 +184,9 @@ class SuffixProposer:
         self._live: dict[str, _Live] = {}  # by request id
 
     @property
-    def needs(self) -> ProposerNeeds:
-        """Nothing; it sees who runs."""
-        return ProposerNeeds(watches_rests=True)
-
-    @property
     def stores(self) -> OutputStores:
         """What past requests were answered."""
         return self._stores
-
-    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
-        """Nothing to bind."""
 
     def forget_adapter(self, digest: bytes) -> None:
         """Drop the stores of that content; what still runs with it will not be remembered."""
@@ -230,13 +218,6 @@ class SuffixProposer:
             if row.request.params.max_drafts != 0:
                 self._live_of(row.request)
         self._stores.work(STEP_TOKENS)
-
-    def watch_rests(self, spells: Sequence[RestedSteps]) -> None:
-        """See who runs: what they are answered is for others' drafts."""
-        for steps in spells:
-            for row in steps.rows:
-                if row.request.params.max_drafts != 0:
-                    self._live_of(row.request)
 
     def _live_of(self, request: Request) -> _Live:
         live = self._live.get(request.request_id)

@@ -177,7 +177,7 @@ def test_the_demo_says_the_same_and_its_drafts_are_accepted_alike(inflate, tmp_p
         )
         engine = EngineCore(args)
         lora = LoRARequest("json", path=str(adapter))
-        assert engine.load_adapter(lora).draft == "loaded"
+        assert engine.adapters.load(lora).draft == "loaded"
         results[name] = (greedy(engine, prompts), greedy(engine, prompts, lora))
         engine.shutdown()
     assert results["small"] == results["large"]

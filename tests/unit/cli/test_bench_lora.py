@@ -188,7 +188,7 @@ def test_no_two_adapters_are_the_same_though_they_share_files(tmp_path, shape):
     assert len(inodes) <= 2 * FILES_PER_RANK < count
     engine = EngineCore(EngineArgs(enable_lora=True, max_loras=2, max_lora_rank=4, max_cpu_loras=count))
     try:
-        infos = [engine.load_adapter(lora) for lora in loras]
+        infos = [engine.adapters.load(lora) for lora in loras]
     finally:
         engine.shutdown()
     assert len({info.digest for info in infos}) == count

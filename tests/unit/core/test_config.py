@@ -173,7 +173,9 @@ def test_speculative_defaults():
     assert parse_speculative({"method": "off"}) is None
     assert parse_speculative({"model": "/d"}).method == "draft_model"
     ngram = parse_speculative({"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2, "model": None})
-    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max, ngram.num_speculative_tokens) == (2, 4, 3)
+    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max, ngram.num_speculative_tokens) == (2, 4, 16)
+    fixed = parse_speculative({"method": "ngram", "adaptive": False})
+    assert fixed.num_speculative_tokens == 3
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,22 @@ from .test_pipeline_drafts import LATE, Drafting, check_texts, follow, jobs, lar
 
 
 class Chooser:
-    """Gives each row some number of drafts, or lets the host decide."""
+    """Gives each row some number of drafts, sometimes by a drafter on the host."""
+
+    plans_no_drafts = False
 
     def __init__(self, seed, waits, counts):
-        """`waits`: share of the steps in which the host decides; `counts`: of drafts, to choose from."""
+        """`waits`: share of the steps after which the host drafts; `counts`: numbers of drafts to choose from."""
         self.random, self.waits, self.counts = random.Random(seed), waits, counts
         self.asked = []
 
-    def choose(self, rows):
+    def choose(self, rows, *, requests_wait):
         self.asked.append(list(rows))
-        if self.random.random() < self.waits:
-            return False
+        drafter = int(self.random.random() < self.waits)
         for row in rows:
-            row.max_new_drafts = min(row.max_new_drafts, self.random.choice(self.counts))
-        return True
+            row.drafter = drafter
+            if not drafter:
+                row.max_new_drafts = min(row.max_new_drafts, self.random.choice(self.counts))
 
 
 @settings(max_examples=250)
@@ -64,16 +66,11 @@ def test_steps_overlap_whatever_number_of_drafts_is_chosen(counts):
     assert (device.num_late_drafts > 0) is (counts != [0])
 
 
-def chosen(rows, counts, limits=LATE):
+def chosen(rows, counts, limits=LATE, drafter=0):
     """Whether a step with these numbers of drafts is followed."""
-
-    class Fixed:
-        def choose(self, rows):
-            for row, count in zip(rows, counts, strict=True):
-                row.max_new_drafts = count
-            return True
-
-    return is_followed(rows, limits, 100, Fixed())
+    for row, count in zip(rows, counts, strict=True):
+        row.max_new_drafts, row.drafter = count, drafter
+    return is_followed(rows, limits)
 
 
 def test_a_row_may_be_given_no_drafts_beside_others():
@@ -109,7 +106,13 @@ def test_logits_that_read_what_comes_wait_without_drafts_too():
     assert not chosen([largest(young)], [0]), "how many come decides about the logits after them"
 
 
-def test_the_host_decides_where_the_chooser_says_so():
+def test_steps_wait_for_drafts_of_the_host():
+    assert not chosen([largest(running())], [2], drafter=1)
+    assert not chosen([largest(running())], [2], LATE._replace(max_drafts_late=0)), "the drafter is on the host"
+    assert chosen([largest(running())], [0], LATE._replace(max_drafts_late=0))
+
+
+def test_drafts_of_the_host_come_between_steps():
     chooser = Chooser(1, 1.0, [3])
     scheduler = make(80, LATE, chooser=chooser, max_num_batched_tokens=32)
     device = Drafting(2)

@@ -19,8 +19,6 @@ class Drafter:
     """Remembers what it was told to do in turn; `None` once it may decide again."""
 
     choices = ((0, 0), (0, 1))
-    is_settling = False
-    rest = 0
 
     def __init__(self):
         self.held = []
@@ -70,7 +68,7 @@ def test_prompts_are_computed_before_anything_is_measured(scheduler):
 
 def test_short_sequences_are_measured_in_several_lives():
     pool = BlockPool(NUM_BLOCKS)
-    longest = warming.PROMPT + 1 + warming._tokens(0) + 2 * 2 + 1
+    longest = warming.PROMPT + 1 + warming._tokens(2) + 2 * 2 + 1
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=longest, policy="fcfs")
     scheduler, drafter = Scheduler(config, pool, PrefixCache(pool, 4)), Drafter()
     drafter.choices = ((0, 0), (0, 2), (0, 1), (1, 2))
@@ -84,30 +82,6 @@ def test_short_sequences_are_measured_in_several_lives():
     batches = warming._PASSES * 2  # of one and of two
     assert all(measured[held] >= batches * warming._STEPS for held in drafter.choices)
     assert pool.num_free == NUM_BLOCKS
-
-
-def test_steps_without_drafts_are_measured_once_they_have_settled(scheduler):
-    drafter = Drafter()
-    runner = Runner(drafter)
-    drafter.is_settling = True  # for ever: there is an end to waiting
-    warm_up(scheduler, runner, drafter, seconds=1.0, clock=lambda: 0.0)
-    steps = [order for order, _ in runner.steps]
-    orders = [order for order in steps if drafter.held[order - 1] == (0, 1)]
-    without = [order for order in steps if drafter.held[order - 1 : order + 1] == [(0, 0), (0, 1)]]
-    assert all(orders.count(order) == warming._STEPS for order in orders)
-    assert all(without.count(order) == warming._STEPS + warming.MOST_SETTLING for order in without)
-    assert without
-
-
-def test_a_step_that_was_planned_as_a_rest_is_none_of_those_that_are_measured(scheduler):
-    drafter = Drafter()
-    runner = Runner(drafter)
-    drafter.rest = 4
-    warm_up(scheduler, runner, drafter, seconds=1.0, clock=lambda: 0.0)
-    orders = [order for order, _ in runner.steps]
-    measured = [order for order in set(orders) if drafter.held[order - 1] == (0, 1)]
-    assert measured
-    assert all(orders.count(order) == warming._STEPS + 1 for order in measured)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 6])

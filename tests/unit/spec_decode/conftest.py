@@ -274,12 +274,12 @@ def make_head(target):
 def load_head(decoder, tmp_path):
     """load_head(path or Head, method, **fields) -> the proposer, through the factory; the plain one unless adaptive."""
     from outrider.platform.core.speculative_config import parse_speculative
-    from outrider.spec_decode.drafters.factory import ProposerContext, make_proposer
+    from outrider.spec_decode.drafters.factory import DrafterContext, make_drafter
 
     def load(head, method=None, *, load_format="auto", budget=2048, max_model_len=256, **fields):
         path = head.save(tmp_path / "head") if isinstance(head, Head) else head
         config = {"method": method or head.method, "model": str(path), "adaptive": False, **fields}
-        context = ProposerContext(
+        context = DrafterContext(
             target=decoder,
             device="cpu",
             dtype="float32",
@@ -287,6 +287,6 @@ def load_head(decoder, tmp_path):
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
         )
-        return make_proposer(parse_speculative(config), context)
+        return make_drafter(parse_speculative(config), context)
 
     return load

@@ -74,7 +74,7 @@ class Engines:
 
     def register(self, ranks: tuple[int, ...], adapter: LoRARequest) -> None:
         """Register an adapter of these ranks, which is read at its first request; errors as in `EngineCore`."""
-        self.serving.register_adapters([adapter])
+        self.serving.adapters.register([adapter])
         self.adapters.setdefault(ranks, []).append(adapter)
 
     def run(self, case: Case, round_number: int, *, warm_up: bool = False) -> Figures:
@@ -116,10 +116,10 @@ class Engines:
 
     def unregister(self, adapters: Sequence[LoRARequest]) -> None:
         """Unregister adapters without requests, so that the next request for one must read it from disk."""
-        known = {info.name for info in self.serving.list_adapters()}
+        known = {info.name for info in self.serving.adapters.list()}
         for lora in adapters:
             if lora.name in known:
-                self.serving.unload_adapter(lora.name)
+                self.serving.adapters.unload(lora.name)
 
     def take_load_seconds(self) -> list[float]:
         """Durations of the loads that ended since the last call."""
@@ -128,7 +128,7 @@ class Engines:
     def facts(self) -> dict[str, Any]:
         """Memory levels of the adapters, and their sizes."""
         stats = self.serving.stats()
-        levels = Counter(info.level for info in self.serving.list_adapters())
+        levels = Counter(info.level for info in self.serving.adapters.list())
         return {
             "adapters_by_level": dict(levels),
             "lora_host_bytes": stats.lora_host_bytes,

@@ -21,11 +21,10 @@ from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
-from outrider.spec_decode.adaptive import AdaptiveProposer
-from outrider.spec_decode.drafters.base import DraftRow, NoProposer, Proposal, ProposerNeeds, TargetOutput, no_adapters
-from outrider.spec_decode.drafters.draft_model import DraftModelProposer
-from outrider.spec_decode.drafters.factory import ProposerContext, make_proposer
-from outrider.spec_decode.drafters.ngram import NgramProposer
+from outrider.spec_decode.drafters.base import DrafterNeeds, DraftRow, NoDrafter, Proposal, TargetOutput, no_adapters
+from outrider.spec_decode.drafters.draft_model import DraftModelDrafter
+from outrider.spec_decode.drafters.factory import DrafterContext, make_drafter
+from outrider.spec_decode.drafters.ngram import NgramDrafter
 
 from ..schedules import small_llama
 
@@ -91,7 +90,7 @@ class Engine:
 
     def __init__(self, draft: Draft, *, invariant: bool = False, budget: int = 2048) -> None:
         model = load_model(draft.path, dtype="float32")
-        self.proposer = DraftModelProposer(model, invariant=invariant, max_num_batched_tokens=budget)
+        self.proposer = DraftModelDrafter(model, invariant=invariant, max_num_batched_tokens=budget)
         self.kv: list[LayerKV] = allocate_kv(self.proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
         self.proposer.bind(self.kv, no_adapters)
         self.free = list(range(NUM_BLOCKS))
@@ -302,16 +301,16 @@ def make(draft: Draft | None, vocab_size: int = VOCAB, folder: Path | None = Non
         config = {"method": "draft_model", "model": str(draft.path), **config}
     target = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab_size))
     model_path = None if folder is None else str(folder)
-    context = ProposerContext(target=target, model_path=model_path, device="cpu", dtype="float32")
-    return make_proposer(parse_speculative(config or None), context)
+    context = DrafterContext(target=target, model_path=model_path, device="cpu", dtype="float32")
+    return make_drafter(parse_speculative(config or None), context)
 
 
 def test_composition(draft: Draft) -> None:
-    assert isinstance(make(None), NoProposer)
-    assert isinstance(make(None, method="ngram", num_speculative_tokens=3), NgramProposer)
-    assert isinstance(make(None, method="ngram"), AdaptiveProposer)
+    assert isinstance(make(None), NoDrafter)
+    assert isinstance(make(None, method="ngram", num_speculative_tokens=3), NgramDrafter)
+    assert isinstance(make(None, method="ngram"), NgramDrafter)
     proposer = make(draft, adaptive=False)
-    assert isinstance(proposer, DraftModelProposer)
+    assert isinstance(proposer, DraftModelDrafter)
     assert proposer.needs.kv_layers == (KVLayerSpec(2, 8),) * 2
 
 
@@ -364,7 +363,7 @@ def test_a_missing_draft_model_is_refused(tmp_path: Path) -> None:
 
 def test_no_proposer_proposes_nothing(draft: Draft) -> None:
     sequence = Engine(draft).sequence(5)
-    proposer = NoProposer()
+    proposer = NoDrafter()
     proposer.bind([], no_adapters)
-    assert proposer.needs == ProposerNeeds()
+    assert proposer.needs == DrafterNeeds()
     assert proposer.propose([sequence.row(3)], TargetOutput())[0].drafts.token_ids == []

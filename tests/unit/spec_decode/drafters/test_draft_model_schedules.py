@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.models.checkpoint.loader import load_model
-from outrider.spec_decode.drafters.draft_model import DraftModelProposer
+from outrider.spec_decode.drafters.draft_model import DraftModelDrafter
 
 from ..schedules import BLOCK, Engine, random_schedule, small_llama
 
@@ -49,7 +49,7 @@ def model(reference):
 
 
 def engine_of(model, budget: int, rng: random.Random) -> Engine:
-    return Engine(NoTarget(), DraftModelProposer(model, max_num_batched_tokens=budget), rng, drafts_count=True)
+    return Engine(NoTarget(), DraftModelDrafter(model, max_num_batched_tokens=budget), rng, drafts_count=True)
 
 
 def test_any_schedule_leaves_the_drafts_as_they_are(reference, model):

@@ -11,7 +11,7 @@ from outrider.platform.core.errors import InvalidRequestError, NotFoundError, Ou
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.drafters.base import no_adapters
 from outrider.spec_decode.drafters.eagle.config import read_eagle_config
-from outrider.spec_decode.drafters.eagle.drafter import EagleProposer, eagle_kv_bytes_per_token
+from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter, eagle_kv_bytes_per_token
 from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
 
 
@@ -202,7 +202,7 @@ def test_random_weights_need_no_file(make_head, load_head, tmp_path, method, opt
     head = make_head(method, **options)
     (tmp_path / "config.json").write_text(json.dumps(head.config()))
     proposer = load_head(tmp_path, method, load_format="dummy")
-    assert isinstance(proposer, EagleProposer)
+    assert isinstance(proposer, EagleDrafter)
     kv = allocate_kv(proposer.needs.kv_layers, 4, 4, torch.float32)
     proposer.bind(kv, no_adapters)
     from outrider.platform.core.request import Request

@@ -8,7 +8,7 @@ import pytest
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
-from outrider.spec_decode.drafters.ngram import NgramProposer, lookup
+from outrider.spec_decode.drafters.ngram import NgramDrafter, lookup
 
 
 def reference(tokens: list[int], min_n: int, max_n: int) -> int:
@@ -27,7 +27,7 @@ def row(request: Request, tokens: list[int], max_drafts: int = 3, sampled: bool 
     return DraftRow(request, tokens, len(tokens) - 1, len(tokens) - 1, max_drafts, [], sampled)
 
 
-def drafts(proposer: NgramProposer, request: Request, tokens: list[int], max_drafts: int = 3) -> list[int]:
+def drafts(proposer: NgramDrafter, request: Request, tokens: list[int], max_drafts: int = 3) -> list[int]:
     return proposer.propose([row(request, tokens, max_drafts)], TargetOutput())[0].drafts.token_ids
 
 
@@ -56,13 +56,13 @@ def test_lookup(tokens: list[int], min_n: int, max_n: int, expected: int) -> Non
 
 
 def test_drafts_are_what_followed() -> None:
-    proposer, request = NgramProposer(1, 3), make_request()
+    proposer, request = NgramDrafter(1, 3), make_request()
     assert drafts(proposer, request, [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
     assert proposer.propose([row(request, [1, 2, 3, 4, 5, 6, 1, 2, 3])], TargetOutput())[0].drafts.probs is None
 
 
 def test_a_loop_goes_on() -> None:
-    proposer, request = NgramProposer(1, 3), make_request()
+    proposer, request = NgramDrafter(1, 3), make_request()
     assert drafts(proposer, request, [9, 1, 2, 1, 2, 1, 2], max_drafts=5) == [1, 2, 1, 2, 1]
     assert drafts(proposer, make_request("s"), [4, 4], max_drafts=3) == [4, 4, 4]
 
@@ -71,7 +71,7 @@ def test_a_loop_goes_on() -> None:
 @pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 5), (2, 3), (4, 4), (1, 12)])
 def test_places_that_are_remembered_give_what_a_search_gives(vocab: int, min_n: int, max_n: int) -> None:
     """With few places and with so many that the array is searched."""
-    proposer, request, tokens = NgramProposer(min_n, max_n), make_request(), []
+    proposer, request, tokens = NgramDrafter(min_n, max_n), make_request(), []
     for length in range(1, 160):
         tokens = [*tokens, random.randrange(vocab)]
         if length % 3:
@@ -80,7 +80,7 @@ def test_places_that_are_remembered_give_what_a_search_gives(vocab: int, min_n: 
 
 
 def test_a_growing_sequence_is_looked_up_whole() -> None:
-    proposer, request = NgramProposer(1, 4), make_request()
+    proposer, request = NgramDrafter(1, 4), make_request()
     tokens = [random.randrange(5) for _ in range(200)]
     while len(tokens) < 900:
         start = reference(tokens, 1, 4)
@@ -90,14 +90,14 @@ def test_a_growing_sequence_is_looked_up_whole() -> None:
 
 
 def test_no_drafts_when_none_are_asked_for_and_a_row_catches_up() -> None:
-    proposer, request = NgramProposer(1, 3), make_request()
+    proposer, request = NgramDrafter(1, 3), make_request()
     assert drafts(proposer, request, [1, 2, 1], max_drafts=0) == []
     assert proposer.propose([row(request, [1, 2, 1], 3, sampled=False)], TargetOutput())[0].drafts.token_ids == []
     assert drafts(proposer, request, [1, 2, 1, 3, 1, 2], max_drafts=1) == [1]
 
 
 def test_requests_do_not_see_each_other() -> None:
-    proposer, first, second = NgramProposer(1, 3), make_request("a"), make_request("b")
+    proposer, first, second = NgramDrafter(1, 3), make_request("a"), make_request("b")
     assert drafts(proposer, first, [1, 2, 3, 4, 1, 2]) == [3, 4, 1]
     assert drafts(proposer, second, [8, 9, 1, 2]) == []
     both = proposer.propose([row(second, [8, 9, 1, 2, 8, 9]), row(first, [1, 2, 3, 4, 1, 2, 3])], TargetOutput())
@@ -105,13 +105,13 @@ def test_requests_do_not_see_each_other() -> None:
 
 
 def test_a_name_used_again_is_a_new_request() -> None:
-    proposer = NgramProposer(1, 3)
+    proposer = NgramDrafter(1, 3)
     drafts(proposer, make_request("a"), [1, 2, 3, 4, 1, 2])
     assert drafts(proposer, make_request("a"), [5, 6, 7, 1, 2, 9, 9, 2, 1, 2]) == [9, 9, 2]
 
 
 def test_finished_requests_are_forgotten() -> None:
-    proposer, requests = NgramProposer(1, 3), [make_request(str(i)) for i in range(5)]
+    proposer, requests = NgramDrafter(1, 3), [make_request(str(i)) for i in range(5)]
     for request in requests:
         drafts(proposer, request, [1, 1])
     for request in requests[:4]:
@@ -121,5 +121,5 @@ def test_finished_requests_are_forgotten() -> None:
 
 
 def test_everything_counts_as_computed() -> None:
-    proposal = NgramProposer(1, 3).propose([row(make_request(), [1, 1, 1])], TargetOutput())[0]
+    proposal = NgramDrafter(1, 3).propose([row(make_request(), [1, 1, 1])], TargetOutput())[0]
     assert proposal.num_draft_computed == 3

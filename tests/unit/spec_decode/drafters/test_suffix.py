@@ -6,22 +6,20 @@ import random
 
 import pytest
 
-from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
-from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
 from outrider.spec_decode.drafters.suffix import drafter as suffix
-from outrider.spec_decode.drafters.suffix.drafter import OutputStores, SuffixProposer, longest_suffix
+from outrider.spec_decode.drafters.suffix.drafter import OutputStores, SuffixDrafter, longest_suffix
 
 A, B = (b"tenant-a", b"adapter"), (b"tenant-b", b"adapter")
 SECRET = [31, 57, 12, 88, 45, 93, 20, 76, 64, 39]
 
 
-def make_proposer(**fields) -> SuffixProposer:
+def make_drafter(**fields) -> SuffixDrafter:
     fields = {f"suffix_decoding_{name}": value for name, value in fields.items()}
-    return SuffixProposer(parse_speculative({"method": "suffix", "num_speculative_tokens": 6} | fields))
+    return SuffixDrafter(parse_speculative({"method": "suffix", "num_speculative_tokens": 6} | fields))
 
 
 def make_request(name="r", namespace=A, prompt=(1,), **params) -> Request:
@@ -54,14 +52,14 @@ def answer(proposer, output, *, namespace=A, name="past", prompt=(1,), **params)
 
 def test_drafts_come_from_the_requests_own_tokens():
     request = make_request(prompt=[5, 6, 7, 8, 9, 4, 5, 6, 7])
-    assert propose(make_proposer(), request) == [[8, 9, 4]]  # as many as tokens matched
-    assert propose(make_proposer(max_spec_factor=2.0), request) == [[8, 9, 4, 5, 6, 7]]
-    assert propose(make_proposer(max_spec_factor=2.0), request, max_drafts=2) == [[8, 9]]
-    assert propose(make_proposer(max_spec_factor=0.4), request) == [[8]]
+    assert propose(make_drafter(), request) == [[8, 9, 4]]  # as many as tokens matched
+    assert propose(make_drafter(max_spec_factor=2.0), request) == [[8, 9, 4, 5, 6, 7]]
+    assert propose(make_drafter(max_spec_factor=2.0), request, max_drafts=2) == [[8, 9]]
+    assert propose(make_drafter(max_spec_factor=0.4), request) == [[8]]
 
 
 def test_drafts_come_from_past_outputs():
-    proposer = make_proposer()
+    proposer = make_drafter()
     answer(proposer, SECRET)
     request = make_request(prompt=[2, 3, *SECRET[1:5]])
     assert propose(proposer, request) == [SECRET[5:9]]
@@ -70,7 +68,7 @@ def test_drafts_come_from_past_outputs():
 def test_the_context_is_the_longest_at_every_step():
     """Looked up anew, whatever was found the step before, while outputs come and go."""
     rng = random.Random(9)
-    proposer = make_proposer(max_cached_requests=4, max_spec_factor=32.0, min_token_prob=0.0)
+    proposer = make_drafter(max_cached_requests=4, max_spec_factor=32.0, min_token_prob=0.0)
     request = make_request("long", prompt=[50, 51])
     for i in range(120):
         if i % 10 == 0:
@@ -84,14 +82,14 @@ def test_the_context_is_the_longest_at_every_step():
 
 
 def test_prompts_are_not_remembered():
-    proposer = make_proposer()
+    proposer = make_drafter()
     answer(proposer, [1, 2, 3], prompt=SECRET)
     assert propose(proposer, make_request(prompt=SECRET[:5])) == [[]]
     assert propose(proposer, make_request(prompt=[1, 2])) == [[3]]
 
 
 def test_what_followed_most_often_wins():
-    proposer = make_proposer(max_spec_factor=4.0)
+    proposer = make_drafter(max_spec_factor=4.0)
     for end in (70, 80, 70, 80, 80):
         answer(proposer, [10, 11, end, end + 1])
     assert propose(proposer, make_request(prompt=[10, 11])) == [[80, 81]]
@@ -99,7 +97,7 @@ def test_what_followed_most_often_wins():
 
 def test_unlikely_drafts_are_not_proposed():
     def drafts(min_token_prob):
-        proposer = make_proposer(max_spec_factor=4.0, min_token_prob=min_token_prob)
+        proposer = make_drafter(max_spec_factor=4.0, min_token_prob=min_token_prob)
         for i in range(4):
             answer(proposer, [10, 11, 20, 30 + i, 40 + i])
         return propose(proposer, make_request(prompt=[10, 11]))[0]
@@ -109,7 +107,7 @@ def test_unlikely_drafts_are_not_proposed():
 
 
 def test_the_tree_that_promises_more_is_used():
-    proposer = make_proposer(max_spec_factor=4.0)
+    proposer = make_drafter(max_spec_factor=4.0)
     answer(proposer, [10, 11, 12, 13, 14, 15, 16])
     answer(proposer, [10, 11, 12, 13, 14, 15, 16])
     short = make_request(prompt=[11, 12, 9, 9, 9, 11, 12])  # sure of 6 tokens, the past of 4
@@ -119,13 +117,13 @@ def test_the_tree_that_promises_more_is_used():
 
 
 def test_the_longest_context_wins_over_the_more_frequent_one():
-    proposer = make_proposer(max_cached_requests=0)
+    proposer = make_drafter(max_cached_requests=0)
     request = make_request(prompt=[3, 1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 6, 4, 3, 1, 2])
     assert propose(proposer, request)[0][0] == 5
 
 
 def test_no_more_than_the_longest_context_is_matched():
-    proposer = make_proposer(max_tree_depth=2, max_spec_factor=1.0)
+    proposer = make_drafter(max_tree_depth=2, max_spec_factor=1.0)
     request = make_request(prompt=[5, 6, 7, 8, 9, 4, 5, 6, 7])
     assert propose(proposer, request) == [[8, 9]]
 
@@ -134,7 +132,7 @@ def test_long_repeats_are_drafted_to_the_full_length():
     """A match as long as the tree is deep still has room behind it."""
     text = random.Random(1).choices(range(1000), k=60)
     request = make_request(prompt=text + text[:50])
-    assert propose(make_proposer(max_tree_depth=8), request) == [text[50:56]]
+    assert propose(make_drafter(max_tree_depth=8), request) == [text[50:56]]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,7 @@ def test_long_repeats_are_drafted_to_the_full_length():
     [(A, B), ((b"t", b"x"), (b"t", b"y")), ((b"t", b""), (b"t", b"x")), ((b"", b""), (b"s", b""))],
 )
 def test_nothing_reaches_another_namespace(namespace, other):
-    proposer = make_proposer(max_spec_factor=32.0, min_token_prob=0.0)
+    proposer = make_drafter(max_spec_factor=32.0, min_token_prob=0.0)
     for i in range(5):
         answer(proposer, SECRET, namespace=namespace, name=f"past-{i}", prompt=SECRET)
     running = make_request("running", namespace, SECRET)
@@ -156,11 +154,11 @@ def test_nothing_reaches_another_namespace(namespace, other):
 
 def test_running_requests_do_not_see_each_other():
     first, second = make_request("a", prompt=SECRET), make_request("b", prompt=SECRET[:4])
-    assert propose(make_proposer(), first, second) == [[], []]
+    assert propose(make_drafter(), first, second) == [[], []]
 
 
 def test_a_name_used_again_is_a_new_request():
-    proposer = make_proposer()
+    proposer = make_drafter()
     first = make_request("a", prompt=[1, *SECRET])
     propose(proposer, first)
     first.status = Status.FINISHED
@@ -169,7 +167,7 @@ def test_a_name_used_again_is_a_new_request():
 
 def test_tokens_behind_the_end_of_an_output_are_not_remembered():
     """The drafter sees what was sampled before the engine cuts it at a stop token."""
-    proposer, request = make_proposer(), make_request(prompt=[1, 2])
+    proposer, request = make_drafter(), make_request(prompt=[1, 2])
     full = request.tokens + SECRET
     proposer.propose([row(request)._replace(tokens=full)], TargetOutput())
     request.tokens += SECRET[:4]
@@ -179,7 +177,7 @@ def test_tokens_behind_the_end_of_an_output_are_not_remembered():
 
 
 def test_zero_cached_requests_is_the_own_tree_alone():
-    proposer = make_proposer(max_cached_requests=0)
+    proposer = make_drafter(max_cached_requests=0)
     answer(proposer, SECRET)
     assert (len(proposer.stores), proposer.stores.num_nodes) == (0, 0)
     assert propose(proposer, make_request(prompt=SECRET[:4])) == [[]]
@@ -187,7 +185,7 @@ def test_zero_cached_requests_is_the_own_tree_alone():
 
 
 def test_the_oldest_outputs_leave_first_over_all_namespaces():
-    proposer = make_proposer(max_cached_requests=2)
+    proposer = make_drafter(max_cached_requests=2)
     outputs = [[10 * i + j for j in range(5)] for i in range(1, 5)]
     for output, namespace in zip(outputs, (A, B, A, B), strict=True):
         answer(proposer, output, namespace=namespace)
@@ -197,14 +195,14 @@ def test_the_oldest_outputs_leave_first_over_all_namespaces():
 
 
 def test_requests_that_are_never_drafted_for_leave_nothing():
-    proposer = make_proposer()
+    proposer = make_drafter()
     answer(proposer, SECRET, speculative=False)
     assert not proposer._live
     assert len(proposer.stores) == 0
 
 
 def test_forgetting_an_adapter_forgets_its_text():
-    proposer = make_proposer()
+    proposer = make_drafter()
     answer(proposer, SECRET, namespace=(b"a", b"x"))
     answer(proposer, SECRET, namespace=(b"b", b"x"))
     answer(proposer, SECRET, namespace=(b"a", b"y"))
@@ -222,7 +220,7 @@ def test_forgetting_an_adapter_forgets_its_text():
 
 def test_long_prompts_are_taken_in_over_several_steps(monkeypatch):
     monkeypatch.setattr(suffix, "STEP_TOKENS", 8)
-    proposer = make_proposer(max_cached_requests=0)
+    proposer = make_drafter(max_cached_requests=0)
     request = make_request(prompt=[*range(20, 40), *range(20, 30)])
     taken = []
     for _ in range(4):
@@ -236,7 +234,7 @@ def test_long_prompts_are_taken_in_over_several_steps(monkeypatch):
 
 def test_a_very_long_request_is_known_by_its_end(monkeypatch):
     monkeypatch.setattr(suffix, "MAX_OWN_TOKENS", 100)
-    proposer = make_proposer(max_cached_requests=0)
+    proposer = make_drafter(max_cached_requests=0)
     request = make_request(prompt=[1000, 1001, 1002, *range(90)])
     for token in [*range(200, 210), 1000, 1001, *range(85, 89), *range(60, 63)]:
         request.tokens.append(token)
@@ -303,14 +301,10 @@ def test_the_longest_suffix_is_found():
 
 
 def test_requests_that_nobody_was_asked_for_are_remembered_too():
-    """They come and go in rests of the adaptive proposer: others may be answered the same."""
-    config = parse_speculative({"method": "suffix", "num_speculative_tokens": 3, "adaptive": True})
-    proposer = SuffixProposer(config)
-    adaptive, gone = make_adaptive(proposer, config), make_request(prompt=[1, 2])
-    adaptive._rest = 50
-    adaptive.rested([RowPlan(gone, 0, 2, 0, True, 0)], TargetOutput(seconds=0.001))
+    """They come and go while nothing is drafted: others may be answered the same."""
+    proposer, gone = make_drafter(), make_request(prompt=[1, 2])
+    proposer.watch([row(gone)], TargetOutput())
     gone.tokens += SECRET
-    adaptive.forget_adapter(b"another")  # looks at the rests
     gone.status = Status.FINISHED
     assert propose(proposer, make_request("next", prompt=[9])) == [[]]
     proposer.stores.work(1000)

@@ -62,7 +62,7 @@ async def _run(args: EngineArgs, loras: Sequence[LoRARequest], batches: Iterator
     recorder = Recorder()
     async with AsyncLLM.from_spec(EngineSpec(args=args, engine=_ENGINE)) as llm:
         for lora in loras:
-            await llm.load_adapter(lora)
+            await llm.adapters.load(lora)
         output = llm.output_processor
         output.process = recorder.wrap(DETOKENIZE, output.process)  # type: ignore[method-assign]
         for salt, number in (("", _WARM_UP), (TIMELINE, _RECORDED), (PROFILER, _PROFILED)):

@@ -1,0 +1,207 @@
+"""Output speed of adaptive speculation over none, beside another checkout's, interleaved in one run.
+
+Each engine is a process of its own: `off`, `new` (this checkout) and, with --old, `old`, all with the same options. For
+each batch size and text they generate in turn, in each round in another order, and wait while others do. `closed` is
+one batch that drains; `queued` is three times as many requests as run at once. A ratio is the median of the rounds.
+
+Usage: python benchmarks/controller.py --model MODEL --texts repetitive chat --batches 1 4 16 32 --json FILE
+    [--old CHECKOUT] [--method ngram | --speculative JSON] [--rounds N] [--max-tokens N] [--queues closed queued]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOPICS = ("a fox", "the sea", "a kettle", "Lisbon", "the moon", "a library", "bees", "trains")
+QUESTIONS = (
+    "What is {}?",
+    "Tell me about {}.",
+    "Write a short story about {}.",
+    "Why do people like {}?",
+    "Give me a list of five facts about {}.",
+    "Explain {} to a child, then explain it again.",
+)
+TEXTS = ("repetitive", "chat", "base", "random")
+QUEUED = 3
+"""Requests for each seat where the queue is filled."""
+
+
+def prompts_of(text: str, tokenizer: Any, vocab_size: int, count: int) -> list[list[int]]:
+    """`count` prompts in tokens: a sentence again and again, questions with or without a chat template, random ones."""
+    found = []
+    for index in range(count):
+        topic = TOPICS[index % len(TOPICS)]
+        if text == "random":
+            found.append(random.Random(index).choices(range(10, vocab_size), k=32))
+        elif text == "repetitive":
+            sentence = f"The {index + 2} children told a story about {topic} and went home. "
+            found.append(list(tokenizer.encode(sentence * 6)))
+        else:
+            question = QUESTIONS[index % len(QUESTIONS)].format(topic)
+            messages = [{"role": "user", "content": question}]
+            found.append(
+                tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            )
+    return found
+
+
+def serve(options: dict[str, Any]) -> None:
+    """Answer each line {batch, text, queue} of stdin with one line {tokens, seconds} of stdout, in a child process."""
+    from transformers import AutoTokenizer
+
+    from outrider import LLM, SamplingParams
+
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print goes to stderr
+    tokenizer = AutoTokenizer.from_pretrained(options["model"])
+    llm, batch_of_llm = None, 0
+    for line in sys.stdin:
+        cell = json.loads(line)
+        if cell["batch"] != batch_of_llm:
+            if llm is not None:
+                llm.shutdown()
+            batch_of_llm = cell["batch"]
+            llm = LLM(
+                options["model"],
+                dtype="bfloat16",
+                max_num_seqs=batch_of_llm,
+                max_model_len=1024,
+                enable_prefix_caching=False,
+                speculative_config=options["speculative"],
+            )
+        assert llm is not None
+        count = cell["batch"] * (QUEUED if cell["queue"] == "queued" else 1)
+        prompts = prompts_of(cell["text"], tokenizer, llm.engine_info.vocab_size, count)
+        is_random = cell["text"] == "random"
+        params = [
+            SamplingParams(
+                temperature=float(is_random),
+                seed=index if is_random else None,
+                # Requests of a queue end at different times, as those of users do.
+                max_tokens=options["max_tokens"] * (2 + index % 3) // 3
+                if count > cell["batch"]
+                else options["max_tokens"],
+                ignore_eos=True,
+            )
+            for index in range(count)
+        ]
+        started = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        print(json.dumps({"tokens": tokens, "seconds": seconds}), file=out, flush=True)
+
+
+class Engine:
+    """A child process that generates when it is asked to."""
+
+    def __init__(self, checkout: Path, options: dict[str, Any], folder: str) -> None:
+        """`checkout`: whose package `outrider` is used; `folder`: for a link to it."""
+        link = Path(tempfile.mkdtemp(dir=folder)) / "outrider"
+        link.symlink_to(checkout, target_is_directory=True)
+        environment = os.environ | {"PYTHONPATH": str(link.parent)}
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", json.dumps(options)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
+        )
+
+    def speed(self, cell: dict[str, Any]) -> float:
+        """Output tokens a second."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(cell) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        return float(answer["tokens"] / answer["seconds"])
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def measure(engines: dict[str, Engine], cell: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Speeds of all engines for one batch size, text and queue; a first round is left out."""
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    names = list(engines)
+    for number in range(rounds + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            speed = engines[name].speed(cell)
+            if number:
+                speeds[name].append(speed)
+    found: dict[str, Any] = {name: [round(speed, 1) for speed in its] for name, its in speeds.items()}
+    for name, base in (("new", "off"), ("old", "off"), ("new", "old"), ("new", "fixed")):
+        if name in speeds and base in speeds:
+            ratios = [one / other for one, other in zip(speeds[name], speeds[base], strict=True)]
+            found[f"{name}/{base}"] = round(statistics.median(ratios), 3)
+    return cell | found
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of the model")
+    parser.add_argument("--old", type=Path, help="another checkout, to compare with")
+    parser.add_argument("--speculative", default='{"method": "ngram"}', metavar="JSON", help="of `old` and `new`")
+    parser.add_argument(
+        "--fixed", metavar="JSON", help="one more engine of this checkout, `fixed`, with this speculation"
+    )
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=["repetitive", "chat"])
+    parser.add_argument("--queues", nargs="+", choices=["closed", "queued"], default=["closed"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path, help="result file")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure all cells, print each, and write them."""
+    args = parse_args()
+    if args.serve:
+        serve(json.loads(args.serve))
+        return
+    from machine import describe_machine
+
+    options = {"model": str(Path(args.model).resolve()), "max_tokens": args.max_tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        speculative = json.loads(args.speculative)
+        engines = {"off": Engine(ROOT, options | {"speculative": None}, folder)}
+        engines["new"] = Engine(ROOT, options | {"speculative": speculative}, folder)
+        if args.old:
+            engines["old"] = Engine(args.old.resolve(), options | {"speculative": speculative}, folder)
+        if args.fixed:
+            engines["fixed"] = Engine(ROOT, options | {"speculative": json.loads(args.fixed)}, folder)
+        cells = []
+        for batch in args.batches:
+            for queue in args.queues if batch > 1 else ["closed"]:
+                for text in args.texts:
+                    found = measure(engines, {"batch": batch, "text": text, "queue": queue}, args.rounds)
+                    cells.append(found)
+                    print(json.dumps(found), flush=True)
+                    if args.json:
+                        head = {
+                            "machine": describe_machine(),
+                            "speculative": speculative,
+                            "max_tokens": args.max_tokens,
+                        }
+                        args.json.write_text(json.dumps(head | {"cells": cells}, indent=1) + "\n")
+        for engine in engines.values():
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()

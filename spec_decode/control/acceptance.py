@@ -1,0 +1,116 @@
+"""Acceptance: how likely the draft at each position is right, given that those before it were.
+
+Positions are pooled (1, 2, 3, 4-5, 6-8, 9 and more), because acceptance changes little from one late position to the
+next and long runs of drafts are rare. Counts are forgotten exponentially. The estimate of a request is the mean of a
+Beta distribution whose prior is its adapter's estimate; the prior of a later pool moves with what the request showed in
+the earlier ones, since text that is copied once tends to be copied on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_POOLS = (0, 1, 2, 3, 3, 4, 4, 4, 5)
+"""Pool of each position from 0; later positions belong to the last pool."""
+NUM_POOLS = 6
+"""Number of pools."""
+REQUEST_MEMORY = 12.0
+"""Rounds after which a request's counts have faded to 1/e: text changes between free and copied within a paragraph."""
+ADAPTER_MEMORY = 400.0
+"""Rounds after which an adapter's counts have faded to 1/e."""
+_PRIOR_ROUNDS = 3.0
+"""Rounds that a request's prior counts for: after three rounds of its own a request is judged by itself as much as by
+its adapter."""
+_FIRST_ROUNDS = 4.0
+"""Rounds that the prior of an adapter without requests counts for."""
+_CARRIED = 0.7
+"""Share of a pool's surprise, in log odds, that moves the prior of the next pool."""
+_LEAST, _MOST = 0.02, 0.98
+"""Bounds of a prior: neither certainty is believed."""
+
+
+def pool_of(position: int) -> int:
+    """Pool of a draft's position, counted from 0."""
+    return _POOLS[position] if position < len(_POOLS) else NUM_POOLS - 1
+
+
+class AcceptanceRate:
+    """Counts of right and wrong drafts by pool, of one request or of one adapter, for one drafter."""
+
+    __slots__ = ("_fade", "offered", "right", "tried")
+
+    def __init__(self, memory: float) -> None:
+        """Start without counts. `memory`: rounds after which they have faded to 1/e."""
+        self._fade = 1.0 - 1.0 / memory
+        self.right = [0.0] * NUM_POOLS
+        self.tried = [0.0] * NUM_POOLS
+        self.offered = [0.0, 0.0]
+        """Rounds in which the drafter was asked, and those in which it had drafts at all."""
+
+    def add_round(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one round: `num_accepted` of `num_drafts` were right, and the one behind them, if any, was not."""
+        fade = self._fade
+        right, tried = self.right, self.tried
+        for pool in range(NUM_POOLS):
+            right[pool] *= fade
+            tried[pool] *= fade
+        for position in range(min(num_accepted + 1, num_drafts)):
+            pool = pool_of(position)
+            tried[pool] += 1.0
+            if position < num_accepted:
+                right[pool] += 1.0
+
+    def add_offer(self, *, has_drafts: bool) -> None:
+        """Count a round in which the drafter was asked for drafts."""
+        asked, had = self.offered
+        self.offered = [asked * self._fade + 1.0, had * self._fade + has_drafts]
+
+    @property
+    def offer_share(self) -> float:
+        """Share of rounds in which the drafter has drafts when asked: of prompt lookup those with a match."""
+        return (self.offered[1] + 1.0) / (self.offered[0] + 1.0)
+
+    def rates(self, prior: Sequence[float], strength: float = _PRIOR_ROUNDS) -> list[float]:
+        """[NUM_POOLS] acceptance by pool, given that all earlier drafts were right.
+
+        Args:
+            prior: [NUM_POOLS] the same of whom this one belongs to.
+            strength: Rounds that the prior counts for.
+        """
+        rates = []
+        shift = 0.0
+        for mean, right, tried in zip(prior, self.right, self.tried, strict=True):
+            expected = mean if shift == 0.0 else _expit(_logit(mean) + shift)
+            rate = (right + strength * expected) / (tried + strength)
+            rates.append(rate)
+            shift = 0.0 if rate == mean else _CARRIED * (_logit(rate) - _logit(mean))
+        return rates
+
+
+def adapter_rates(counts: AcceptanceRate, first: float) -> list[float]:
+    """[NUM_POOLS] acceptance of an adapter's requests; `first`: what is expected before any draft was verified."""
+    return counts.rates([first] * NUM_POOLS, _FIRST_ROUNDS)
+
+
+def survival(rates: Sequence[float], count: int) -> list[float]:
+    """[count] probability that the draft at each position and all before it are right.
+
+    Args:
+        rates: [NUM_POOLS] acceptance by pool.
+    """
+    product = 1.0
+    chances = []
+    for position in range(count):
+        product *= rates[pool_of(position)]
+        chances.append(product)
+    return chances
+
+
+def _logit(p: float) -> float:
+    p = min(max(p, _LEAST), _MOST)
+    return math.log(p / (1.0 - p))
+
+
+def _expit(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))

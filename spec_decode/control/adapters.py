@@ -1,0 +1,140 @@
+"""Adapters: what is known of each adapter's requests, greedy and sampled ones apart, and when drafters are tried."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...platform.core.request import Request
+from .acceptance import ADAPTER_MEMORY, REQUEST_MEMORY, AcceptanceRate, adapter_rates
+
+MAX_ADAPTERS = 4096
+"""Adapters that are remembered; the one that was used longest ago goes first."""
+TRIAL_ROUNDS = 4
+"""Rounds of a trial for each of its rows: enough to outweigh a request's prior."""
+TRIAL_ROWS = 2
+"""Rows of an adapter that take part in a trial."""
+TRIAL_DRAFTS = 4
+"""Drafts of a row in a trial."""
+TRIAL_SHARE = 0.01
+"""Share of the time that the trials of one adapter may cost."""
+FIRST_TRIAL_SECONDS, MOST_TRIAL_SECONDS = 0.5, 60.0
+"""Least and most seconds between two trials of a drafter; a trial that changes nothing doubles them."""
+
+
+class AdapterKey(NamedTuple):
+    """Requests that share an estimate."""
+
+    digest: bytes
+    """Of the adapter's content; empty for the base model."""
+    is_greedy: bool
+
+
+def adapter_key(request: Request) -> AdapterKey:
+    """The key of a request that was admitted."""
+    return AdapterKey(request.text_namespace[1], request.params.greedy)
+
+
+class TrialSchedule:
+    """When a drafter that an adapter does not use is tried again."""
+
+    __slots__ = ("due_at", "interval")
+
+    def __init__(self, now: float) -> None:
+        self.interval = FIRST_TRIAL_SECONDS
+        self.due_at = now + self.interval
+
+    def ended(self, now: float, cost: float, *, has_helped: bool) -> None:
+        """A trial that cost `cost` seconds is over."""
+        self.interval = FIRST_TRIAL_SECONDS if has_helped else min(2 * self.interval, MOST_TRIAL_SECONDS)
+        self.due_at = now + max(self.interval, cost / TRIAL_SHARE)
+
+
+class AdapterState:
+    """One adapter's estimates and choices."""
+
+    __slots__ = ("_first", "counts", "drafter", "num_drafts", "trial_cost", "trial_drafter", "trial_rows", "trials")
+
+    def __init__(self, first_rates: Sequence[float], now: float) -> None:
+        """`first_rates`: acceptance that is expected of each drafter before any draft was verified."""
+        self._first = first_rates
+        self.counts = [AcceptanceRate(ADAPTER_MEMORY) for _ in first_rates]
+        self.drafter = 0
+        """The drafter in use."""
+        self.num_drafts: dict[int, int] = {}
+        """Where steps are short: drafts for each of its rows, by class of batch size."""
+        self.trials = [TrialSchedule(now) for _ in first_rates]
+        self.trial_drafter = -1
+        """The drafter on trial, or -1."""
+        self.trial_rows = 0
+        """Rows that have not finished the trial."""
+        self.trial_cost = 0.0
+        """Seconds that the trial has cost so far."""
+
+    def rates(self, drafter: int) -> list[float]:
+        """Acceptance by pool of positions."""
+        return adapter_rates(self.counts[drafter], self._first[drafter])
+
+    def due_trial(self, now: float, *, is_drafting: bool) -> int:
+        """The drafter whose trial is due longest, or -1; the one that drafts now needs none."""
+        if self.trial_drafter >= 0:
+            return -1
+        due = [
+            (trial.due_at, index)
+            for index, trial in enumerate(self.trials)
+            if trial.due_at <= now and not (is_drafting and index == self.drafter)
+        ]
+        return min(due)[1] if due else -1
+
+    def begin_trial(self, drafter: int, num_rows: int) -> None:
+        """Some rows draft with `drafter` for `TRIAL_ROUNDS` rounds."""
+        self.trial_drafter, self.trial_rows, self.trial_cost = drafter, num_rows, 0.0
+
+    def end_trial(self, now: float, *, has_helped: bool) -> None:
+        """The rows have finished, or are gone."""
+        self.trials[self.trial_drafter].ended(now, self.trial_cost, has_helped=has_helped)
+        self.trial_drafter, self.trial_rows = -1, 0
+
+
+class RowState:
+    """One running request."""
+
+    __slots__ = ("adapter", "counts", "drafter", "num_drafts", "proposed_by", "trial_rounds")
+
+    def __init__(self, adapter: AdapterState, num_drafters: int) -> None:
+        self.adapter = adapter
+        self.counts = [AcceptanceRate(REQUEST_MEMORY) for _ in range(num_drafters)]
+        self.drafter, self.num_drafts = adapter.drafter, 0
+        """What was chosen for it."""
+        self.proposed_by = 0
+        """The drafter of the drafts that its next step verifies."""
+        self.trial_rounds = 0
+        """Rounds that are left of its trial."""
+
+
+class Adapters:
+    """The adapters that were used lately."""
+
+    def __init__(self, first_rates: Sequence[float]) -> None:
+        self._first_rates = first_rates
+        self._states: OrderedDict[AdapterKey, AdapterState] = OrderedDict()
+
+    def __iter__(self) -> Iterator[tuple[AdapterKey, AdapterState]]:
+        return iter(self._states.items())
+
+    def of(self, request: Request, now: float) -> AdapterState:
+        """The state of a request's adapter."""
+        key = adapter_key(request)
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = AdapterState(self._first_rates, now)
+            if len(self._states) > MAX_ADAPTERS:
+                self._states.popitem(last=False)
+        self._states.move_to_end(key)
+        return state
+
+    def forget(self, digest: bytes) -> None:
+        """Drop what was learned of an adapter whose content is gone."""
+        for key in [key for key in self._states if key.digest == digest]:
+            del self._states[key]

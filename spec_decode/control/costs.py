@@ -1,0 +1,178 @@
+"""Costs: seconds of a target step by its rows and drafts, and what a round of drafting adds.
+
+Both are tables of measured means that forget, over classes of sizes (1, 2, 3, 4, 6, 8, 12, 16, ...), and linear between
+them. All means of step times share one drift factor, so that a machine that becomes slower or faster does not make the
+sizes that were measured lately look worse than the others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+_FORGETS = 0.1
+"""Least weight of a new measurement in its mean: a mean follows a change within about ten steps of its size."""
+_DRIFT = 0.02
+"""Exponent with which a step that took longer than expected raises all means."""
+_CLIP = 1.5
+"""A measurement counts for at most this multiple of the mean once the mean has `_SURE` measurements: longer ones come
+from other programs on the machine."""
+_SURE = 3
+"""Measurements after which a mean is taken for known."""
+_FREE_SLOPE = 1.0 / 256
+"""Cost of one more token, as a share of a step without drafts, where nothing was measured: decoding reads weights, so
+one more token costs little, and an optimist measures it soon."""
+
+
+def size_class(size: int) -> int:
+    """Index of the class that a number of rows or drafts belongs to: 0, 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, ..."""
+    if size <= 4:
+        return size
+    power = (size - 1).bit_length()  # 2**(power-1) < size <= 2**power
+    return 2 * power - 1 + (size > 3 << (power - 2))
+
+
+class Mean:
+    """A mean of measurements at about one size, which forgets old ones."""
+
+    __slots__ = ("count", "seconds", "size")
+
+    def __init__(self) -> None:
+        self.size = 0.0
+        """Mean of the sizes at which it was measured."""
+        self.seconds = 0.0
+        self.count = -1
+        """Measurements. The first one of a size is left out: kernels are prepared and memory is taken for it."""
+
+    def add(self, size: float, seconds: float) -> None:
+        """Take in one measurement."""
+        self.count += 1
+        if self.count == 0:
+            self.size, self.seconds = size, seconds
+            return
+        if self.count >= _SURE:
+            seconds = min(seconds, _CLIP * self.seconds)
+        weight = max(1.0 / self.count, _FORGETS)
+        self.size += weight * (size - self.size)
+        self.seconds += weight * (seconds - self.seconds)
+
+
+class Curve:
+    """Seconds as a function of one size, from means at a few sizes; never falling."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, Mean] = {}
+        self._points: tuple[list[float], list[float]] | None = None
+
+    def add(self, size: int, seconds: float) -> None:
+        """Take in one measurement."""
+        mean = self._means.get(size_class(size))
+        if mean is None:
+            mean = self._means[size_class(size)] = Mean()
+        mean.add(size, seconds)
+        self._points = None
+
+    def is_known(self, size: int) -> bool:
+        """Return whether this class of sizes was measured often enough."""
+        mean = self._means.get(size_class(size))
+        return mean is not None and mean.count >= _SURE
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing was measured."""
+        return not self._means
+
+    def at(self, size: float) -> float:
+        """Seconds at a size: linear between measured sizes and beyond them. The curve is not empty."""
+        sizes, seconds = self._points or self._fit()
+        if len(sizes) == 1:
+            return max(0.0, seconds[0] * (1.0 + _FREE_SLOPE * (size - sizes[0])))
+        after = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+        left, right = sizes[after - 1], sizes[after]
+        slope = (seconds[after] - seconds[after - 1]) / (right - left)
+        if size > sizes[-1]:  # the last two points alone are too noisy to go on from
+            slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+            return seconds[-1] + slope * (size - sizes[-1])
+        return max(0.0, seconds[after - 1] + slope * (size - left))
+
+    def _fit(self) -> tuple[list[float], list[float]]:
+        """Points whose seconds do not fall: neighbours that do are averaged (pool adjacent violators)."""
+        pooled: list[tuple[float, float, int]] = []  # (seconds, weight, number of points)
+        means = sorted(self._means.values(), key=lambda mean: mean.size)
+        for mean in means:
+            value, weight, points = mean.seconds, float(min(max(mean.count, 1), 10)), 1
+            while pooled and pooled[-1][0] > value:
+                other, other_weight, other_points = pooled.pop()
+                value = (value * weight + other * other_weight) / (weight + other_weight)
+                weight, points = weight + other_weight, points + other_points
+            pooled.append((value, weight, points))
+        seconds = [value for value, _, points in pooled for _ in range(points)]
+        self._points = [mean.size for mean in means], seconds
+        return self._points
+
+
+class StepCosts:
+    """Seconds of a step with a number of rows, each of which computes one token and its drafts."""
+
+    def __init__(self) -> None:
+        self._curves: dict[int, Curve] = {}  # by class of rows: seconds by number of drafts
+        self._drift = 1.0
+
+    def add(self, rows: int, drafts: int, seconds: float) -> None:
+        """Take in a step of `rows` rows that verified `drafts` drafts in all."""
+        curve = self._curves.get(size_class(rows))
+        if curve is None:
+            curve = self._curves[size_class(rows)] = Curve()
+        if curve.is_known(drafts):
+            expected = curve.at(drafts) * self._drift
+            if expected > 0.0 and seconds < _CLIP * expected:
+                self._drift *= (seconds / expected) ** _DRIFT
+        curve.add(drafts, seconds / self._drift)
+
+    def is_known(self, rows: int, drafts: int = 0) -> bool:
+        """Return whether such steps were measured often enough."""
+        curve = self._curves.get(size_class(rows))
+        return curve is not None and curve.is_known(drafts)
+
+    def curve(self, rows: int) -> Curve | None:
+        """The measured curve for a number of rows, or that of the nearest class of rows; None before any step."""
+        return _nearest(self._curves, rows)
+
+    def seconds(self, rows: int, drafts: float) -> float:
+        """Expected seconds of a step; 0 before any step was measured."""
+        curve = self.curve(rows)
+        return 0.0 if curve is None else curve.at(drafts) * self._drift
+
+
+class DraftCosts:
+    """Seconds that a round adds to the target's own: drafting, and whatever else passes until the next step."""
+
+    def __init__(self) -> None:
+        self._curves: dict[tuple[int, bool], dict[int, Curve]] = {}
+
+    def add(self, drafter: int, rows: int, drafts: int, seconds: float) -> None:
+        """Take in a round: `drafter` made at most `drafts` drafts for each of some of `rows` rows; with 0 drafts it is
+        what a round without drafting adds."""
+        by_rows = self._curves.setdefault((drafter if drafts else -1, drafts > 0), {})
+        by_rows.setdefault(size_class(rows), Curve()).add(drafts, max(0.0, seconds))
+
+    def seconds(self, drafter: int, rows: int, drafts: int) -> float:
+        """Expected seconds; 0 where nothing like it was measured."""
+        curve = _nearest(self._curves.get((drafter if drafts else -1, drafts > 0), {}), rows)
+        return 0.0 if curve is None else curve.at(drafts)
+
+    def is_known(self, drafter: int, rows: int, drafts: int) -> bool:
+        """Return whether such rounds were measured often enough."""
+        curve = self._curves.get((drafter if drafts else -1, drafts > 0), {}).get(size_class(rows))
+        return curve is not None and curve.is_known(drafts)
+
+
+def _nearest(curves: dict[int, Curve], rows: int) -> Curve | None:
+    """The curve of the class of `rows`, or of the nearest class that has one."""
+    wanted = size_class(rows)
+    found = curves.get(wanted)
+    if found is not None or not curves:
+        return found
+    classes = sorted(curves)
+    at = bisect_right(classes, wanted)
+    around = classes[max(at - 1, 0) : at + 1]
+    return curves[min(around, key=lambda index: abs(index - wanted))]

@@ -1,0 +1,68 @@
+"""DrafterGroup: several drafters behind the contract of one. Each row's `drafter` says who drafts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...platform.core.request import NO_DRAFTS
+from ..drafters.base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
+
+if TYPE_CHECKING:
+    from ...models.batch import LayerKV
+
+
+class DrafterGroup(Drafter):
+    """The first drafter may own layers and draft on the device; the others are fallbacks on the host."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self._drafters = drafters
+        self._first = drafters[0]
+        self._has_layers = bool(self._first.needs.kv_layers)
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        """Needs of the first drafter; a fallback has none."""
+        return self._first.needs
+
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
+        """See `Drafter`."""
+        self._first.bind(kv, prepare_adapters)
+
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """Drafts of each row by its drafter. The first drafter sees all rows, since what it computed of them is its own
+        to say; a fallback sees the rows that ask for it. On the device the first drafter drafts for all."""
+        if target.on_device is not None:
+            return self._first.propose(rows, target)
+        results: list[Proposal] = []
+        for index, drafter in enumerate(self._drafters):
+            asking = [at for at, row in enumerate(rows) if row.max_drafts and row.drafter == index]
+            if not asking:
+                drafter.watch(rows, target)
+                if index == 0:
+                    results = [Proposal(NO_DRAFTS, self._num_computed(row)) for row in rows]
+            elif index == 0:
+                own = [row if row.drafter == 0 else row._replace(max_drafts=0) for row in rows]
+                results = drafter.propose(own, target)
+            else:
+                found = drafter.propose([rows[at] for at in asking], target)
+                for at, proposal in zip(asking, found, strict=True):
+                    results[at] = Proposal(proposal.drafts, results[at].num_draft_computed)
+        return results
+
+    def _num_computed(self, row: DraftRow) -> int:
+        return row.num_draft_valid if self._has_layers else len(row.tokens)
+
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """See `Drafter`."""
+        for drafter in self._drafters if target.on_device is None else self._drafters[:1]:
+            drafter.watch(rows, target)
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """See `Drafter`."""
+        for drafter in self._drafters:
+            drafter.forget_adapter(digest)
+
+    def adapter_leaves(self, digest: bytes) -> None:
+        """See `Drafter`."""
+        self._first.adapter_leaves(digest)

@@ -1,0 +1,47 @@
+"""From a speculative configuration to the drafters that serve it and the policy that chooses among them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
+from ..drafters.base import Drafter
+from ..drafters.factory import DrafterContext, make_drafter
+from ..drafters.ngram import NgramDrafter
+from .drafter_group import DrafterGroup
+from .policy import DrafterTraits, SpeculationPolicy
+
+_LOOKUP_MIN = 2
+"""Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""
+_NEURAL_RATE, _LOOKUP_RATE = 0.7, 0.5
+"""Acceptance that is expected before any draft was verified: high enough that each drafter is tried at once."""
+
+
+class Speculation(NamedTuple):
+    """What the engine runs of speculation."""
+
+    drafter: Drafter
+    policy: SpeculationPolicy | None
+    """None: as many drafts as may be, in every step."""
+
+
+def make_speculation(config: SpeculativeConfig | None, context: DrafterContext) -> Speculation:
+    """The drafter that `config` asks for; if it is adaptive, with the policy, and with prompt lookup to fall back on
+    where the drafter is neural.
+
+    Raises:
+        InvalidRequestError, UnsupportedModelError, NotFoundError: see `make_drafter`.
+    """
+    drafter = make_drafter(config, context)
+    if config is None or not config.adaptive:
+        return Speculation(drafter, None)
+    most = config.num_speculative_tokens
+    is_neural = config.method in MODEL_METHODS
+    first_rate = _NEURAL_RATE if is_neural else _LOOKUP_RATE
+    traits = [DrafterTraits(config.method, min(most, drafter.needs.max_drafts), first_rate)]
+    if not is_neural:
+        return Speculation(drafter, SpeculationPolicy(traits))
+    least = max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max))
+    fallback = NgramDrafter(least, config.prompt_lookup_max)
+    traits.append(DrafterTraits("ngram", most, _LOOKUP_RATE))
+    return Speculation(DrafterGroup([drafter, fallback]), SpeculationPolicy(traits))

@@ -1,0 +1,109 @@
+"""Goodput: the numbers of drafts for which expected tokens over expected seconds is largest.
+
+    tokens(k) = sum over rows of 1 + (s_1 + ... + s_k)        s_j: chance that the first j drafts are all right
+    seconds(k) = step(rows, all drafts) + draft(drafter, most drafts of a row)
+
+Drafts of all rows compete: the one with the best chance is added first, as long as it pays. While requests wait, the
+sum of tokens counts, since each finished request lets another start. While none waits, the sum of the logarithms of the
+rows' tokens counts (proportional fairness): the slowest request decides when a batch is done, and drafts of others that
+make its steps longer are worth less.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+LEAST_CHANCE = 0.01
+"""A draft with a smaller chance to count is never made: one more token costs more than that share of a row's step."""
+
+
+class Offer(NamedTuple):
+    """What one row may get."""
+
+    drafter: int
+    survival: Sequence[float]
+    """[limit] chance that the first j drafts are all right, given that there are any."""
+    offer_share: float = 1.0
+    """Share of rounds in which there are drafts."""
+    rows: int = 1
+    """Rows that share this offer and get the same number."""
+
+
+class Plan(NamedTuple):
+    """Numbers of drafts for a batch."""
+
+    num_drafts: list[int]
+    """Of each offer."""
+    gain: float
+    """Goodput over that without drafts, 1.0 for no gain; under proportional fairness of the geometric mean."""
+    seconds: float
+    """Expected, of a step and its drafting."""
+
+
+class StepPrices(NamedTuple):
+    """What steps cost for one batch."""
+
+    step: Callable[[float], float]
+    """Seconds of the target's step by number of drafts."""
+    draft: Callable[[int, int], float]
+    """Seconds of (drafter, drafts a row); (drafter, 0) is a round without drafts."""
+
+
+def best_plan(offers: Sequence[Offer], prices: StepPrices, num_rows: int, *, fair: bool) -> Plan:
+    """The best numbers of drafts for the rows of `offers`, out of a batch of `num_rows`.
+
+    Args:
+        fair: Whether the logarithms of the rows' tokens count, and not their sum.
+    """
+    drafters = sorted({offer.drafter for offer in offers if offer.survival})
+    base = prices.step(0) + prices.draft(0, 0)
+    best = Plan([0] * len(offers), 1.0, base)
+    if base <= 0.0 or not drafters:
+        return best
+    for most in _passes(offers):
+        found = _greedy(offers, prices, num_rows, most, base, fair=fair)
+        if found.gain > best.gain:
+            best = found
+    return best
+
+
+def _passes(offers: Sequence[Offer]) -> list[int]:
+    """Most drafts of a row that are tried: powers of two, and the limit."""
+    limit = max((len(offer.survival) for offer in offers), default=0)
+    return sorted({limit, *(count for count in (1, 2, 3, 4, 6, 8, 12) if count < limit)}, reverse=True) if limit else []
+
+
+def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: int, base: float, *, fair: bool) -> Plan:
+    """The best plan that gives no row more than `most` drafts."""
+    counts, tokens = [0] * len(offers), [1.0] * len(offers)
+    heap: list[tuple[float, int]] = []  # (-worth of the next draft, index of its offer)
+
+    def push(index: int) -> None:
+        survival, count = offers[index].survival, counts[index]
+        if count < min(most, len(survival)) and survival[count] >= LEAST_CHANCE:
+            heapq.heappush(heap, (-survival[count] / (tokens[index] if fair else 1.0), index))
+
+    for index in range(len(offers)):
+        push(index)
+    total, logs, added = float(num_rows), 0.0, 0.0
+    reached: dict[int, int] = {}  # most drafts of a row, by drafter
+    best = Plan(list(counts), 1.0, base)
+    while heap:
+        index = heapq.heappop(heap)[1]
+        offer = offers[index]
+        gained = offer.survival[counts[index]] * offer.offer_share
+        counts[index] += 1
+        added += offer.offer_share * offer.rows
+        reached[offer.drafter] = max(reached.get(offer.drafter, 0), counts[index])
+        logs += offer.rows * math.log1p(gained / tokens[index])
+        tokens[index] += gained
+        total += gained * offer.rows
+        seconds = prices.step(added) + sum(prices.draft(drafter, count) for drafter, count in reached.items())
+        grown = math.exp(logs / num_rows) if fair else total / num_rows
+        if grown * base / seconds > best.gain:
+            best = Plan(list(counts), grown * base / seconds, seconds)
+        push(index)
+    return best

@@ -1,0 +1,330 @@
+"""SpeculationPolicy: each row's drafter and number of drafts, chosen before a step is planned. See the package."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ...platform.core.batch import RowPlan, StepPlan, StepResult
+from ...platform.core.request import Request, Status
+from .acceptance import survival
+from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, Adapters, AdapterState, RowState
+from .costs import DraftCosts, StepCosts, size_class
+from .goodput import Offer, StepPrices, best_plan
+
+SHORT_STEP = 0.003
+"""Seconds. Where steps are shorter a choice in each step costs too much: one for a single row takes about 0.05 ms."""
+SHORT_INTERVAL = 1.0
+"""Seconds between two choices for a class of batch sizes whose steps are short."""
+DECISION_SHARE = 0.01
+"""Share of the time that choices may take."""
+BEGIN, GO_ON = 1.03, 1.005
+"""Least gain to begin drafting, and to go on: estimates of step times are off by one to three per cent."""
+OTHER_DRAFTER = 1.05
+"""Least ratio of gains for which an adapter changes its drafter."""
+LONGEST_GAP = 0.05
+"""Seconds. When more passes between two steps beside the target's own time, the engine waited for requests."""
+SAMPLED_STEPS = 4
+"""Where steps are short, acceptance is counted in one of so many."""
+
+
+class DrafterTraits(NamedTuple):
+    """What the policy has to know of a drafter."""
+
+    name: str
+    max_drafts: int
+    """Most drafts of a row."""
+    first_rate: float
+    """Acceptance that is expected before any draft was verified."""
+
+
+class SpeculationPolicy:
+    """Chooses numbers of drafts from measured costs and acceptance. Used by the engine's thread alone."""
+
+    def __init__(self, drafters: Sequence[DrafterTraits], clock: Callable[[], float] = time.perf_counter) -> None:
+        """`drafters`: the one that was asked for, then the fallback if there is one. `clock`: seconds."""
+        self._drafters = drafters
+        self._clock = clock
+        self._steps, self._drafts = StepCosts(), DraftCosts()
+        self._adapters = Adapters([traits.first_rate for traits in drafters])
+        self._rows: dict[Request, RowState] = {}
+        self._held: tuple[int, int] | None = None
+        self._decide_at = 0.0
+        self._compare_at = 0.0
+        self._class_decided_at: dict[int, float] = {}
+        self._is_drafting = False
+        self._nothing_chosen = False
+        self._ended: float | None = None  # when the step before was observed
+        self._asked: tuple[int, int] | None = (0, 0)  # after the step before: drafter and most drafts of a row
+        self._num_steps = 0
+
+    # ------------------------------------------------------------------ choice
+
+    @property
+    def plans_no_drafts(self) -> bool:
+        """Return whether the next step is planned without drafts, and nothing is chosen for it."""
+        return self._nothing_chosen and self._clock() < self._decide_at
+
+    def choose(self, rows: Sequence[RowPlan], *, requests_wait: bool = False) -> None:
+        """Set `drafter` and lower `max_new_drafts` of the rows of a step that is being planned.
+
+        Args:
+            requests_wait: Whether more requests are waiting than can run.
+        """
+        now = self._clock()
+        states = [self._rows.get(row.request) or self._new_row(row.request, now) for row in rows]
+        if self._held is not None:
+            for state in states:
+                state.drafter, state.num_drafts = self._held
+        else:
+            self._choose(rows, states, now, requests_wait=requests_wait)
+        for row, state in zip(rows, states, strict=True):
+            row.drafter = state.drafter
+            row.max_new_drafts = min(row.max_new_drafts, state.num_drafts)
+
+    def _choose(self, rows: Sequence[RowPlan], states: list[RowState], now: float, *, requests_wait: bool) -> None:
+        offering = [(state, row.max_new_drafts) for row, state in zip(rows, states, strict=True) if row.max_new_drafts]
+        if not offering:
+            return
+        num_rows = sum(row.samples for row in rows)
+        if self._is_short(num_rows):
+            self._choose_for_class(offering, num_rows, now, requests_wait=requests_wait)
+        elif now >= self._decide_at:
+            self._choose_for_rows(offering, num_rows, now, requests_wait=requests_wait)
+            took = self._clock() - now
+            self._decide_at = now + took / DECISION_SHARE
+        self._nothing_chosen = not any(state.num_drafts for state in states)
+
+    def _new_row(self, request: Request, now: float) -> RowState:
+        for gone in [known for known in self._rows if known.status is Status.FINISHED]:
+            self._leave(self._rows.pop(gone), now)
+        state = self._rows[request] = RowState(self._adapters.of(request, now), len(self._drafters))
+        self._decide_at = now
+        return state
+
+    def _is_short(self, num_rows: int) -> bool:
+        curve = self._steps.curve(num_rows)
+        return curve is not None and self._steps.seconds(num_rows, 0) < SHORT_STEP
+
+    def _choose_for_rows(
+        self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float, *, requests_wait: bool
+    ) -> None:
+        """Choose for each row by its own acceptance."""
+        self._compare_drafters(offering, num_rows, now)
+        offers, rated = [], []
+        for state, limit in offering:
+            if state.trial_rounds:
+                continue
+            adapter = state.adapter
+            state.drafter = adapter.drafter
+            counts = state.counts[state.drafter]
+            rates = counts.rates(adapter.rates(state.drafter))
+            count = min(limit, self._drafters[state.drafter].max_drafts)
+            offers.append(Offer(state.drafter, survival(rates, count), counts.offer_share))
+            rated.append(state)
+        prices = self._prices(num_rows)
+        plan = best_plan(offers, prices, num_rows, fair=not requests_wait)
+        self._is_drafting = plan.gain >= (GO_ON if self._is_drafting else BEGIN)
+        for state, count in zip(rated, plan.num_drafts, strict=True):
+            state.num_drafts = count if self._is_drafting else 0
+        self._begin_trials(offering, now)
+
+    def _choose_for_class(
+        self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float, *, requests_wait: bool
+    ) -> None:
+        """Choose for all rows of an adapter alike, about once a second for each class of batch sizes."""
+        rows = size_class(num_rows)
+        by_adapter: dict[AdapterState, list[RowState]] = {}
+        for state, _ in offering:
+            by_adapter.setdefault(state.adapter, []).append(state)
+        decided_at = self._class_decided_at.get(rows)
+        is_due = decided_at is None or now >= decided_at + SHORT_INTERVAL
+        if is_due or any(rows not in adapter.num_drafts for adapter in by_adapter):
+            self._class_decided_at[rows] = now
+            self._compare_drafters(offering, num_rows, now)
+            offers = []
+            for adapter, states in by_adapter.items():
+                chances = survival(adapter.rates(adapter.drafter), self._drafters[adapter.drafter].max_drafts)
+                share = adapter.counts[adapter.drafter].offer_share
+                offers.append(Offer(adapter.drafter, chances, share, len(states)))
+            plan = best_plan(offers, self._prices(num_rows), num_rows, fair=not requests_wait)
+            is_drafting = plan.gain >= (GO_ON if any(a.num_drafts.get(rows) for a in by_adapter) else BEGIN)
+            for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
+                adapter.num_drafts[rows] = count if is_drafting else 0
+            self._begin_trials(offering, now)
+        for adapter, states in by_adapter.items():
+            for state in states:
+                if not state.trial_rounds:
+                    state.drafter, state.num_drafts = adapter.drafter, adapter.num_drafts[rows]
+        self._decide_at = self._class_decided_at[rows] + SHORT_INTERVAL
+
+    def _prices(self, num_rows: int) -> StepPrices:
+        steps, drafts = self._steps, self._drafts
+        known: dict[tuple[int, int], float] = {}
+
+        def draft(drafter: int, count: int) -> float:
+            found = known.get((drafter, count))
+            if found is None:
+                found = known[drafter, count] = drafts.seconds(drafter, num_rows, count)
+            return found
+
+        return StepPrices(lambda count: steps.seconds(num_rows, count), draft)
+
+    # ------------------------------------------------------------------ trials
+
+    def _compare_drafters(self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float) -> None:
+        """Let each adapter use the drafter with the largest gain, about once a second."""
+        if len(self._drafters) < 2 or now < self._compare_at:
+            return
+        self._compare_at = now + SHORT_INTERVAL
+        for adapter in {id(state.adapter): state.adapter for state, _ in offering}.values():
+            self._compare(adapter, num_rows)
+
+    def _compare(self, adapter: AdapterState, num_rows: int) -> None:
+        prices = self._prices(num_rows)
+        gains = []
+        for index, traits in enumerate(self._drafters):
+            chances = survival(adapter.rates(index), traits.max_drafts)
+            offer = Offer(index, chances, adapter.counts[index].offer_share, num_rows)
+            is_known = adapter.counts[index].tried[0] > 0 or index == adapter.drafter
+            gains.append(best_plan([offer], prices, num_rows, fair=False).gain if is_known else 0.0)
+        best = max(range(len(gains)), key=gains.__getitem__)
+        if gains[best] > OTHER_DRAFTER * gains[adapter.drafter]:
+            adapter.drafter = best
+
+    def _begin_trials(self, offering: Sequence[tuple[RowState, int]], now: float) -> None:
+        """Let some rows of an adapter try a drafter that the adapter does not use, where that is due."""
+        by_adapter: dict[AdapterState, list[tuple[RowState, int]]] = {}
+        for state, limit in offering:
+            by_adapter.setdefault(state.adapter, []).append((state, limit))
+        for adapter, rows in by_adapter.items():
+            drafter = adapter.due_trial(now, is_drafting=any(state.num_drafts for state, _ in rows))
+            if drafter < 0:
+                continue
+            rows = sorted(rows, key=lambda entry: entry[0].counts[drafter].offered[0])[:TRIAL_ROWS]
+            adapter.begin_trial(drafter, len(rows))
+            for state, limit in rows:
+                state.trial_rounds, state.drafter = TRIAL_ROUNDS, drafter
+                state.num_drafts = min(limit, TRIAL_DRAFTS, self._drafters[drafter].max_drafts)
+
+    def _count_trial(self, state: RowState, now: float) -> None:
+        """One round of a row on trial has passed."""
+        state.trial_rounds -= 1
+        if state.trial_rounds == 0:
+            self._leave_trial(state.adapter, now)
+
+    def _leave(self, state: RowState, now: float) -> None:
+        """A request is gone."""
+        if state.trial_rounds:
+            self._leave_trial(state.adapter, now)
+
+    def _leave_trial(self, adapter: AdapterState, now: float) -> None:
+        adapter.trial_rows -= 1
+        if adapter.trial_rows > 0:
+            return
+        rates = adapter.rates(adapter.trial_drafter)
+        offer = Offer(adapter.trial_drafter, survival(rates, self._drafters[adapter.trial_drafter].max_drafts))
+        gain = best_plan([offer], self._prices(1), 1, fair=False).gain
+        adapter.end_trial(now, has_helped=gain >= BEGIN)
+        self._compare_at = now
+        self._class_decided_at.clear()
+
+    # ------------------------------------------------------------------ observation
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Take in what a step brought, after the drafts for the next one were made. Steps come in their order.
+
+        Args:
+            seconds: The target's forward pass, sampling and verification.
+        """
+        now = self._clock()
+        self._num_steps += 1
+        rows = plan.rows
+        asked = _asked(rows)
+        gap = None if self._ended is None else now - self._ended - seconds
+        self._ended = now
+        if rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
+            self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
+            # Where the device drafts, what lies between two steps is the drafting after the first of them.
+            about = self._asked if plan.drafts_late else asked
+            if about is not None and gap is not None and gap < LONGEST_GAP:
+                self._drafts.add(about[0], len(rows), about[1], gap)
+            self._charge_trials(rows, seconds)
+        self._asked = asked
+        if self._held is None:
+            self._count(rows, result, now)
+
+    def _charge_trials(self, rows: Sequence[RowPlan], seconds: float) -> None:
+        """Charge adapters on trial what the step took beyond one without drafts."""
+        extra = seconds - self._steps.seconds(len(rows), 0)
+        if extra <= 0.0:
+            return
+        trying = {id(s.adapter): s.adapter for row in rows if (s := self._rows.get(row.request)) and s.trial_rounds}
+        for adapter in trying.values():
+            adapter.trial_cost += extra / len(trying)
+
+    def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float) -> None:
+        """Count right and wrong drafts, and who had drafts."""
+        counts_all = self._num_steps % SAMPLED_STEPS == 0 or not self._is_short(len(rows))
+        for row, got in zip(rows, result.rows, strict=True):
+            state = self._rows.get(row.request)
+            if state is None or got.error is not None:
+                continue
+            if counts_all or state.trial_rounds:
+                if row.num_drafts:
+                    for counts in (state.counts, state.adapter.counts):
+                        counts[state.proposed_by].add_round(row.num_drafts, got.num_accepted)
+                if row.max_new_drafts:
+                    for counts in (state.counts, state.adapter.counts):
+                        counts[row.drafter].add_offer(has_drafts=len(got.drafts.token_ids) > 0)
+            if row.max_new_drafts:
+                state.proposed_by = row.drafter
+            if state.trial_rounds and row.samples:
+                self._count_trial(state, now)
+
+    # ------------------------------------------------------------------ life
+
+    def forget(self, digest: bytes) -> None:
+        """An adapter's content is gone from the engine."""
+        self._adapters.forget(digest)
+
+    @property
+    def choices(self) -> list[tuple[int, int]]:
+        """(drafter, number of drafts) whose times say most of all others, for `hold`; the first is no drafts."""
+        first, *others = self._drafters
+        most = first.max_drafts
+        own = [(0, count) for count in dict.fromkeys((0, most, 1, max(1, most // 2)))]
+        return [*own, *[(index, traits.max_drafts) for index, traits in enumerate(others, 1)]]
+
+    def hold(self, drafter: int, num_drafts: int) -> None:
+        """Give every row `num_drafts` of a drafter until `release`, to measure what that takes."""
+        self._held = drafter, num_drafts
+        self._nothing_chosen = False
+
+    def release(self) -> None:
+        """Choose again; nothing of the requests since `hold` is remembered."""
+        self._held, self._asked, self._ended = None, None, None
+        self._rows.clear()
+        self._adapters = Adapters([traits.first_rate for traits in self._drafters])
+
+    def snapshot(self) -> dict[str, dict[str, object]]:
+        """By adapter digest and "greedy" or "sampled": drafter in use and acceptance by pool of positions."""
+        return {
+            f"{key.digest.hex()} {'greedy' if key.is_greedy else 'sampled'}": {
+                "drafter": self._drafters[state.drafter].name,
+                "acceptance": [round(rate, 3) for rate in state.rates(state.drafter)],
+            }
+            for key, state in self._adapters
+        }
+
+
+def _asked(rows: Sequence[RowPlan]) -> tuple[int, int] | None:
+    """(drafter, most drafts of a row) after a step; None where two drafters were asked."""
+    asked: dict[int, int] = {}
+    for row in rows:
+        if row.max_new_drafts > asked.get(row.drafter, 0):
+            asked[row.drafter] = row.max_new_drafts
+    if not asked:
+        return 0, 0
+    return next(iter(asked.items())) if len(asked) == 1 else None
