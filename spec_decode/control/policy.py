@@ -15,8 +15,9 @@ from .goodput import Offer, StepPrices, best_plan
 
 SHORT_STEP = 0.003
 """Seconds. Where steps are shorter a choice in each step costs too much: one for a single row takes about 0.05 ms."""
-SHORT_INTERVAL = 1.0
-"""Seconds between two choices for a class of batch sizes whose steps are short."""
+SHORT_INTERVAL, FIRST_SHORT_INTERVAL = 1.0, 0.1
+"""Seconds between two choices for a class of batch sizes whose steps are short, and after the first of them; in between
+they double. The first choice is made from what is expected of a drafter, the next ones from what it has shown."""
 DECISION_SHARE = 0.01
 """Share of the time that choices may take."""
 BEGIN, GO_ON = 1.03, 1.005
@@ -52,7 +53,7 @@ class SpeculationPolicy:
         self._held: tuple[int, int] | None = None
         self._decide_at = 0.0
         self._compare_at = 0.0
-        self._class_decided_at: dict[int, float] = {}
+        self._class_due: dict[int, tuple[float, float]] = {}  # by class of rows: when a choice is due, then its interval
         self._is_drafting = False
         self._nothing_chosen = False
         self._ended: float | None = None  # when the step before was observed
@@ -138,10 +139,9 @@ class SpeculationPolicy:
         by_adapter: dict[AdapterState, list[RowState]] = {}
         for state, _ in offering:
             by_adapter.setdefault(state.adapter, []).append(state)
-        decided_at = self._class_decided_at.get(rows)
-        is_due = decided_at is None or now >= decided_at + SHORT_INTERVAL
-        if is_due or any(rows not in adapter.num_drafts for adapter in by_adapter):
-            self._class_decided_at[rows] = now
+        due, interval = self._class_due.get(rows, (now, FIRST_SHORT_INTERVAL))
+        if now >= due or any(rows not in adapter.num_drafts for adapter in by_adapter):
+            self._class_due[rows] = now + interval, min(2 * interval, SHORT_INTERVAL)
             self._compare_drafters(offering, num_rows, now)
             offers = []
             for adapter, states in by_adapter.items():
@@ -157,7 +157,7 @@ class SpeculationPolicy:
             for state in states:
                 if not state.trial_rounds:
                     state.drafter, state.num_drafts = adapter.drafter, adapter.num_drafts[rows]
-        self._decide_at = self._class_decided_at[rows] + SHORT_INTERVAL
+        self._decide_at = self._class_due[rows][0]
 
     def _prices(self, num_rows: int) -> StepPrices:
         steps, drafts = self._steps, self._drafts
@@ -228,7 +228,7 @@ class SpeculationPolicy:
         gain = best_plan([offer], self._prices(1), 1, fair=False).gain
         adapter.end_trial(now, has_helped=gain >= BEGIN)
         self._compare_at = now
-        self._class_decided_at.clear()
+        self._class_due.clear()
 
     # ------------------------------------------------------------------ observation
 
