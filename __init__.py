@@ -12,7 +12,24 @@ if TYPE_CHECKING:
     from .platform.client.input_processor import TextPrompt, TokensPrompt
     from .platform.client.llm import LLM
     from .platform.core.config import EngineArgs
+    from .platform.core.errors import (
+        AdapterError,
+        AdapterSourceError,
+        AuthenticationError,
+        EngineDeadError,
+        InvalidRequestError,
+        InvalidUserInputError,
+        NotFoundError,
+        OutriderError,
+        OverloadedError,
+        PermissionDeniedError,
+        PromptTooLongError,
+        RateLimitError,
+        ShuttingDownError,
+        UnsupportedModelError,
+    )
     from .platform.core.lora_request import LoRAMix, LoRARequest
+    from .platform.core.messages import AdapterInfo, EngineInfo, EngineStats
     from .platform.core.outputs import CompletionOutput, RequestOutput
     from .platform.core.sampling_params import SamplingParams
 
@@ -23,32 +40,53 @@ __version__ = "0.1.0"
 # it to 0 keeps small pages.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+_NAMES_OF = {
+    ".platform.client.async_llm": "AsyncLLM",
+    ".platform.client.input_processor": "TextPrompt TokensPrompt",
+    ".platform.client.llm": "LLM",
+    ".platform.core.config": "EngineArgs",
+    ".platform.core.errors": """
+        AdapterError AdapterSourceError AuthenticationError EngineDeadError InvalidRequestError InvalidUserInputError
+        NotFoundError OutriderError OverloadedError PermissionDeniedError PromptTooLongError RateLimitError
+        ShuttingDownError UnsupportedModelError
+    """,
+    ".platform.core.lora_request": "LoRAMix LoRARequest",
+    ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
+    ".platform.core.outputs": "CompletionOutput RequestOutput",
+    ".platform.core.sampling_params": "SamplingParams",
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+
 __all__ = [
     "LLM",
+    "AdapterError",
+    "AdapterInfo",
+    "AdapterSourceError",
     "AsyncLLM",
+    "AuthenticationError",
     "CompletionOutput",
     "EngineArgs",
+    "EngineDeadError",
+    "EngineInfo",
+    "EngineStats",
+    "InvalidRequestError",
+    "InvalidUserInputError",
     "LoRAMix",
     "LoRARequest",
+    "NotFoundError",
+    "OutriderError",
+    "OverloadedError",
+    "PermissionDeniedError",
+    "PromptTooLongError",
+    "RateLimitError",
     "RequestOutput",
     "SamplingParams",
+    "ShuttingDownError",
     "TextPrompt",
     "TokensPrompt",
+    "UnsupportedModelError",
     "__version__",
 ]
-
-_MODULE_OF = {
-    "LLM": ".platform.client.llm",
-    "AsyncLLM": ".platform.client.async_llm",
-    "EngineArgs": ".platform.core.config",
-    "CompletionOutput": ".platform.core.outputs",
-    "LoRAMix": ".platform.core.lora_request",
-    "LoRARequest": ".platform.core.lora_request",
-    "RequestOutput": ".platform.core.outputs",
-    "SamplingParams": ".platform.core.sampling_params",
-    "TextPrompt": ".platform.client.input_processor",
-    "TokensPrompt": ".platform.client.input_processor",
-}
 
 
 def __getattr__(name: str) -> Any:

@@ -198,10 +198,10 @@ def capacity(core: EngineCore, options: argparse.Namespace, vocab_size: int, num
     return measured.tokens_per_second / (options.prompt_len + options.output_len)
 
 
-def rates_of(served: float, options: argparse.Namespace) -> dict[str, float]:
-    """Requests a second of each tenant, on a machine that serves `served` a second."""
-    each = options.load * served / options.tenants
-    return {f"tenant-{index}": each for index in range(options.tenants)} | {FLOOD: options.flood_load * served}
+def rates_of(capacity: float, options: argparse.Namespace) -> dict[str, float]:
+    """Requests a second of each tenant, on a machine that serves `capacity` requests a second."""
+    each = options.load * capacity / options.tenants
+    return {f"tenant-{index}": each for index in range(options.tenants)} | {FLOOD: options.flood_load * capacity}
 
 
 def report(
@@ -228,11 +228,11 @@ def report(
             "ttft_quantiles_ms": [_ms(quantile(ttft, part / 200)) for part in range(201)],
         }
     p99 = {setting: settings[setting]["ttft_p99_ms_of_rounds"] for setting in SETTINGS}
-    served = {setting: settings[setting]["tokens_per_second_of_rounds"] for setting in SETTINGS}
+    throughput = {setting: settings[setting]["tokens_per_second_of_rounds"] for setting in SETTINGS}
     of_rounds = {
         "ttft_p99_over_quiet": _ratios(p99["fair"], p99["quiet"]),
         "ttft_p99_over_quiet_fcfs": _ratios(p99["fcfs"], p99["quiet"]),
-        "throughput_over_fcfs": _ratios(served["fair"], served["fcfs"]),
+        "throughput_over_fcfs": _ratios(throughput["fair"], throughput["fcfs"]),
     }
     results = {name: round(statistics.median(values), 3) for name, values in of_rounds.items()}
     return {

@@ -88,7 +88,7 @@ def measure_speed(model: str | None, lengths: list[int], batches: list[int], rou
 
 
 def _decode_seconds(llm: LLM, prompts: list[list[int]]) -> float:
-    """Seconds to decode 48 tokens a prompt. The time to the first token is subtracted; the prompts are cached."""
+    """Seconds to decode 48 tokens a prompt, without the time to the first token. The prompts are cached."""
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     seconds = []
     for tokens in (1, 1, 49):  # the first call fills the prefix cache

@@ -41,7 +41,7 @@ class Shape:
     head_dim: int
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Shape:
+    def from_config(cls, config: dict[str, Any]) -> Shape:
         """Read the sizes from a config.json.
 
         Raises:
@@ -132,7 +132,7 @@ class Growth:
         self._normalised = ("q_proj", "k_proj") if qk_norm else ()
         self._random = torch.Generator().manual_seed(seed)
 
-    def place_of_entering(self, layer: int) -> int:
+    def layer_with_input_of(self, layer: int) -> int:
         """New layer with the input of old `layer`. The number of layers stands for the output of the last one."""
         return self.layer_places[layer] if layer < self.old.layers else self.new.layers
 
@@ -198,7 +198,7 @@ class Growth:
         index = int(found["index"])
         first = self.layer_places[index]
         yield f"{found['before']}{first}{found['after']}", grown
-        for place in range(first + 1, self.place_of_entering(index + 1)):
+        for place in range(first + 1, self.layer_with_input_of(index + 1)):
             yield f"{found['before']}{place}{found['after']}", self._fresh(name, grown)
 
     def grow(self, name: str, tensor: Tensor) -> Tensor:

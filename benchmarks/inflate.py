@@ -176,7 +176,7 @@ def inflate_head(source: Path, target: Path, base: Growth, dtype: str | None = N
     layer = config.get("transformer_layer_config", config)
     growth = base
     if any("self_attn" in name for name in tensors):
-        old = Shape.of({"num_hidden_layers": 1} | layer)
+        old = Shape.from_config({"num_hidden_layers": 1} | layer)
         if old.hidden != base.old.hidden or layer.get("target_hidden_size", old.hidden) != base.old.hidden:
             raise GrowthError(f"the head's hidden size {old.hidden} is not its target's {base.old.hidden}")
         growth = Growth(old, old.scaled(base.old, base.new), keep_layers=True)
@@ -201,7 +201,7 @@ def _remap_aux_layers(config: dict[str, Any], base: Growth) -> None:
     holder = config if _AUX in config else config.get("eagle_config") or {}
     count = base.old.layers
     layers = holder.get(_AUX) or [2, count // 2, count - 3]
-    (holder if _AUX in holder else config)[_AUX] = [base.place_of_entering(layer) for layer in layers]
+    (holder if _AUX in holder else config)[_AUX] = [base.layer_with_input_of(layer) for layer in layers]
 
 
 def inflate_adapter(source: Path, target: Path, growth: Growth) -> None:
@@ -297,7 +297,7 @@ def inflate_set(options: argparse.Namespace, target: Path) -> list[str]:
     source = Path(options.source)
     check_inputs(options)
     config = read_config(source)
-    old = Shape.of(config)
+    old = Shape.from_config(config)
     base = Growth(old, _wanted(old, options, ""), qk_norm=_has_qk_norm(config))
     lines = [f"base: {inflate_model(source, target / 'base', base, options.dtype) / 1e6:.1f}M parameters"]
     if options.dtype != "float32" and base.norm_scale != 2.0 ** round(torch.tensor(base.norm_scale).log2().item()):
@@ -307,7 +307,7 @@ def inflate_set(options: argparse.Namespace, target: Path) -> list[str]:
     drafters: dict[str, Growth] = {}
     if options.draft:
         config = read_config(Path(options.draft))
-        small = Shape.of(config)
+        small = Shape.from_config(config)
         wanted = _wanted(small.scaled(base.old, base.new), options, "draft_")
         drafters["draft_model"] = growth = Growth(small, wanted, qk_norm=_has_qk_norm(config))
         count = inflate_model(Path(options.draft), target / "draft", growth, options.dtype)

@@ -73,15 +73,15 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         wait_until_ready(f"http://127.0.0.1:{port}", server)
         load += ["--max-concurrency", str(options.concurrency), "--num-warmups", str(options.concurrency)]
-        served = figures(["bench", "serve", "--port", str(port), "--tokenizer", options.model, *load], result)
+        online = figures(["bench", "serve", "--port", str(port), "--tokenizer", options.model, *load], result)
     finally:
         server.terminate()
         server.wait()
     return {
         "offline_output_throughput": offline["figures"]["output_throughput"],
-        "served_output_throughput": served["figures"]["output_throughput"],
-        "ratio": served["figures"]["output_throughput"] / offline["figures"]["output_throughput"],
-        "client": served["client"],
+        "served_output_throughput": online["figures"]["output_throughput"],
+        "ratio": online["figures"]["output_throughput"] / offline["figures"]["output_throughput"],
+        "client": online["client"],
     }
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 CHECKED_FOLDERS = ("benchmarks", "platform/cli", "tools")
 """Folders whose docstrings keep the rule. When all do, this becomes the root."""
-CONTINUATION = re.compile(r"(Of|Those|That|So|The same)\b|\.\.\.|…|[a-z]+(?![\w.`]| ?[\[=])")
+CONTINUATION = re.compile(r"(Of|Those|That|So|What|The same)\b|\.\.\.|…|[a-z]+(?![\w.`]| ?[\[=])")
 """First words of a docstring that continues something. Lower case is allowed for a tensor, as in `hidden [T, H]`."""
-HIDDEN_VERB = re.compile(r"(What|Whether)\b")
+HIDDEN_VERB = re.compile(r"Whether\b")
 """First words that no docstring of a function may have."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -10,7 +10,7 @@ specialised are not, and integers that are 1 are constants: `CompileCase.ones`.
 With --candidates every config that `tools/tune` may try is compiled in place of the defaults. Among these only a failed
 compilation is an error: a config that spills is slow, and one that needs too much shared memory is skipped.
 
-Usage: python tools/compile_kernels.py [--arch 80 90 100] [--only TEXT ...] [--brief] [--candidates] [--jobs N]
+Usage: python tools/compile_kernels.py [--arch 80 90 100] [--only TEXT ...] [--one-each] [--candidates] [--jobs N]
        [--json FILE]
 """
 
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Compile every Triton kernel without a GPU")
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(MAX_SHARED), choices=sorted(MAX_SHARED))
     parser.add_argument("--only", nargs="+", default=(), metavar="TEXT", help="cases whose name contains one of these")
-    parser.add_argument("--brief", action="store_true", help="one case a kernel")
+    parser.add_argument("--one-each", action="store_true", help="one case for each kernel")
     parser.add_argument("--candidates", action="store_true", help="the configs that `tools/tune` may try")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
         cases = find_candidates(options.only, arch) if options.candidates else find_cases(options.only)
         if not cases:
             parser.error(f"no case is called like {' or '.join(options.only)}")
-        if options.brief:
+        if options.one_each:
             cases = one_a_kernel(cases, arch)
         usages += compile_all(cases, arch, options.jobs, candidates=options.candidates)
     print(table(usages))

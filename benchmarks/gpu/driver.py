@@ -45,14 +45,14 @@ def deadlines(boxes: Sequence[tuple[str, float]], seconds: float) -> list[Timed]
 
 
 def drive(
-    command: Sequence[str], sections: Sequence[Timed], last: float, folder: Path, told: Callable[[], None]
+    command: Sequence[str], sections: Sequence[Timed], last: float, folder: Path, on_end: Callable[[], None]
 ) -> None:
     """Run all sections, each once.
 
     Args:
         command: command of a process that runs the sections named behind it, as NAME=END.
         last: time by `time.monotonic`; no section ends later, however late those before it were.
-        told: called whenever a section is over.
+        on_end: called whenever a section is over.
 
     Raises:
         UsageError: the process reports that nothing can run.
@@ -62,7 +62,7 @@ def drive(
         arguments = [f"{name}={ends}" for name, ends in pending]
         process = subprocess.Popen([*command, *arguments], start_new_session=True)
         try:
-            reason = _watch(process, pending, folder, told)
+            reason = _watch(process, pending, folder, on_end)
         finally:
             _kill(process)
         if pending and process.returncode == USAGE and len(pending) == len(sections):
@@ -71,21 +71,21 @@ def drive(
         for section in blamed:
             _break_off(folder, section.name, reason)
             pending.remove(section)
-            told()
-        if blamed:  # its lateness is not the others'
-            late = max(0.0, time.monotonic() - blamed[0].ends)
-            pending = [Timed(name, min(ends + late, last)) for name, ends in pending]
+            on_end()
+        if blamed:  # its delay must not shorten the others
+            delay = max(0.0, time.monotonic() - blamed[0].ends)
+            pending = [Timed(name, min(ends + delay, last)) for name, ends in pending]
 
 
-def _watch(process: subprocess.Popen[bytes], pending: list[Timed], folder: Path, told: Callable[[], None]) -> str:
-    """Take what is over from `pending` until the process ends or is late; returns what broke the first section off that
-    is left, if that is to be blamed."""
+def _watch(process: subprocess.Popen[bytes], pending: list[Timed], folder: Path, on_end: Callable[[], None]) -> str:
+    """Remove ended sections from `pending` until the process ends or overruns. Returns why the first pending section
+    failed; "" when it did not cause the end."""
     while True:
         code = process.poll()
         entries = read(folder)
         while pending and is_over(entries.get(pending[0].name)):
             pending.pop(0)
-            told()
+            on_end()
         if code is not None:
             is_next = bool(pending) and pending[0].name not in entries  # it has not begun
             return "" if code == LOST_DEVICE and is_next else f"its process ended with {code}"

@@ -104,7 +104,7 @@ def measure_adapters(context: Context, root: Path, shape: ModelShape) -> None:
         for request in loras:
             if not context.has_time("loading more adapters", 20):
                 return
-            engine.load_adapter(request)
+            engine.adapters.load(request)
         for count in counts:
             name = f"{shape.name} adapters {count} x {count} requests"
             if not context.has_time(name, 6):

@@ -33,7 +33,7 @@ def measure_tuning(context: Context, root: Path, shape: ModelShape) -> None:
     model = TunedShape(shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab)
     searcher = Searcher(device, gpu_of(device).arch, CudaTimer(device), has_time=lambda: context.seconds_left > 0)
 
-    def tell(found: Found | None) -> None:
+    def report(found: Found | None) -> None:
         if found is None:
             return
         times = found.entry.times.values()
@@ -45,6 +45,6 @@ def measure_tuning(context: Context, root: Path, shape: ModelShape) -> None:
         )
 
     jobs = make_jobs({shape.name: model}, SPACES, WorkSizes())
-    _, is_whole = tune(jobs, searcher, file, path, tell)
+    _, is_whole = tune(jobs, searcher, file, path, report)
     if not is_whole:
         context.skip("the other shapes", "no time left")

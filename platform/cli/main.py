@@ -11,10 +11,11 @@ from typing import Any
 
 from ... import __version__
 from ..core.errors import OutriderError
-from . import chat, serve, train_draft
+from . import serve, train_draft
 from .admin import command as admin
 from .bench import command as bench
-from .parser import Parser
+from .chat import command as chat
+from .options.parser import Parser
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,16 +12,16 @@ from ..core.config import EngineArgs, check_args
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.speculative_config import parse_speculative
 from ..http.config import ServerConfig
-from .adapter_options import LoraModule, adapter_sources, add_adapter_options, enable_lora, lora_modules
-from .api_key import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys, key
-from .engine_options import add_engine_options, flag, given_options, json_object
-from .kernel_configs import add_kernel_configs_option, use_kernel_configs
-from .limit_options import add_limit_options, limits, seconds_above
-from .model_names import ModelNames, names_of_model
-from .observability_options import add_observability_options, observability
-from .parser import CONFIG_FLAG, Parser
-from .tenancy_options import add_tenancy_options, given_database, journal_options
-from .vllm_flags import add_vllm_flags, flags_without_effect
+from .options.adapters import LoraModule, adapter_sources, add_adapter_options, enable_lora, lora_modules
+from .options.api_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys, key
+from .options.engine import add_engine_options, flag, given_options, json_object
+from .options.kernel_configs import add_kernel_configs_option, use_kernel_configs
+from .options.limits import add_limit_options, limits, seconds_above
+from .options.model_names import ModelNames, names_of_model
+from .options.observability import add_observability_options, observability
+from .options.parser import CONFIG_FLAG, Parser
+from .options.tenancy import add_tenancy_options, given_database, journal_options
+from .options.vllm_flags import add_vllm_flags, flags_without_effect
 
 _EPILOG = """\
 examples:

@@ -4,41 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import uuid
-from collections import ChainMap
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
+from os import PathLike, fspath
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, NamedTuple, Self, Unpack, cast
 
 from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
-from ..core.lora_request import LoRARequest
-from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ..core.messages import EngineInfo, EngineStats, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
-from .adapters.client_adapters import AdapterClient
+from .adapters.async_adapters import AsyncLLMAdapters
+from .adapters.methods import AsyncAdapterMethods
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA, resolve_lora
-from .engine_factory import demo_lora_requests, engine_args, import_text_side, load_text_side
-from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, check_request_id, is_long, text_of
+from .adapters.spelling import AnyLoRA
+from .async_requests import AsyncRequests
+from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
+from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
+from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
 from .process.supervisor import Callbacks, EngineSpec, Supervisor
 from .sampling_defaults import SamplingDefaults
 from .shared_prefixes import SharedPrefixes
-from .stream_pacing import News
+from .stream_pacing import StreamPacer
+from .text.chat_template import ChatOptions
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM:
+class _Started(NamedTuple):
+    """The parts that need the engine's model."""
+
+    info: EngineInfo
+    requests: AsyncRequests
+    output_processor: OutputProcessor
+
+
+class AsyncLLM(AsyncAdapterMethods):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -50,13 +59,26 @@ class AsyncLLM:
     loaded again. `sources` says where adapters may come from beside folders, the hub and object stores.
     """
 
-    def __init__(self, model: str | None = None, *, sources: AdapterSources | None = None, **options: Any) -> None:
-        self._start_with(EngineSpec(args=engine_args("AsyncLLM", model, options)), sources)
+    adapters: AsyncLLMAdapters
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        sources: AdapterSources | None = None,
+        kernel_configs: str | PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        args = engine_args("AsyncLLM", model, options)
+        use_kernel_configs(None if kernel_configs is None else fspath(kernel_configs))
+        self._start_with(EngineSpec(args=args), sources)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, sources: AdapterSources | None = None) -> Self:
-        """An AsyncLLM for these options."""
-        return cls.from_spec(EngineSpec(args=args), sources)
+    def from_engine_args(
+        cls, args: EngineArgs, *, engine: str = DEFAULT_ENGINE, sources: AdapterSources | None = None
+    ) -> Self:
+        """An AsyncLLM for these options; see `LLM.from_engine_args`."""
+        return cls.from_spec(EngineSpec(args=args, engine=engine), sources)
 
     @classmethod
     def from_spec(cls, spec: EngineSpec, sources: AdapterSources | None = None) -> Self:
@@ -71,23 +93,18 @@ class AsyncLLM:
         args = self._args
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
-        self._adapters = AdapterClient(lambda: self._supervisor.ready_engine(), self.sources)
+        self.adapters = AsyncLLMAdapters(self.start, lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
             spec,
-            Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self._adapters.load_again),
+            Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again),
         )
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | Done | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
         self._draining = self._closed = False
         self._numbers = itertools.count()  # of the requests, for their ids in the engine
-        # Threads that check long requests in Python: the event loop waits its turn behind each that runs.
-        self._checkers = ThreadPoolExecutor(2, "check-request")
-        self._info: EngineInfo | None = None
-        self._input_processor: InputProcessor | None = None
-        self._output_processor: OutputProcessor | None = None
-        self._news = News()
-        self._demo_adapters: dict[str, LoRARequest] = {}
+        self._started: _Started | None = None
+        self._pacer = StreamPacer()
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -126,11 +143,15 @@ class AsyncLLM:
         except BaseException:
             await self._supervisor.stop()
             raise
-        self._input_processor = InputProcessor(tokenizer, info, eos_token_ids)
-        self._output_processor = OutputProcessor(tokenizer)
-        self._demo_adapters = demo_lora_requests(self._args)
-        self._news.shares_cores = info.device == "cpu"
-        self._info = info
+        self._pacer.shares_cores = info.device == "cpu"
+        requests = AsyncRequests(
+            InputProcessor(tokenizer, info, eos_token_ids),
+            self.adapters.requests,
+            demo_lora_requests(self._args),
+            self.sources,
+            self.sampling_defaults,
+        )
+        self._started = _Started(info, requests, OutputProcessor(tokenizer))
         return info
 
     @property
@@ -138,7 +159,7 @@ class AsyncLLM:
         """ "starting", "ready", "restarting", "draining" or "stopped"."""
         if self._draining and self._supervisor.state != "stopped":
             return "draining"
-        if self._supervisor.state == "ready" and self._info is None:
+        if self._supervisor.state == "ready" and self._started is None:
             return "starting"  # the tokenizer is being loaded
         return self._supervisor.state
 
@@ -160,32 +181,33 @@ class AsyncLLM:
     @property
     def num_running(self) -> int:
         """Requests that are not finished."""
-        return len(self._news)
+        return len(self._pacer)
+
+    def _parts(self) -> _Started:
+        if self._started is None:
+            raise EngineDeadError("the engine has not started")
+        return self._started
 
     @property
-    def info(self) -> EngineInfo:
-        """Model, dtype and limits of the engine. EngineDeadError before the first start."""
-        if self._info is None:
-            raise EngineDeadError("the engine has not started")
-        return self._info
+    def engine_info(self) -> EngineInfo:
+        """Model, dtype and limits of the engine. EngineDeadError before the first start, as of the following."""
+        return self._parts().info
+
+    info = engine_info
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Prompts to requests. EngineDeadError before the first start."""
-        if self._input_processor is None:
-            raise EngineDeadError("the engine has not started")
-        return self._input_processor
+        """Prompts to requests."""
+        return self._parts().requests.input_processor
 
     @property
     def output_processor(self) -> OutputProcessor:
-        """The engine's tokens to outputs. EngineDeadError before the first start."""
-        if self._output_processor is None:
-            raise EngineDeadError("the engine has not started")
-        return self._output_processor
+        """The engine's tokens to outputs."""
+        return self._parts().output_processor
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer. EngineDeadError before the first start."""
+        """The model's tokenizer."""
         return self.input_processor.tokenizer
 
     async def drain(self, timeout: float) -> bool:
@@ -195,7 +217,7 @@ class AsyncLLM:
         """
         self._draining = True
         try:
-            await asyncio.wait_for(self._news.idle.wait(), timeout)
+            await asyncio.wait_for(self._pacer.idle.wait(), timeout)
         except TimeoutError:
             return False
         return True
@@ -246,13 +268,13 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt, yielding outputs until one is finished. Leaving the iterator aborts the request.
 
-        A consumer that is slower than the engine gets fewer, larger outputs; so do all when many are told of short
-        steps (`news`).
+        A consumer that is slower than the engine gets fewer, larger outputs; so do all when there are many and steps
+        are short (`stream_pacing`).
 
         Args:
             lora_request: the adapter, or the name of one that has been loaded; with a scale as `(adapter, 0.5)`; a
                 weighted sum as `[(a, 0.7), (b, 0.3)]`.
-            delta: each output holds only what is new, of the sequences that have news; else everything so far.
+            delta: each output holds only what is new, of the sequences that have something new; else everything so far.
             options: see `RequestOptions`; vLLM's other keywords (`vllm_python.GENERATE`) at values that change nothing.
 
         Raises:
@@ -267,61 +289,72 @@ class AsyncLLM:
         check_request_id(request_id)
         # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
         engine_id = f"{request_id}~{next(self._numbers)}"
-        requests = await self._process(
+        requests = await self._parts().requests.make(
             prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
         )
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
         engine = self._supervisor.ready_engine()
-        assert self._output_processor is not None
-        state = self._output_processor.add(request_id, requests, text_of(prompt))
-        news = self._news.open(request_id)
+        state = self.output_processor.add(request_id, requests, text_of(prompt))
+        consumer = self._pacer.open(request_id)
         try:
             engine.send(Add(requests))
             while True:
-                await news.wait()
+                await consumer.wait()
                 output = state.take(delta)
                 if state.error is None:  # else that comes next
-                    news.taken()
+                    consumer.taken()
                 if output.finished:
-                    self._news.close(request_id, news)
+                    self._pacer.close(request_id, consumer)
                 yield output
                 if output.finished:
                     return
         finally:
-            self._news.close(request_id, news)
+            self._pacer.close(request_id, consumer)
             if not state.finished:
-                self._send_aborts(self._output_processor.abort(request_id))
+                self._send_aborts(self.output_processor.abort(request_id))
 
-    async def _process(
+    async def chat(
         self,
-        prompt: Prompt,
-        params: SamplingParams | None,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
-        request_id: str,
-        lora_request: AnyLoRA | None,
-        **options: Unpack[RequestOptions],
-    ) -> list[EngineRequest]:
-        # No copy: thousands may be registered.
-        lora = resolve_lora(lora_request, lambda: ChainMap(self.adapters, self._demo_adapters))
-        lora = await self._adapters.localize(lora)
-        chosen = params if params is not None else Defaults(await self.sampling_defaults.of(lora))
-        process = functools.partial(self.input_processor.process, request_id, prompt, chosen, lora=lora, **options)
-        if is_long(prompt, params):
-            return await asyncio.get_running_loop().run_in_executor(self._checkers, process)
-        return process()
+        lora_request: AnyLoRA | None = None,
+        delta: bool = False,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate the assistant's next turn of a conversation.
+
+        `options` are those of `ChatOptions` and of `RequestOptions`; the rest is as in `generate`. The chat template in
+        an adapter's folder takes the place of the model's.
+        """
+        await self.start()
+        of_request = {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
+        prompt = await self._parts().requests.chat_prompt(messages, lora_request, cast(ChatOptions, options))
+        stream = self.generate(
+            prompt,
+            sampling_params,
+            request_id,
+            lora_request=lora_request,
+            delta=delta,
+            **cast(RequestOptions, of_request),
+        )
+        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], stream)) as outputs:
+            async for output in outputs:
+                yield output
 
     def count_speculation(self, request_id: str) -> None:
         """Bring the counts of drafts in a running request's metrics up to date; its end does that by itself."""
-        state = None if self._output_processor is None else self._output_processor.get(request_id)
+        state = None if self._started is None else self.output_processor.get(request_id)
         if state is not None:
             state.count_speculation()
 
     async def abort(self, request_id: str) -> None:
         """End a running request; its iterator gets a last output, with finish reason "abort". Ignores unknown ids."""
-        if self._output_processor is not None:
-            self._send_aborts(self._output_processor.abort(request_id))
-            self._news.tell(request_id)
+        if self._started is not None:
+            self._send_aborts(self.output_processor.abort(request_id))
+            self._pacer.wake(request_id)
 
     def _send_aborts(self, request_ids: list[str]) -> None:
         if request_ids:
@@ -331,16 +364,16 @@ class AsyncLLM:
     # --- what the supervisor tells --------------------------------------------------------------------------------
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
-        if self._output_processor is None:
+        if self._started is None:
             return
-        processed = self._output_processor.process(deltas)
+        processed = self.output_processor.process(deltas)
         self._send_aborts(processed.aborts)
-        self._news.tell_all(processed.touched)
+        self._pacer.wake_all(processed.touched)
 
     def _on_death(self, error: OutriderError) -> None:
-        failed: list[RequestState] = [] if self._output_processor is None else self._output_processor.fail_all(error)
+        failed: list[RequestState] = [] if self._started is None else self.output_processor.fail_all(error)
         for state in failed:
-            self._news.tell(state.request_id)
+            self._pacer.wake(state.request_id)
 
     async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
         """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
@@ -348,53 +381,20 @@ class AsyncLLM:
         built = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
         self.input_processor.shared_prefixes = built
 
-    # --- adapters and statistics ----------------------------------------------------------------------------------
+    # --- what LLM has too ------------------------------------------------------------------------------------------
 
-    @property
-    def adapters(self) -> dict[str, LoRARequest]:
-        """The adapters that `load_adapter` has registered, by name; those that could not be loaded again after a
-        restart are no longer here."""
-        return self._adapters.requests
-
-    async def load_adapter(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        """Fetch, read, check and register an adapter; see `LLM.load_lora_adapter`."""
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
         await self.start()
-        return await self._adapters.load(request, load_inplace=load_inplace, pinned=pinned)
+        return SamplingParams(**self.sampling_defaults.of_model)
 
-    async def register_adapters(self, requests: Sequence[LoRARequest]) -> None:
-        """Make adapters known by name, to be read when requests come; see `LLM.register_lora_adapters`."""
+    async def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
         await self.start()
-        await self._adapters.register(requests)
-
-    async def unload_lora(self, name: str, mode: str = "drain") -> None:
-        """Forget an adapter; see `LLM.unload_lora`."""
-        await self.start()
-        await self._adapters.unload(name, mode)
-
-    async def unload_adapter(self, name: str) -> None:
-        """`unload_lora` that lets requests finish."""
-        await self.unload_lora(name)
-
-    async def pin_lora(self, name: str) -> None:
-        """Keep an adapter on the device; see `LLM.pin_lora`."""
-        await self.start()
-        await self._adapters.set_pinned(name, True)
-
-    async def unpin_lora(self, name: str) -> None:
-        """Let an adapter go when others need its place; NotFoundError when it is not registered."""
-        await self.start()
-        await self._adapters.set_pinned(name, False)
-
-    async def list_adapters(self) -> list[AdapterInfo]:
-        """The registered adapters."""
-        await self.start()
-        adapters: list[AdapterInfo] = await self._adapters.call("list_adapters")
-        return adapters
+        return self.tokenizer
 
     async def stats(self) -> EngineStats:
         """A snapshot of the engine's counters; they start anew when the engine has been started again."""
         await self.start()
-        stats: EngineStats = await self._adapters.call("stats")
+        stats: EngineStats = await self._supervisor.ready_engine().call("stats")
         return stats

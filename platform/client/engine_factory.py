@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
+from ..core.adapters import LocalAdapters
 from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.config import EngineArgs
 from ..core.lora_request import LoRARequest
-from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.suggestions import did_you_mean
 from .demo_defaults import apply_demo_defaults, is_demo
 
@@ -41,34 +42,9 @@ class Engine(Protocol):
     def step(self) -> list[TokenDelta]:
         """Compute one step."""
 
-    def adapter_reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], Any]:
-        """Reads an adapter's files, in another thread."""
-
-    def load_adapter(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
-    ) -> AdapterInfo:
-        """Register an adapter, with what `adapter_reader` brought."""
-
-    def register_adapters(self, requests: Sequence[LoRARequest]) -> None:
-        """Make adapters known by name, to be read when requests come."""
-
-    def unload_adapter(self, name: str, mode: str = "drain") -> None:
-        """Forget an adapter."""
-
-    def adapter_pin_reader(self, name: str) -> Callable[[], Any] | None:
-        """Reads an adapter that is not in memory, in another thread; None when it is."""
-
-    def pin_adapter(self, name: str, *, read: Any = None) -> AdapterInfo:
-        """Keep an adapter on the device, with what `adapter_pin_reader` brought."""
-
-    def unpin_adapter(self, name: str) -> AdapterInfo:
-        """Let an adapter make way again."""
-
-    def find_adapter(self, name: str) -> AdapterInfo | None:
-        """The adapter registered under a name."""
-
-    def list_adapters(self) -> list[AdapterInfo]:
-        """The registered adapters."""
+    @property
+    def adapters(self) -> LocalAdapters:
+        """Loads, unloads and pins adapters."""
 
     def check_integrity(self) -> None:
         """AssertionError unless its allocators agree with what its sequences hold."""

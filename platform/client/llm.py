@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from os import PathLike, fspath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
+from ..core.adapters import LocalAdapters
 from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import GENERATE, METHODS
+from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
-from ..core.lora_request import LoRARequest
-from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
+from ..core.messages import EngineInfo, EngineRequest, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
+from .adapters.llm_adapters import LLMAdapters
+from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA, lora_of_each, resolve_lora
 from .engine_factory import (
     DEFAULT_ENGINE,
-    Engine,
     demo_lora_requests,
     engine_args,
     import_text_side,
@@ -40,30 +41,12 @@ from .text.chat_template import ChatOptions
 
 T = TypeVar("T")
 
-_OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0}
+_OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, "cache_salt": ""}
 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class _KnownAdapters(Mapping[str, LoRARequest]):
-    """Adapters by name: those of the engine, which is asked for one at a time, and those of the demo."""
-
-    def __init__(self, engine: Engine, demo: Mapping[str, LoRARequest]) -> None:
-        self._engine = engine
-        self._demo = demo
-
-    def __getitem__(self, name: str) -> LoRARequest:
-        info = self._engine.find_adapter(name)
-        return self._demo[name] if info is None else LoRARequest(name, path=info.path)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._demo, **{info.name: None for info in self._engine.list_adapters()}})
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class LLM:
+class LLM(SyncAdapterMethods):
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
@@ -77,6 +60,8 @@ class LLM:
         TypeError: an option that does not exist.
         OutriderError: the typed error for an option or a model that cannot be used.
     """
+
+    adapters: LLMAdapters
 
     def __init__(
         self,
@@ -117,16 +102,10 @@ class LLM:
         except BaseException:
             self._engine.shutdown()
             raise
-        self._demo_adapters = demo_lora_requests(args)
+        self.adapters = LLMAdapters(self._open_adapters, self._sources, demo_lora_requests(args))
         self._output_processor = OutputProcessor(self._tokenizer)
         self._num_requests = 0
         self._closed = False
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name):
-            """AttributeError; for a method of vLLM's it says what is here in its place."""
-            raise AttributeError(f"LLM.{name} {METHODS.get(name, 'does not exist')}", name=name, obj=self)
 
     # --- generation -----------------------------------------------------------------------------------------------
 
@@ -152,8 +131,8 @@ class LLM:
                 list of such lists, or of LoRAMix.
             use_tqdm: show a progress bar; or a callable to make it with, as `tqdm`.
             on_output: called with the number of a prompt and its output as soon as that is complete.
-            options: `priority`, `tenant` and `weight` of `RequestOptions`, each one value for all prompts or a list
-                with one for each; vLLM's other keywords (`vllm_python.GENERATE`) at values that change nothing.
+            options: those of `RequestOptions`, each one value for all prompts or a list with one for each; vLLM's other
+                keywords (`vllm_python.GENERATE`) at values that change nothing.
                 Nothing is shared among tenants, no cached prefix either.
 
         Raises:
@@ -168,12 +147,11 @@ class LLM:
         loras = lora_of_each(lora_request, len(batch))
         columns = [_for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
         of_each = [dict(zip(_OPTION_DEFAULTS, row, strict=True)) for row in zip(*columns, strict=True)]
-        known = _KnownAdapters(self._engine, self._demo_adapters)
         work: list[tuple[str, str | None, list[EngineRequest]]] = []
         for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True):
             request_id = str(self._num_requests)
             self._num_requests += 1
-            local = self._sources.localize_now(resolve_lora(lora, lambda: known))
+            local = self._sources.localize_now(resolve_lora(lora, lambda: self.adapters.known))
             chosen = one_params if one_params is not None else Defaults(self._defaults.of_now(local))
             requests = self._input_processor.process(request_id, prompt, chosen, lora=local, **one_options)
             work.append((request_id, text_of(prompt), requests))
@@ -192,6 +170,10 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise ShuttingDownError("this LLM has been shut down; make a new one")
+
+    def _open_adapters(self) -> LocalAdapters:
+        self._check_open()
+        return self._engine.adapters
 
     def _run(
         self,
@@ -228,94 +210,29 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        **chat_options: Unpack[ChatOptions],
+        on_output: Callable[[int, RequestOutput], None] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Generate the assistant's next turn of one conversation, or of each of a list of them.
 
-        `chat_options` are those of `ChatOptions`; the rest is as in `generate`. The chat template in an adapter's
-        folder takes the place of the model's.
+        `options` are those of `ChatOptions`, the same for all, and those of `generate`; the rest is as in `generate`.
+        The chat template in an adapter's folder takes the place of the model's.
         """
         if not isinstance(messages, Sequence) or not messages:
             raise InvalidRequestError("messages must be a non-empty list", param="messages")
         self._check_open()
         conversations: Any = [messages] if isinstance(messages[0], dict) else messages
-        known = _KnownAdapters(self._engine, self._demo_adapters)
+        of_requests = {name: options.pop(name) for name in _OPTION_DEFAULTS if name in options}
         prompts: list[Prompt] = []
         for conversation, lora in zip(conversations, lora_of_each(lora_request, len(conversations)), strict=True):
-            options = chat_options
             if options.get("chat_template") is None:
-                local = self._sources.localize_now(resolve_lora(lora, lambda: known))
-                options = {**options, "chat_template": adapter_chat_template(local)}
-            prompts.append(self._input_processor.chat_prompt(conversation, options))
-        return self.generate(prompts, sampling_params, lora_request, use_tqdm)
-
-    # --- adapters -------------------------------------------------------------------------------------------------
-
-    def load_lora_adapter(
-        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        """Read, check and register an adapter, so that requests may name it.
-
-        Args:
-            load_inplace: replace the adapter of that name; running requests finish on the version they have.
-            pinned: keep it on the device.
-
-        Raises:
-            AdapterError: the adapter cannot be served.
-            InvalidUserInputError: the name is taken.
-        """
-        self._check_open()
-        name, before = lora_request.name, self._sources.folders_of(lora_request.name)
-        try:
-            local = self._sources.localize_request_now(lora_request, again=True)
-            info = self._engine.load_adapter(local, load_inplace=load_inplace, pinned=pinned)
-        except OutriderError:
-            self._sources.restrict(name, before)
-            raise
-        self._sources.restrict(name, (local.path, local.draft_path))
-        return info
-
-    def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
-        """Make adapters known by name without reading a file: that is done when requests come, which get the errors.
-
-        Raises:
-            AdapterError: a folder does not exist. InvalidUserInputError: a name is taken. None is registered then.
-        """
-        self._check_open()
-        self._engine.register_adapters([self._sources.localize_request_now(request) for request in lora_requests])
-
-    def unload_lora(self, lora_name: str, mode: str = "drain") -> None:
-        """Forget an adapter; `mode` "abort" also ends the requests that have it, with a NotFoundError.
-
-        Raises:
-            NotFoundError: it is not registered.
-        """
-        self._check_open()
-        self._engine.unload_adapter(lora_name, mode)
-        self._sources.restrict(lora_name)
-
-    def unload_lora_adapter(self, lora_name: str) -> None:
-        """`unload_lora` that lets requests finish."""
-        self.unload_lora(lora_name)
-
-    def pin_lora(self, lora_name: str) -> AdapterInfo:
-        """Keep a registered adapter on the device; it is loaded if it must be.
-
-        Raises:
-            NotFoundError: it is not registered. AdapterError: it cannot be served.
-            InvalidUserInputError: there is no room for it beside the other pinned ones, or none now.
-        """
-        self._check_open()
-        return self._engine.pin_adapter(lora_name)
-
-    def unpin_lora(self, lora_name: str) -> AdapterInfo:
-        """Let a registered adapter make way for others again; `NotFoundError` when it is not registered."""
-        self._check_open()
-        return self._engine.unpin_adapter(lora_name)
-
-    def list_lora_adapters(self) -> list[AdapterInfo]:
-        """The registered adapters."""
-        return self._engine.list_adapters()
+                local = self._sources.localize_now(resolve_lora(lora, lambda: self.adapters.known))
+                template = adapter_chat_template(local)
+            else:
+                template = options["chat_template"]
+            chat_options = cast(ChatOptions, {**options, "chat_template": template})
+            prompts.append(self._input_processor.chat_prompt(conversation, chat_options))
+        return self.generate(prompts, sampling_params, lora_request, use_tqdm, on_output, **of_requests)
 
     # --- the rest -------------------------------------------------------------------------------------------------
 

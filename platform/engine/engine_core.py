@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any
 from uuid import uuid4
 
-from ...kernels.threads import compute_alone
 from ...models.decoder import Decoder
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError, OverloadedError, PromptTooLongError
-from ..core.lora_request import LoRARequest
-from ..core.messages import MAX_TENANT_WEIGHT, AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
+from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
+from .adapters import EngineAdapters
 from .logits_edits import EditTables, edit_state
 from .pipeline import Pipeline
 from .setup import build
@@ -36,6 +34,8 @@ class EngineCore:
         self._adapters = parts.adapters
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
+        self.adapters = EngineAdapters(parts.adapters, parts.scheduler)
+        """Loads, unloads and pins adapters; see `core.adapters`."""
         self._pipeline = Pipeline(parts.scheduler, parts.runner, parts.adapters.wait)
         self._speculation = SpeculationTotals()
         self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
@@ -91,75 +91,6 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget these sequences; unknown ids are ignored and no delta follows."""
         self.scheduler.abort(request_ids)
-
-    def adapter_reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], Any]:
-        """Reads and checks an adapter's files, which may take long: call it in another thread than this object's. Its
-        result is for `load_adapter`; AdapterError comes out of it.
-
-        Raises:
-            InvalidUserInputError: at once, when the name is taken (and not `load_inplace`).
-        """
-        return _beside_steps(self._adapters.reader(request, load_inplace=load_inplace))
-
-    def load_adapter(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
-    ) -> AdapterInfo:
-        """Register an adapter now; without `read`, what `adapter_reader` brought, its files are read here.
-
-        Raises:
-            AdapterError: it cannot be served. InvalidUserInputError: the name is taken (and not `load_inplace`).
-        """
-        return self._adapters.load(request, load_inplace=load_inplace, pinned=pinned, read=read)
-
-    def register_adapters(self, requests: Sequence[LoRARequest]) -> None:
-        """Make adapters known by name; their files are read when requests come.
-
-        Raises:
-            InvalidUserInputError: a name is taken. AdapterError: a folder does not exist. None is registered then.
-        """
-        self._adapters.register(requests)
-
-    def unload_adapter(self, name: str, mode: str = "drain") -> None:
-        """Take no new requests for an adapter, and free it with the last that has it. With `mode` "abort" they all end
-        now, with a NotFoundError.
-
-        Raises:
-            NotFoundError: the name is unknown. InvalidRequestError: no such mode.
-        """
-        ending = self._adapters.unload(name, mode)
-        gone = NotFoundError(f"the adapter {name!r} was unloaded while the request ran (mode 'abort')", param="model")
-        self.scheduler.end([request.request_id for request in ending], gone.info())
-
-    def adapter_pin_reader(self, name: str) -> Callable[[], Any] | None:
-        """Reads what `pin_adapter` needs of an adapter that is not in memory, in another thread; None when it is.
-
-        Raises:
-            NotFoundError: the name is unknown.
-        """
-        read = self._adapters.pin_reader(name)
-        return None if read is None else _beside_steps(read)
-
-    def pin_adapter(self, name: str, *, read: Any = None) -> AdapterInfo:
-        """Keep a registered adapter on the device; without `read`, what `adapter_pin_reader` brought, it is read here
-        if it must be.
-
-        Raises:
-            NotFoundError: the name is unknown. AdapterError: it cannot be served.
-            InvalidUserInputError: there is no room for it beside the other pinned ones, or none now.
-        """
-        return self._adapters.pin(name, read=read)
-
-    def unpin_adapter(self, name: str) -> AdapterInfo:
-        """Let a registered adapter make way for others again; NotFoundError when the name is unknown."""
-        return self._adapters.unpin(name)
-
-    def find_adapter(self, name: str) -> AdapterInfo | None:
-        """The adapter registered under a name."""
-        return self._adapters.find(name)
-
-    def list_adapters(self) -> list[AdapterInfo]:
-        """The registered adapters."""
-        return self._adapters.list()
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
@@ -236,16 +167,6 @@ class EngineCore:
         if request.cache_salt or not self._config.cache.enable_prefix_caching:
             return 0
         return request.num_shared_tokens
-
-
-def _beside_steps(read: Callable[[], Any]) -> Callable[[], Any]:
-    """The same for another thread, which steps must not be slower for."""
-
-    def work() -> Any:
-        compute_alone()
-        return read()
-
-    return work
 
 
 def _joined(*texts: str) -> bytes:

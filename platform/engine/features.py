@@ -5,15 +5,12 @@ The scheduler and the runner know none of them: they see the small protocols her
 
 from __future__ import annotations
 
-import builtins
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...lora.catalog import ReadAdapter
 from ...lora.stats import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
-from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo
 from ..core.request import Request
 
@@ -58,40 +55,17 @@ class NoAdapters:
         """The base model's."""
         return b""
 
-    def reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], ReadAdapter]:
-        """Refused."""
+    def reader(self, *args: Any, **options: Any) -> Any:
+        """InvalidRequestError: LoRA is not enabled."""
         raise InvalidRequestError("LoRA is not enabled (enable_lora)", param="lora_name")
 
-    def load(
-        self,
-        request: LoRARequest,
-        *,
-        load_inplace: bool = False,
-        pinned: bool = False,
-        read: ReadAdapter | None = None,
-    ) -> AdapterInfo:
-        """Refused."""
-        raise InvalidRequestError("LoRA is not enabled (enable_lora)", param="lora_name")
+    load = register = reader
 
-    def register(self, requests: Sequence[LoRARequest]) -> None:
-        """Refused."""
-        raise InvalidRequestError("LoRA is not enabled (enable_lora)", param="lora_name")
-
-    def unload(self, name: str, mode: str = "drain") -> builtins.list[Request]:
-        """Refused: there is none."""
+    def unload(self, name: str, *args: Any, **options: Any) -> Any:
+        """NotFoundError: there is no adapter."""
         raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
 
-    def pin_reader(self, name: str) -> Callable[[], ReadAdapter] | None:
-        """Refused: there is none."""
-        raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
-
-    def pin(self, name: str, *, read: ReadAdapter | None = None) -> AdapterInfo:
-        """Refused: there is none."""
-        raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
-
-    def unpin(self, name: str) -> AdapterInfo:
-        """Refused: there is none."""
-        raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
+    pin_reader = pin = unpin = unload
 
     def find(self, name: str) -> AdapterInfo | None:
         """There is none."""

@@ -20,6 +20,7 @@ from ...models.pass_graphs import PassGraphs, PassInputs
 from ...spec_decode.control.policy import SpeculationPolicy
 from ...spec_decode.drafters.base import (
     AdapterPreparer,
+    DeviceStep,
     Drafter,
     DraftRow,
     Proposal,
@@ -236,13 +237,14 @@ class ModelRunner:
         self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None, most: int
     ) -> list[Proposal]:
         """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
-        rows, target = prepared.drafting, TargetOutput(output.hidden, output.aux)
+        rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot, most)
+        target = TargetOutput(output.hidden, output.aux, step)
         if not any(row.max_drafts for row in rows):
-            self._drafter.watch_late(rows, target, (prepared.rows.overshoot, most))
+            self._drafter.watch(rows, target)
             return [Proposal(NO_DRAFTS, 0) for _ in rows]
         assert outcome is not None, "rows with drafts reach their end"
         self._queue.mark()  # tokens are delivered while the device drafts
-        return self._drafter.propose_late(drafting_rows(prepared, outcome), target, outcome)
+        return self._drafter.propose(drafting_rows(prepared, outcome), target)
 
     def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles

@@ -267,7 +267,7 @@ class _Server:
         adapters: list[AdapterInfo] = []
         if llm.info.enable_lora:
             with contextlib.suppress(EngineDeadError):  # it died just now, and is started again
-                adapters = await llm.list_adapters()
+                adapters = await llm.adapters.list()
         port = self._listener.getsockname()[1]
         tenancy = self._tenancy
         database = DatabaseFacts(tenancy.database.shown, tenancy.directory.has_admin_key) if tenancy else None

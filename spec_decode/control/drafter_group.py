@@ -9,9 +9,6 @@ from ...platform.core.request import NO_DRAFTS
 from ..drafters.base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...kernels.device_outcome import DeviceOutcome
     from ...models.batch import LayerKV
 
 
@@ -34,7 +31,9 @@ class DrafterGroup(Drafter):
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts of each row by its drafter. The first drafter sees all rows, since what it computed of them is its own
-        to say; a fallback sees the rows that ask for it."""
+        to say; a fallback sees the rows that ask for it. On the device the first drafter drafts for all."""
+        if target.on_device is not None:
+            return self._first.propose(rows, target)
         results: list[Proposal] = []
         for index, drafter in enumerate(self._drafters):
             asking = [at for at, row in enumerate(rows) if row.max_drafts and row.drafter == index]
@@ -56,16 +55,8 @@ class DrafterGroup(Drafter):
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """See `Drafter`."""
-        for drafter in self._drafters:
+        for drafter in self._drafters if target.on_device is None else self._drafters[:1]:
             drafter.watch(rows, target)
-
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
-        """Drafts by the first drafter."""
-        return self._first.propose_late(rows, target, late)
-
-    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
-        """See `Drafter`."""
-        self._first.watch_late(rows, target, overshoot)
 
     def forget_adapter(self, digest: bytes) -> None:
         """See `Drafter`."""

@@ -22,7 +22,7 @@ from ...models.batch import SequenceRows
 from ...platform.core.request import NO_DRAFTS
 from ..verify.draft_sampling import Drafting, PassOutput, join_drafts, last_drafts
 from ..verify.verification import choose_rule
-from .base import DraftRow, Proposal
+from .base import DeviceStep, DraftRow, Proposal
 
 log = logging.getLogger(__name__)
 
@@ -87,20 +87,21 @@ def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: CatchUpLimi
     return [Proposal(s.drafts, s.start) for s in sequences]
 
 
-BeginLate = Callable[[Sequence[Drafting], DeviceOutcome], PassOutput]
+BeginOnDevice = Callable[[Sequence[Drafting], DeviceOutcome], PassOutput]
 """`TokenDrafter.begin` where the host does not know the tokens: computes, of each of B sequences, 1 + k positions from
 that of the first draft on; what comes after the last token counts for nothing, and is overwritten. The outcome is that
 of these sequences' rows. See `sampled_rows`."""
 
 
-def propose_late(
-    drafter: TokenDrafter, rows: Sequence[DraftRow], late: DeviceOutcome, begin: BeginLate, limits: CatchUpLimits
+def propose_on_device(
+    drafter: TokenDrafter, rows: Sequence[DraftRow], step: DeviceStep, begin: BeginOnDevice, limits: CatchUpLimits
 ) -> list[Proposal]:
-    """`propose` before the host knows the outcome of a step: see `LateDrafter.propose_late`."""
+    """`propose` before the host knows the outcome of a step."""
+    assert step.outcome is not None, "rows with drafts reach their end"
     sequences = [Drafting(row, choose_rule(row.request, limits.invariant), row.max_drafts) for row in rows]
     asking = [i for i, sequence in enumerate(sequences) if sequence.num_wanted]
     if asking:
-        drafting, of_them = [sequences[i] for i in asking], late.of(asking)
+        drafting, of_them = [sequences[i] for i in asking], step.outcome.of(asking)
         output = begin(drafting, of_them)._replace(overshoot=of_them.total)
         _draft(drafter, drafting, output, drafts_count=False)
         join_drafts(drafting)
@@ -118,8 +119,8 @@ def known_rows(sequences: Sequence[Drafting], chunks: list[list[int]], first_key
     )
 
 
-def sampled_rows(sequences: Sequence[Drafting], late: DeviceOutcome, first_key: int = 0) -> SequenceRows:
-    """The pass of `BeginLate`."""
+def sampled_rows(sequences: Sequence[Drafting], outcome: DeviceOutcome, first_key: int = 0) -> SequenceRows:
+    """The pass of `BeginOnDevice`."""
     counts = [1 + s.row.num_drafts for s in sequences]
     origins = [s.row.first_index + j for s, count in zip(sequences, counts, strict=True) for j in range(count)]
     return SequenceRows(
@@ -128,22 +129,22 @@ def sampled_rows(sequences: Sequence[Drafting], late: DeviceOutcome, first_key: 
         starts=[s.row.start + 1 for s in sequences],
         block_tables=[s.row.block_table for s in sequences],
         first_key=first_key,
-        device_tokens=[DeviceTokens(range(len(origins)), late.tokens, origins)],
-        overshoot=late.overshoot,
-        unused=late.unused,
+        device_tokens=[DeviceTokens(range(len(origins)), outcome.tokens, origins)],
+        overshoot=outcome.overshoot,
+        unused=outcome.unused,
     )
 
 
 def draft_rows(sequences: Sequence[Drafting], output: PassOutput, first_key: int = 0) -> SequenceRows:
     """The pass of `TokenDrafter.go_on`."""
-    token_ids, late = last_drafts(sequences)
+    token_ids, device_tokens = last_drafts(sequences)
     return SequenceRows(
         token_ids=[token for chunk in token_ids for token in chunk],
         query_lens=[1] * len(sequences),
         starts=[len(s.row.tokens) + s.num_drafts - 1 for s in sequences],
         block_tables=[s.row.block_table for s in sequences],
         first_key=first_key,
-        device_tokens=late,
+        device_tokens=device_tokens,
         overshoot=output.overshoot,
     )
 

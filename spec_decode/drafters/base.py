@@ -1,4 +1,15 @@
-"""The contract of drafters: what the engine gives them and asks of them. `factory` chooses one."""
+"""The contract of drafters: `Drafter`, with the types that pass between it and the engine.
+
+A drafter proposes tokens, the target verifies them all in its next step. For each step of the engine, after the target:
+
+    propose(rows, target) -> proposals     where a row may have drafts: of all rows of the step, also of those without
+    watch(rows, target)                    after every other step
+
+The host may not know yet what a step brought, when steps overlap. A drafter that drafts all the same, from tokens and
+lengths that are on the device, declares `DrafterNeeds.drafts_on_device`; `TargetOutput.on_device` tells it when to.
+
+A new drafter is a file or a folder beside this one, and a line in `factory`.
+"""
 
 from __future__ import annotations
 
@@ -24,89 +35,100 @@ def no_adapters(rows: Sequence[tuple[Any, int]]) -> None:
 
 
 class Adapters(NamedTuple):
-    """What an `AdapterPreparer` gave, for projections of some rows where no whole `ForwardBatch` is needed."""
+    """Result of an `AdapterPreparer`, for projections of some rows where no whole `ForwardBatch` is needed."""
 
     adapters: Any
 
 
 class DraftRow(NamedTuple):
-    """One request after a step."""
+    """One request after a step. Where only the device knows the outcome (`TargetOutput.on_device`), all fields are as
+    if every draft had been accepted."""
 
     request: Request
     tokens: Tokens
     """The sequence after this step: prompt, accepted tokens and the newly sampled one. For a row that did not reach its
-    end: all tokens of the request. Not to be changed."""
+    end: all tokens of the request. Not to be changed. With `TargetOutput.on_device` only its length means anything."""
     num_valid: int
-    """Of `tokens`, how many have valid KV in the target after this step."""
+    """Number of leading `tokens` that have valid KV in the target after this step."""
     num_draft_valid: int
-    """The same for the proposer's layers: what it answered last (`Proposal.num_draft_computed`), clipped to the drafts
-    that were accepted."""
+    """Number of leading `tokens` that have valid KV in the drafter's layers: the drafter's last answer
+    (`Proposal.num_draft_computed`), clipped to the drafts that were accepted."""
     max_drafts: int
     """Drafts that may be proposed: there are KV blocks for them. 0: propose nothing."""
     block_table: list[int]
     sampled: bool
-    """The row reached its end: a new token was sampled."""
+    """True when the row reached its end: a new token was sampled."""
     start: int = 0
-    """First position that the target computed in this step..."""
+    """First position that the target computed in this step."""
     first_index: int = 0
-    """...and where it lies among the step's tokens: position p is row `first_index + p - start` of `TargetOutput`.
+    """Index of `start` among the step's tokens: position p is row `first_index + p - start` of `TargetOutput`.
     Positions from `num_valid` on hold rejected drafts."""
     num_drafts: int = 0
-    """Drafts that this step verified..."""
+    """Drafts that this step verified."""
     num_accepted: int = 0
-    """...and how many of them were right."""
+    """Accepted drafts of this step; unknown (0) with `TargetOutput.on_device`."""
     drafter: int = 0
     """Index of the drafter that is asked for `max_drafts`, where several are composed."""
     seen: Any = None
-    """What edits of logits have instead of its tokens, where the host does not know all of them; opaque here."""
+    """Tokens for edits of logits, where the host does not know all of them; opaque here."""
+
+
+class DeviceStep(NamedTuple):
+    """The outcome of a step, on the device. Every row lies at most `most_overshoot` positions before its `start`."""
+
+    outcome: DeviceOutcome | None
+    """Tokens and accepted drafts of all rows, each of which reaches its end; None where no row may have drafts."""
+    overshoot: Tensor | None
+    """[B] int64, number of positions by which each row begins before `DraftRow.start`; None: all 0."""
+    most_overshoot: int
 
 
 class TargetOutput(NamedTuple):
-    """What the target computed in this step, for drafters that read it. The tensors may be kept, and not changed."""
+    """Output of the target in this step, for drafters that read it. The tensors may be kept, and not changed."""
 
     hidden: Tensor | None = None
     """[T, H] after the final norm."""
     aux: tuple[Tensor, ...] = ()
     """[T, H] each: the hidden states entering the layers of `DrafterNeeds.aux_layers`, in that order."""
+    on_device: DeviceStep | None = None
+    """The outcome, where the host does not know it yet."""
 
 
 class Proposal(NamedTuple):
-    """What a proposer answers for one row."""
+    """Answer of a drafter for one row."""
 
     drafts: Drafts
     num_draft_computed: int
-    """Leading positions of `tokens` and then the drafts, as proposed, whose KV is valid in the proposer's own layers;
-    whoever accepts fewer drafts clips it. A proposer without layers says: all of `tokens`."""
+    """Leading positions of `tokens` and then the drafts, as proposed, whose KV is valid in the drafter's own layers;
+    whoever accepts fewer drafts clips it. A drafter without layers says: all of `tokens`.
+    With `TargetOutput.on_device`: the number of `tokens`, which stands for that of the true ones, or 0 where nothing
+    was computed, so that nothing changes."""
 
 
 class DrafterNeeds(NamedTuple):
-    """What a drafter needs of the engine, known once it is built."""
+    """Needs of a drafter, known once it is built."""
 
     kv_layers: tuple[KVLayerSpec, ...] = ()
     """The KV layers it owns: further layers of the shared block table. Empty for most."""
     aux_layers: tuple[int, ...] = ()
-    """Target layers whose entering hidden states it reads; the number of layers stands for what leaves the last."""
+    """Target layers whose entering hidden states it reads; the number of layers stands for the output of the last."""
     linears: tuple[Linear, ...] = ()
     """Its projections that adapters' draft weights may target."""
     max_drafts: int = sys.maxsize
     """Most drafts that it makes for a row."""
     max_positions: int = sys.maxsize
-    """Most positions of a sequence that it drafts for, drafts included."""
+    """Longest sequence that it drafts for, drafts included."""
     drafts_on_device: bool = False
-    """Whether it has `propose_late`: it drafts before the host knows what the step has brought."""
+    """True when it can propose before the host knows the outcome of a step."""
 
 
 class Drafter:
-    """Proposes tokens that the target verifies. A new drafter implements `propose`, and what else it needs.
-
-    One object serves all requests of an engine; what it knows of one request never reaches another with another
-    `Request.text_namespace`. Where `needs.drafts_on_device` holds, `propose_late` and `watch_late` may be called in
-    another thread than the other verbs, but never at the same time.
-    """
+    """Proposes tokens. One object serves all requests of an engine; what it knows of one request never reaches another
+    with another `Request.text_namespace`."""
 
     @property
     def needs(self) -> DrafterNeeds:
-        """Layers, hidden states and projections."""
+        """Layers, hidden states and projections; none by default."""
         return DrafterNeeds()
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
@@ -114,47 +136,30 @@ class Drafter:
         `prepare_adapters` makes `ForwardBatch.adapters` for its own passes (None when no row has draft weights)."""
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Drafts for the next step: one `Proposal` for each of `rows`, with at most `max_drafts` drafts. `rows` are all
-        rows of the step; a drafter that lags behind may answer with none and catch up later."""
+        """Make drafts for the next step: one `Proposal` for each of `rows`, all rows of the step, with at most
+        `max_drafts` drafts. A drafter that lags behind may answer with none and catch up later.
+
+        With `target.on_device` each row has logits for its 1 + k tokens, the drafter's own layers lag by no more than
+        these, and the answer is exactly `max_drafts` drafts for each row.
+        """
         raise NotImplementedError
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Take in a step after which no drafts are wanted: keep what would be lost otherwise. It should cost nothing
-        beside the step."""
-
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
-        """`propose` on the device, for decodes and verifications alone: a row has logits for each of its 1 + k tokens,
-        and what the drafter keeps of it lags by no more than these.
-
-        Args:
-            rows: As if all drafts were right: of `tokens` only the number means anything, `num_accepted` is not known.
-            late: What the device knows of the step.
-
-        Returns:
-            exactly `max_drafts` drafts for each row. `num_draft_computed` is the number of `tokens`, to be taken for
-            that of the true ones, or 0 where nothing was computed: then it is what it was.
-        """
-        raise NotImplementedError
-
-    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
-        """`watch` before the host knows the outcome, of rows as if all drafts were right.
-
-        Args:
-            overshoot: [B] int64 on the device, by how many positions they begin before that (None: nowhere), and the
-                most that it can be.
-        """
+        """See a step after which nothing is drafted, to keep what would be lost otherwise; cheap. By default nothing
+        is kept."""
 
     def forget_adapter(self, digest: bytes) -> None:
-        """Drop what was learned from an adapter's requests: its content is gone from the engine."""
+        """Drop everything learned from requests of an adapter whose content is gone from the engine. By default
+        nothing outlives a request."""
 
     def adapter_leaves(self, digest: bytes) -> None:
-        """Compute now what needs this adapter's rows on the device, which are about to go. Called where no step is
-        under way, and not at all where steps overlap."""
+        """Compute everything that was put off and needs the adapter with this content: it is about to lose its rows on
+        the device. No step is under way; never called where steps overlap. By default nothing is put off."""
 
 
 class NoDrafter(Drafter):
-    """No speculation, through the same path."""
+    """No speculation: proposes nothing."""
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """No drafts."""
+        """Answer every row without drafts."""
         return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]

@@ -25,7 +25,7 @@ from .autoregressive import (
     draft_rows,
     known_rows,
     propose,
-    propose_late,
+    propose_on_device,
     sampled_rows,
     warn_of_short_reach,
 )
@@ -160,21 +160,17 @@ class DraftModelDrafter(Drafter):
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
         assert self._limits is not None, "bind comes first"
-        return propose(self, rows, self._limits)
-
-    @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
-        """See `Drafter`."""
-        assert self._limits is not None, "bind comes first"
-
-        def begin(sequences: Sequence[Drafting], late: DeviceOutcome) -> PassOutput:
-            return self._forward(sequences, sampled_rows(sequences, late))
-
-        return propose_late(self, rows, late, begin, self._limits)
+        if target.on_device is None:
+            return propose(self, rows, self._limits)
+        return propose_on_device(self, rows, target.on_device, self._begin_on_device, self._limits)
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`."""
         return self._forward(sequences, known_rows(sequences, chunks))
+
+    def _begin_on_device(self, sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
+        """See `BeginOnDevice`."""
+        return self._forward(sequences, sampled_rows(sequences, outcome))
 
     def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
         """See `TokenDrafter`; all that the model remembers is in its KV."""

@@ -6,15 +6,11 @@ Each request is looked up in its own tokens only, so nothing of one tenant's tex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
 from .base import Drafter, DraftRow, Proposal, TargetOutput
-
-if TYPE_CHECKING:
-    pass
 
 _FEW_PLACES = 24
 """Earlier places of the last tokens that are looked at one by one."""
@@ -108,12 +104,13 @@ class NgramDrafter(Drafter):
         self._histories: dict[str, _History] = {}  # by request id; of live requests only
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """What followed last time; where that runs into the sequence's end, it goes on with its own copy (a loop)."""
+        """Draft what followed last time; where that runs into the sequence's end, it goes on with its own copy (a
+        loop)."""
         self._forget_finished()
         return [Proposal(self._draft(row), len(row.tokens)) for row in rows]
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Nothing is missed: histories catch up with the tokens."""
+        """Forget finished requests; the histories of others catch up with their tokens."""
         self._forget_finished()
 
     def _draft(self, row: DraftRow) -> Drafts:

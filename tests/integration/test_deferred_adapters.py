@@ -18,7 +18,7 @@ def test_they_are_fused_before_their_adapter_makes_way(models, make_engine, run,
     for max_loras in (1, 2):
         engine = make_engine(enable_lora=True, max_lora_rank=8, max_loras=max_loras, speculative_config=speculative)
         drafter = engine._runner._drafter
-        store = (drafter._first if adaptive else drafter)._store
+        store = (drafter._first if adaptive else drafter).store
         store.flush()  # what is left of the measuring at start
         for half in store._halves:
             half.zero_()
@@ -27,7 +27,7 @@ def test_they_are_fused_before_their_adapter_makes_way(models, make_engine, run,
         for name, prompt in zip("abaab", prompts * 2, strict=False):
             (outcome,) = run(engine, [(prompt, SILENT, models.lora(name))])
             assert len(outcome.token_ids) == 20
-        waited.append(store._pending.num_tokens)
+        waited.append(store.num_pending)
         evictions.append(engine.stats().lora_evictions["device"])
         store.flush()
         vectors = torch.cat(store._halves, dim=-1)

@@ -106,7 +106,7 @@ def test_some_adapters_with_and_some_without(bare, engine_of, plain_engine, run,
     for index, (name, folder) in enumerate(folders.items()):
         alone = run(engine_of(), [(p, greedy, request_of(name, folder)) for p in prompts])
         assert rounds(mixed[index::3]) == rounds(alone), name
-    assert {info.name: info.draft for info in engine.list_adapters()} == {"a": "loaded", "b": "", "c": "loaded"}
+    assert {info.name: info.draft for info in engine.adapters.list()} == {"a": "loaded", "b": "", "c": "loaded"}
 
 
 def test_a_draft_pass_equals_peft_on_the_draft_model(models, drafted, bare):
@@ -151,10 +151,10 @@ def test_only_the_draft_weights_changed_is_a_new_version(engine_of, run, prompts
     folder = tmp_path / "x"
     shutil.copytree(drafted["a"], folder)
     engine = engine_of()
-    old = engine.load_adapter(request_of("x", folder))
+    old = engine.adapters.load(request_of("x", folder))
     (first,) = run(engine, [(prompts[1], greedy, request_of("x", folder))])
     change(folder / "draft", lambda tensors: {k: -v if "lora_B" in k else v for k, v in tensors.items()})
-    new = engine.load_adapter(request_of("x", folder), load_inplace=True)
+    new = engine.adapters.load(request_of("x", folder), load_inplace=True)
     assert new.digest != old.digest
     (second,) = run(engine, [(prompts[1], greedy, request_of("x", folder))])
     assert second.token_ids == first.token_ids
@@ -162,9 +162,9 @@ def test_only_the_draft_weights_changed_is_a_new_version(engine_of, run, prompts
     assert rounds([second])[0] < rounds([first])[0]  # they draft for another text
     # Without a drafter that reads them, they are no part of the content.
     plain = engine_of("ngram")
-    digest = plain.load_adapter(request_of("x", folder)).digest
+    digest = plain.adapters.load(request_of("x", folder)).digest
     change(folder / "draft", lambda tensors: {key: 2 * value for key, value in tensors.items()})
-    assert plain.load_adapter(request_of("x", folder), load_inplace=True).digest == digest
+    assert plain.adapters.load(request_of("x", folder), load_inplace=True).digest == digest
 
 
 def test_eviction_and_reload_bring_the_draft_weights_back(engine_of, run, prompts, greedy, drafted):
@@ -172,15 +172,15 @@ def test_eviction_and_reload_bring_the_draft_weights_back(engine_of, run, prompt
     for name in "abcabc":
         jobs = [(prompts[2], greedy, request_of(name, drafted[name]))]
         assert rounds(run(crowded, jobs)) == rounds(run(roomy, jobs))
-    assert sorted(info.level for info in crowded.list_adapters()) == ["device", "disk", "disk"]
+    assert sorted(info.level for info in crowded.adapters.list()) == ["device", "disk", "disk"]
 
 
 def test_rows_hold_the_larger_of_both_ranks(engine_of, drafted, bare, tmp_path):
     folder = tmp_path / "x"
     shutil.copytree(bare["a"], folder)  # rank 4
     shutil.copytree(bare["b"], folder / "draft")  # rank 8
-    assert engine_of().load_adapter(request_of("x", folder)).rows == 8
-    assert engine_of("ngram").load_adapter(request_of("x", folder)).rows == 4
+    assert engine_of().adapters.load(request_of("x", folder)).rows == 8
+    assert engine_of("ngram").adapters.load(request_of("x", folder)).rows == 4
 
 
 def _config(**values):
@@ -215,39 +215,39 @@ def test_broken_draft_weights(engine_of, plain_engine, bare, run, prompts, greed
     damage(folder / "draft")
     engine = engine_of(max_loras=1, max_cpu_loras=1)
     with caplog.at_level(logging.WARNING):
-        info = engine.load_adapter(request_of("x", folder))
+        info = engine.adapters.load(request_of("x", folder))
         for name, path in (("x", folder), ("b", drafted["b"]), ("x", folder)):  # read again
             (outcome,) = run(engine, [(prompts[1], greedy, request_of(name, path))])
     assert reason in info.draft
-    assert engine.list_adapters()[0].draft == info.draft
+    assert engine.adapters.list()[0].draft == info.draft
     assert [reason in record.getMessage() for record in caplog.records] == [True]
     (expected,) = run(plain_engine, [(prompts[1], greedy, request_of("a", bare["a"]))])
     assert outcome.token_ids == expected.token_ids
     with pytest.raises(AdapterError, match="draft_path") as error:
-        engine.load_adapter(LoRARequest("y", path=bare["a"], draft_path=str(folder / "draft")))
+        engine.adapters.load(LoRARequest("y", path=bare["a"], draft_path=str(folder / "draft")))
     assert error.value.param == "draft_path"
-    assert [info.name for info in engine.list_adapters()] == ["x", "b"]
+    assert [info.name for info in engine.adapters.list()] == ["x", "b"]
 
 
 def test_draft_path(engine_of, bare, run, prompts, greedy, drafted):
     """Draft weights from elsewhere; a request that names none means those registered, one that does names others."""
     engine, own = engine_of(), engine_of()
     named = LoRARequest("a", path=bare["a"], draft_path=str(drafted["a"] / "draft"))
-    info = engine.load_adapter(named)
+    info = engine.adapters.load(named)
     assert info.draft == "loaded"
-    assert info.digest == own.load_adapter(request_of("a", drafted["a"])).digest
+    assert info.digest == own.adapters.load(request_of("a", drafted["a"])).digest
     got = run(engine, [(prompts[2], greedy, request_of("a", bare["a"]))])
     assert rounds(got) == rounds(run(own, [(prompts[2], greedy, request_of("a", drafted["a"]))]))
     other = LoRARequest("a", path=bare["a"], draft_path=str(drafted["c"] / "draft"))
     run(engine, [(prompts[2], greedy, other)])
-    assert engine.list_adapters()[0].digest != info.digest
+    assert engine.adapters.list()[0].digest != info.digest
     nowhere = LoRARequest("z", path=bare["a"], draft_path="/nowhere/at/all")
     with pytest.raises(AdapterError, match=r"draft_path.*nowhere") as error:
-        engine.load_adapter(nowhere)
+        engine.adapters.load(nowhere)
     assert error.value.param == "draft_path"
     with pytest.raises(AdapterError, match=r"draft_path.*nowhere"):
         run(engine, [(prompts[2], greedy, nowhere)])
-    assert engine_of("ngram").load_adapter(nowhere).draft == ""  # nothing there would read them
+    assert engine_of("ngram").adapters.load(nowhere).draft == ""  # nothing there would read them
 
 
 def test_a_wrong_draft_path_of_one_request_takes_nothing_from_others(
@@ -256,9 +256,9 @@ def test_a_wrong_draft_path_of_one_request_takes_nothing_from_others(
     """Nor does one whose files turn out to be broken: the adapter stays, with its pin and its place on the device."""
     engine = engine_of()
     good = request_of("a", drafted["a"])
-    engine.load_adapter(good, pinned=True)
+    engine.adapters.load(good, pinned=True)
     run(engine, [(prompts[1], greedy, good)])
-    before = engine.list_adapters()
+    before = engine.adapters.list()
     shutil.copytree(drafted["c"] / "draft", tmp_path / "broken")
     (tmp_path / "broken" / WEIGHTS).write_bytes(b"x")
     for wrong in ("/nowhere", "/" + "a" * 5000):
@@ -268,7 +268,7 @@ def test_a_wrong_draft_path_of_one_request_takes_nothing_from_others(
     failed, served = run(engine, [(prompts[1], greedy, broken), (prompts[2], greedy, good)])
     assert (failed.error.type, failed.error.param) == ("InvalidAdapter", "draft_path")
     assert served.finish_reason == "length"
-    assert engine.list_adapters() == before
+    assert engine.adapters.list() == before
     assert (before[0].pinned, before[0].level, before[0].draft) == (True, "device", "loaded")
 
 
@@ -283,9 +283,9 @@ def test_a_folder_for_each_method(engine_of, bare, drafted, tmp_path):
     for method in ("eagle3", "draft_model"):
         shutil.copytree(drafted["a"] / "draft", folder / "draft" / method)
     change(folder / "draft" / "eagle3", lambda t: {"base_model.model.fc.lora_A.weight": torch.ones(4, 2)})
-    assert engine_of().load_adapter(request_of("x", folder)).draft == "loaded"
+    assert engine_of().adapters.load(request_of("x", folder)).draft == "loaded"
     shutil.rmtree(folder / "draft" / "draft_model")
-    assert engine_of().load_adapter(request_of("x", folder)).draft == ""  # for another drafter only: nothing is wrong
+    assert engine_of().adapters.load(request_of("x", folder)).draft == ""  # for another drafter only: nothing is wrong
 
 
 def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
@@ -296,12 +296,12 @@ def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
     forgotten = []
     monkeypatch.setattr(NgramDrafter, "forget_adapter", lambda self, digest: forgotten.append(digest))
     engine = engine_of("ngram")
-    digest = bytes.fromhex(engine.load_adapter(models.lora("a")).digest)
-    engine.load_adapter(LoRARequest("twin", path=models.adapters["a"]))
+    digest = bytes.fromhex(engine.adapters.load(models.lora("a")).digest)
+    engine.adapters.load(LoRARequest("twin", path=models.adapters["a"]))
     engine.add_request(EngineRequest("r", list(prompts[1]), greedy, [1], lora=models.lora("a")))
     engine.step()
-    engine.unload_adapter("twin")
-    engine.unload_adapter("a")
+    engine.adapters.unload("twin")
+    engine.adapters.unload("a")
     assert forgotten == []  # a request still runs with it
     while engine.has_work():
         engine.step()
@@ -381,7 +381,7 @@ def test_draft_weights_for_an_eagle3_head(
         return engine, found, [o.token_ids for o in run(engine, jobs(requests))]
 
     engine, adapted, texts = drafts(head, request_of("x", folder), request_of("unfit", drafted["b"]), None)
-    x, unfit = engine.list_adapters()
+    x, unfit = engine.adapters.list()
     assert x.draft == "loaded"
     assert "no linear module" in unfit.draft
     _, without, _ = drafts(head, request_of("x", bare["a"]), request_of("unfit", bare["b"]), None)

@@ -30,7 +30,7 @@ def test_more_adapters_than_fit_take_turns(models, make_engine, run, prompts, gr
     outcomes = run(engine, [(prompts[1], greedy, models.lora(n)) for n in names])
     assert [o.token_ids for o in outcomes] == [alone[n] for n in names]
     assert len({tuple(t) for t in alone.values()}) == 4
-    assert sum(info.level == "device" for info in engine.list_adapters()) == 1
+    assert sum(info.level == "device" for info in engine.adapters.list()) == 1
 
 
 def test_a_broken_adapter_fails_its_own_requests_and_nothing_else(
@@ -72,39 +72,39 @@ def test_without_lora_an_adapter_is_refused(models, make_engine, greedy):
     with pytest.raises(InvalidRequestError, match="enable_lora"):
         engine.add_request(EngineRequest("x", [3], greedy, lora=models.lora("a")))
     with pytest.raises(InvalidRequestError, match="enable_lora"):
-        engine.load_adapter(models.lora("a"))
+        engine.adapters.load(models.lora("a"))
     with pytest.raises(NotFoundError):
-        engine.unload_adapter("a")
+        engine.adapters.unload("a")
 
 
 def test_rank_above_the_limit_names_both_figures(models, make_engine):
     engine = make_engine(enable_lora=True, max_lora_rank=4)
     with pytest.raises(AdapterError, match=r"8.*4"):
-        engine.load_adapter(models.lora("b"))
+        engine.adapters.load(models.lora("b"))
 
 
 def test_names_are_taken_until_unloaded(models, make_engine):
     engine = make_engine(**LORA)
-    info = engine.load_adapter(models.lora("a"))
+    info = engine.adapters.load(models.lora("a"))
     assert (info.name, info.rank, info.path) == ("a", 4, models.adapters["a"])
     with pytest.raises(InvalidUserInputError, match="already"):
-        engine.load_adapter(models.lora("a"))
-    engine.unload_adapter("a")
+        engine.adapters.load(models.lora("a"))
+    engine.adapters.unload("a")
     with pytest.raises(NotFoundError):
-        engine.unload_adapter("a")
-    engine.load_adapter(models.lora("a"))
+        engine.adapters.unload("a")
+    engine.adapters.load(models.lora("a"))
 
 
 def test_a_reload_is_never_confused_with_what_it_replaced(models, make_engine, run, prompts, greedy, alone):
     """Same name, other content: running requests finish on the old version, and no stale KV is found by the new one."""
     engine = make_engine(**LORA, max_loras=3)
-    engine.load_adapter(LoRARequest("x", path=models.adapters["a"]))
+    engine.adapters.load(LoRARequest("x", path=models.adapters["a"]))
     request = EngineRequest("old", list(prompts[1]), greedy, [1], lora=LoRARequest("x", path=models.adapters["a"]))
     engine.add_request(request)
     old = []
     for _ in range(3):
         old += [t for delta in engine.step() for t in delta.token_ids]
-    engine.load_adapter(LoRARequest("x", path=models.adapters["b"]), load_inplace=True)
+    engine.adapters.load(LoRARequest("x", path=models.adapters["b"]), load_inplace=True)
     new = run_with(engine, run, prompts[1], greedy, LoRARequest("x", path=models.adapters["b"]), old)
     assert new.token_ids == alone["b"]
     assert new.num_cached_tokens == 0
@@ -132,11 +132,11 @@ def run_with(engine, run, prompt, params, lora, others):
 
 def test_unloading_lets_running_requests_finish(models, make_engine, run, prompts, greedy, alone):
     engine = make_engine(**LORA, max_loras=1)
-    engine.load_adapter(models.lora("a"))
+    engine.adapters.load(models.lora("a"))
     engine.add_request(EngineRequest("r", list(prompts[1]), greedy, [1], lora=models.lora("a")))
     tokens = [t for _ in range(2) for d in engine.step() for t in d.token_ids]
-    engine.unload_adapter("a")
-    assert engine.list_adapters() == []
+    engine.adapters.unload("a")
+    assert engine.adapters.list() == []
     while engine.has_work():
         tokens += [t for d in engine.step() for t in d.token_ids]
     assert tokens == alone["a"]
@@ -146,14 +146,14 @@ def test_unloading_lets_running_requests_finish(models, make_engine, run, prompt
 def test_unloading_with_abort_ends_what_has_the_adapter(models, make_engine, run, prompts, greedy, alone):
     """Running or waiting; the base model's request beside them notices nothing, and all memory comes back."""
     engine = make_engine(**LORA, max_loras=1, max_num_seqs=2)
-    engine.load_adapter(models.lora("a"))
+    engine.adapters.load(models.lora("a"))
     for request_id, name in (("runs", "a"), ("base", None), ("waits", "a")):
         request = EngineRequest(request_id, list(prompts[1]), greedy, [1], lora=models.lora(name))
         engine.add_request(request)
     deltas = []
     while not any(delta.request_id == "runs" for delta in deltas):
         deltas += engine.step()
-    engine.unload_adapter("a", "abort")
+    engine.adapters.unload("a", "abort")
     assert [request.request_id for request in engine.scheduler.running] == ["base"]
     while engine.has_work():
         deltas += engine.step()
@@ -164,22 +164,22 @@ def test_unloading_with_abort_ends_what_has_the_adapter(models, make_engine, run
     assert (stats.lora_host_bytes, stats.lora_rows_used, stats.num_adapters, stats.adapters) == (0, 0, 0, [])
     assert run(engine, [(prompts[1], greedy, models.lora("a"))])[0].token_ids == alone["a"]
     with pytest.raises(InvalidRequestError, match="drain, abort"):
-        engine.unload_adapter("a", "at once")
+        engine.adapters.unload("a", "at once")
 
 
 def test_pin_and_unpin_a_loaded_adapter(models, make_engine, run, prompts, greedy, alone):
     engine = make_engine(**LORA, max_loras=2)  # 16 rows: 4, 8 and whatever c has
-    engine.register_adapters([models.lora("a"), models.lora("b")])
-    assert [(info.level, info.pinned) for info in engine.list_adapters()] == [("disk", False)] * 2
-    assert engine.pin_adapter("a").level == "device", "it is loaded for that"
+    engine.adapters.register([models.lora("a"), models.lora("b")])
+    assert [(info.level, info.pinned) for info in engine.adapters.list()] == [("disk", False)] * 2
+    assert engine.adapters.pin("a").level == "device", "it is loaded for that"
     for name in ("b", "c", "b", "c"):
         assert run(engine, [(prompts[1], greedy, models.lora(name))])[0].token_ids == alone[name]
-        assert next(info.level for info in engine.list_adapters() if info.name == "a") == "device"
+        assert next(info.level for info in engine.adapters.list() if info.name == "a") == "device"
     with pytest.raises(InvalidUserInputError, match="cannot pin 'b'"):
-        engine.pin_adapter("b")
-    assert engine.unpin_adapter("a").pinned is False
-    assert engine.pin_adapter("b").pinned is True
-    for call in (engine.pin_adapter, engine.unpin_adapter):
+        engine.adapters.pin("b")
+    assert engine.adapters.unpin("a").pinned is False
+    assert engine.adapters.pin("b").pinned is True
+    for call in (engine.adapters.pin, engine.adapters.unpin):
         with pytest.raises(NotFoundError):
             call("nobody")
 
@@ -193,7 +193,7 @@ def test_adapters_are_prefetched_while_the_batch_is_full(models, make_engine, pr
     while engine.has_work() and "device" not in levels:
         engine.step()
         time.sleep(0.02)  # the loader's thread may have to wait for a core
-        levels |= {info.level for info in engine.list_adapters()}
+        levels |= {info.level for info in engine.adapters.list()}
     running = engine.stats().running_adapters
     engine.abort(["None"])
     while engine.has_work():
@@ -218,7 +218,7 @@ def test_lora_memory(models, make_engine, run, prompts, greedy, alone):
     engine = make_engine(**LORA, max_loras=1, lora_memory="1MiB", max_cpu_lora_memory="100MB")
     for name in "abc":
         assert run(engine, [(prompts[1], greedy, models.lora(name))])[0].token_ids == alone[name]
-    assert {info.level for info in engine.list_adapters()} == {"device"}
+    assert {info.level for info in engine.adapters.list()} == {"device"}
 
 
 def test_same_prompt_with_another_adapter_shares_no_blocks(models, make_engine, run, prompts, greedy, alone):
@@ -240,23 +240,21 @@ def test_reads_beside_steps_compute_without_helpers(models, make_engine, monkeyp
     """Those of another thread's, as the engine process has; what the engine's own thread reads changes nothing for
     it."""
     alone = []
-    monkeypatch.setattr(
-        "outrider.platform.engine.engine_core.compute_alone", lambda: alone.append(current_thread().name)
-    )
+    monkeypatch.setattr("outrider.platform.engine.adapters.compute_alone", lambda: alone.append(current_thread().name))
     engine = make_engine(**LORA)
-    engine.register_adapters([models.lora("b")])
+    engine.adapters.register([models.lora("b")])
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
-        for read in (engine.adapter_reader(models.lora("a")), engine.adapter_pin_reader("b")):
-            pool.submit(read).result()
+        for verb, arguments in (("load", {"request": models.lora("a")}), ("pin", {"name": "b"})):
+            pool.submit(engine.adapters.reader(verb, arguments)).result()
     assert alone == ["reader_0", "reader_0"]
-    engine.load_adapter(models.lora("a"))
-    assert engine.adapter_pin_reader("a") is None
+    engine.adapters.load(models.lora("a"))
+    assert engine.adapters.reader("pin", {"name": "a"}) is None
     assert len(alone) == 2
 
 
 def test_adapter_statistics(models, make_engine, prompts):
     engine = make_engine(**LORA, max_loras=1)
-    engine.load_adapter(models.lora("a"), pinned=False)
+    engine.adapters.load(models.lora("a"), pinned=False)
     params = SamplingParams(temperature=0, max_tokens=8)
     for index, name in enumerate("aab"):
         engine.add_request(EngineRequest(str(index), list(prompts[0]), params, lora=models.lora(name)))
@@ -287,11 +285,11 @@ def test_a_base_mismatch_names_the_module(models, make_engine, tmp_path):
     save_file({k.replace("layers.2.", "layers.9."): v for k, v in tensors.items()}, other / "adapter_model.safetensors")
     engine = make_engine(**LORA)
     with pytest.raises(AdapterError, match=r"layers\.9"):
-        engine.load_adapter(LoRARequest("other", path=str(other)))
+        engine.adapters.load(LoRARequest("other", path=str(other)))
     config = json.loads((other / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(AdapterError, match="IA3"):
-        engine.load_adapter(LoRARequest("other", path=str(other)))
+        engine.adapters.load(LoRARequest("other", path=str(other)))
 
 
 # --- adapters on lm_head and embed_tokens ---

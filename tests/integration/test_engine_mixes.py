@@ -104,13 +104,13 @@ def test_replacing_a_part_while_a_mix_runs(models, make_engine, run, prompts, gr
     """The running one finishes on the old part; a new one gets the new part, and no KV of the old."""
     engine = make_engine(**LORA, max_loras=3)
     for name in ("a", "b"):
-        engine.load_adapter(models.lora(name))
+        engine.adapters.load(models.lora(name))
     engine.add_request(EngineRequest("old", list(prompts[1]), greedy, [1], lora=mixed(models, "mostly a")))
     old = []
     while len(old) < 5:
         old += [token for delta in engine.step() for token in delta.token_ids]
     other = LoRARequest("b", path=models.adapters["a"])  # now a is both parts
-    engine.load_adapter(other, load_inplace=True)
+    engine.adapters.load(other, load_inplace=True)
     new = mix_of([(models.lora("a"), 0.7), (other, 0.3)])
     engine.add_request(EngineRequest("new", list(prompts[1]), greedy, [1], lora=new))
     texts = {"old": old, "new": []}
@@ -126,7 +126,7 @@ def test_replacing_a_part_while_a_mix_runs(models, make_engine, run, prompts, gr
 def test_unloading_a_part_while_a_mix_runs(models, make_engine, prompts, greedy, merged_texts, mode):
     engine = make_engine(**LORA, max_loras=3)
     for name in ("a", "b"):
-        engine.load_adapter(models.lora(name))
+        engine.adapters.load(models.lora(name))
     for name in ("mostly a", "a"):
         engine.add_request(EngineRequest(name, list(prompts[1]), greedy, [1], lora=mixed(models, name)))
     texts, ends = {"mostly a": [], "a": []}, {}
@@ -139,7 +139,7 @@ def test_unloading_a_part_while_a_mix_runs(models, make_engine, prompts, greedy,
 
     while len(texts["mostly a"]) < 5:
         take(engine.step())
-    engine.unload_adapter("b", mode=mode)
+    engine.adapters.unload("b", mode=mode)
     while engine.has_work():
         take(engine.step())
     assert (texts["a"], ends["a"]) == (merged_texts["a"], "length")
@@ -148,7 +148,7 @@ def test_unloading_a_part_while_a_mix_runs(models, make_engine, prompts, greedy,
     else:
         assert len(texts["mostly a"]) < len(merged_texts["mostly a"])
         assert ends.get("mostly a") != "length"
-    assert [info.name for info in engine.list_adapters()] == ["a"]
+    assert [info.name for info in engine.adapters.list()] == ["a"]
 
 
 def test_a_mix_that_is_too_large_gets_an_error_and_others_go_on(

@@ -126,14 +126,14 @@ def test_suffix_drafts_stay_with_their_adapter(models, make_engine, run, other):
 
 def test_the_content_counts_and_not_the_adapters_name(models, make_engine, run):
     engine = make_engine(speculative_config=speculative("suffix"), **LORA)
-    engine.load_adapter(LoRARequest("x", path=models.adapters["a"]))
+    engine.adapters.load(LoRARequest("x", path=models.adapters["a"]))
     x = LoRARequest("x", path=models.adapters["a"])
     secret = teach(run, engine, x)
     same = LoRARequest("y", path=models.adapters["a"])  # the same content under another name
-    engine.load_adapter(same)
+    engine.adapters.load(same)
     assert len(probe(run, engine, secret, same)) > 20
     new = LoRARequest("x", path=models.adapters["b"])  # other content under the same name
-    engine.load_adapter(new, load_inplace=True)
+    engine.adapters.load(new, load_inplace=True)
     assert probe(run, engine, secret, new) == set()
 
 
@@ -141,15 +141,15 @@ def test_an_adapters_text_goes_with_it(models, make_engine, run):
     engine = make_engine(speculative_config=speculative("suffix"), **LORA)
     base = teach(run, engine)
     a = models.lora("a")
-    engine.load_adapter(a)
+    engine.adapters.load(a)
     secret = teach(run, engine, a)
     run(engine, [([5], GREEDY, models.lora("b"))])  # a step, so that the last ones are taken in
     stores = engine._runner._drafter.stores
     assert {namespace[1] for namespace in stores._trees} > {b""}
     before = stores.num_nodes
-    engine.unload_adapter("a")
+    engine.adapters.unload("a")
     assert stores.num_nodes < before
-    engine.load_adapter(a)
+    engine.adapters.load(a)
     assert probe(run, engine, secret, a) == set()
     assert len(probe(run, engine, base)) > 20  # the base model's is still there
 

@@ -7,7 +7,8 @@ import pytest
 from outrider import SamplingParams
 from outrider.kernels import penalties
 from outrider.kernels.device_outcome import OnDevice
-from outrider.spec_decode.control import adapters, factory
+from outrider.spec_decode.control import adapters as adapter_trials
+from outrider.spec_decode.control import factory
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
 
@@ -150,7 +151,7 @@ def run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts):
 
 def test_under_the_policy(models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch):
     """A drafter is tried at once, whatever it costs."""
-    monkeypatch.setattr(adapters, "FIRST_TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(adapter_trials, "FIRST_TRIAL_SECONDS", 0.0)
     assert run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts) > 0
     assert drafts.num_sources > 0
 

@@ -102,7 +102,7 @@ def test_text_is_byte_equal_with_adapters(models, make_engine, same_text, method
     assert {name for name, c in counts.items() if c.num_draft_tokens > 0} == {"", "a", "b", "c"}
     assert sum(c.num_accepted_tokens for c in counts.values()) > 0
     assert sum(c.num_draft_tokens - c.num_accepted_tokens for c in counts.values()) > 0
-    loaded = {info.name: info.draft for info in drafted.list_adapters()}
+    loaded = {info.name: info.draft for info in drafted.adapters.list()}
     expected = "" if method in ("ngram", "suffix") else "loaded"
     assert loaded == {"a": expected, "b": expected, "c": ""}
 

@@ -160,7 +160,7 @@ def run(
     )  # fmt: skip
     adapters = [LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide")]
     for lora in adapters if adapted else ():
-        engine.load_adapter(lora, pinned=True)  # there from the first step on: which shapes come is not left to chance
+        engine.adapters.load(lora, pinned=True)  # there from the first step on: which shapes come is not left to chance
     outputs: dict[str, list[int]] = {}
     drafted: Drafted = {}
     watch_drafts(engine, drafted)
@@ -177,7 +177,7 @@ def run(
         take(engine, outputs)
     engine.check_integrity()
     if adapted and method is not None:
-        assert "loaded" in {info.draft for info in engine.list_adapters()}
+        assert "loaded" in {info.draft for info in engine.adapters.list()}
     engine.shutdown()
     return list(outputs.values()), drafted
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 import outrider
+from outrider.platform.core import errors as error_module
 
 # Folders of the root that are no part of the package.
 NOT_PACKAGED = {"benchmarks", "build", "dist", "docs", "examples", "tests", "tools"}
@@ -174,3 +175,27 @@ def test_llm_needs_no_web_stack(repo_root, tmp_path):
     web = "fastapi starlette uvicorn zmq msgspec prometheus_client sqlalchemy".split()
     code = f"from outrider import LLM; import sys; print(*sys.modules.keys() & {set(web)})"
     assert run_python(code, tmp_path) == ""
+
+
+def test_public_names_need_no_web_stack(tmp_path):
+    """All but AsyncLLM, which speaks to its engine process."""
+    web = "fastapi pydantic starlette uvicorn zmq msgspec prometheus_client sqlalchemy".split()
+    names = ", ".join(sorted({*outrider.__all__} - {"AsyncLLM", "__version__"}))
+    code = f"from outrider import {names}; import sys; print(*sys.modules.keys() & {set(web)})"
+    assert run_python(code, tmp_path) == ""
+    light = "from outrider import AdapterInfo, EngineArgs, OutriderError; import sys; print('torch' in sys.modules)"
+    assert run_python(light, tmp_path) == "False"
+
+
+def test_every_error_for_users_is_public():
+    errors = {
+        name
+        for name, value in vars(error_module).items()
+        if getattr(value, "__module__", "") == error_module.__name__
+        and isinstance(value, type)
+        and issubclass(value, outrider.OutriderError)
+    }
+    assert errors
+    assert errors <= {*outrider.__all__}
+    for name in errors:
+        assert getattr(outrider, name) is getattr(error_module, name)

@@ -116,13 +116,13 @@ class Searcher:
         space = self._spaces[job.kernel]
         default = space.default(job.shape, self._arch)
         trial = _Trials(self, job, space.tolerance, found)
-        times = {default: trial.of_default(default)}
+        times = {default: trial.measure_default(default)}
         best, best_score = default, 1.0
         for group in space.groups:
             for config in candidates(space, job.shape, best, group):
                 if config in times or config in trial.failures:
                     continue
-                measured = trial.of(config)
+                measured = trial.measure(config)
                 if measured is None:
                     continue
                 times[config] = measured
@@ -161,7 +161,7 @@ class _Trials:
         self._expected: list[tuple[Tensor, ...]] = []
         self.failures: dict[KernelConfig, str] = {}
 
-    def of_default(self, default: KernelConfig) -> list[float]:
+    def measure_default(self, default: KernelConfig) -> list[float]:
         """Times of the default. Its results are the reference for the other configs; its errors are raised."""
         self._searcher.begin()
         with self._configs(default):
@@ -170,7 +170,7 @@ class _Trials:
         self._searcher.end()
         return times
 
-    def of(self, config: KernelConfig) -> list[float] | None:
+    def measure(self, config: KernelConfig) -> list[float] | None:
         """Seconds of each work; None, and an entry in `failures`, when it does not compile or fit, or is wrong."""
         self._searcher.begin()
         problem: str | None = None

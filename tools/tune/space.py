@@ -81,9 +81,9 @@ def _compiled(space: Space, case: CompileCase, config: KernelConfig) -> CompileC
     if "MIN_CHUNKS" in constants:
         constants["MIN_CHUNKS"] = MIN_SPLIT_KEYS // constants["BLOCK_N"]
     stages = fields.get("num_stages", case.num_stages)
-    told = [f"{name.lower()}={constants[name]}" for name in space.constants.values()]
-    told += [f"warps={fields['num_warps']}", f"stages={stages}"]
-    name = f"{case.name} [{' '.join(told)}]"
+    changes = [f"{name.lower()}={constants[name]}" for name in space.constants.values()]
+    changes += [f"warps={fields['num_warps']}", f"stages={stages}"]
+    name = f"{case.name} [{' '.join(changes)}]"
     return case._replace(name=name, constexprs=constants, num_warps=fields["num_warps"], num_stages=stages)
 
 

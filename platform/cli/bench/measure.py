@@ -80,7 +80,7 @@ def _contestants(engines: Sequence[ModeEngine], task: Task) -> list[_Contestant]
         return [_Contestant(engine, RANDOM_TEXT if task.random else PLAIN, None) for engine in engines]
     found = []
     for engine in engines:
-        adapter = engine.core.find_adapter(task.adapter.name)
+        adapter = engine.core.adapters.find(task.adapter.name)
         if adapter is not None and adapter.draft == "loaded":
             found.append(_Contestant(engine, WITH_DRAFT, task.adapter))
         found.append(_Contestant(engine, WITHOUT_DRAFT, task.bare or task.adapter))

@@ -1,4 +1,4 @@
-"""What the demo model and its adapters are asked when the user brings no prompts."""
+"""Prompts for the demo model and its adapters, the default without --prompts."""
 
 DEMO_PROMPTS: dict[str, list[str]] = {
     "base": [

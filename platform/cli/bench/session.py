@@ -65,7 +65,7 @@ def measure_speculation(
             core = EngineCore(EngineArgs(model=str(path), speculative_config=mode.config, **shared))
             engines.append(ModeEngine(mode, core))
             for lora in loras:
-                core.load_adapter(lora)
+                core.adapters.load(lora)
         freeze_heap()
         rows = measure(engines, tasks, plan)
         model_facts = describe_model(engines[0].core.info, path)

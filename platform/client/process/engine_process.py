@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from ...core.errors import ErrorInfo, OutriderError
@@ -25,7 +26,6 @@ from ...core.messages import EngineRequest, TokenDelta
 from ...core.threads import leave_a_core_free
 from ..engine_factory import Engine, load_engine
 from .ipc import (
-    RESULT_OF,
     Abort,
     Add,
     Call,
@@ -38,6 +38,7 @@ from .ipc import (
     Reply,
     Stop,
     Undecodable,
+    arguments_of,
     decode_config,
     encode_value,
 )
@@ -68,7 +69,7 @@ class EngineLoop:
         self._stopping = False
         # Files of adapters are read here, one after another, while steps go on.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
-        self._reads: list[tuple[Call, Future[Any]]] = []
+        self._reads: list[tuple[Call, Callable[..., Any], Future[Any]]] = []
 
     def run(self) -> None:
         """Take messages and step until told to stop.
@@ -89,7 +90,7 @@ class EngineLoop:
                 self._handle(message)
             if self._stopping:
                 return
-            self._register_read_adapters()
+            self._finish_reads()
             deltas, self._failed = self._failed, []
             if self._engine.has_work():
                 deltas += self._engine.step()
@@ -126,51 +127,29 @@ class EngineLoop:
             self._failed.append(TokenDelta(request.request_id, error=error_info(error)))
 
     def _handle_call(self, call: Call) -> None:
-        read: Callable[[], Any] | None = None
         try:
-            if call.method == "load_adapter" and call.lora is not None:
-                read = self._engine.adapter_reader(call.lora, load_inplace=call.load_inplace)
-            elif call.method == "pin_adapter":
-                read = self._engine.adapter_pin_reader(call.name)
+            arguments = arguments_of(call)
+            owner, _, verb = call.verb.rpartition(".")
+            function = getattr(self._engine.adapters if owner else self._engine, verb)
+            read = self._engine.adapters.reader(verb, arguments) if owner else None
         except Exception as error:
             self._link.send(self._failure(call, error))
             return
+        run = partial(function, **arguments)
         if read is None:
-            self._link.send(self._call(call))
+            self._link.send(self._reply(call, run))
         else:
-            self._reads.append((call, self._reader.submit(read)))
+            self._reads.append((call, run, self._reader.submit(read)))
 
-    def _register_read_adapters(self) -> None:
-        while self._reads and self._reads[0][1].done():
-            call, future = self._reads.pop(0)
-            self._link.send(self._call(call, future))
+    def _finish_reads(self) -> None:
+        """Answer the calls whose files have been read, in their order."""
+        while self._reads and self._reads[0][2].done():
+            call, run, read = self._reads.pop(0)
+            self._link.send(self._reply(call, run, read))
 
-    def _call(self, call: Call, read: Future[Any] | None = None) -> Reply:
-        """Call the engine; `read` is the end of an adapter's reading."""
-        engine = self._engine
+    def _reply(self, call: Call, run: Callable[..., Any], read: Future[Any] | None = None) -> Reply:
         try:
-            value: object = None
-            match call.method:
-                case "load_adapter" if call.lora is not None and read is not None:
-                    value = engine.load_adapter(
-                        call.lora, load_inplace=call.load_inplace, pinned=call.pinned, read=read.result()
-                    )
-                case "register_adapters":
-                    engine.register_adapters(call.loras)
-                case "unload_adapter":
-                    engine.unload_adapter(call.name, call.mode)
-                case "pin_adapter":
-                    value = engine.pin_adapter(call.name, read=None if read is None else read.result())
-                case "unpin_adapter":
-                    value = engine.unpin_adapter(call.name)
-                case "ping":
-                    pass
-                case "check_integrity":
-                    engine.check_integrity()
-                case "list_adapters" | "stats":
-                    value = getattr(engine, call.method)()
-                case _:
-                    raise OutriderError(f"the engine has no call {call.method!r}; it has {', '.join(RESULT_OF)}")
+            value = run() if read is None else run(read=read.result())
             return Reply(call.call_id, encode_value(value))
         except Exception as error:
             return self._failure(call, error)
@@ -178,7 +157,7 @@ class EngineLoop:
     @staticmethod
     def _failure(call: Call, error: Exception) -> Reply:
         if not isinstance(error, OutriderError):
-            logger.error("The call %s failed", call.method, exc_info=error)
+            logger.error("The call %s failed", call.verb, exc_info=error)
         return Reply(call.call_id, encode_value(None), error_info(error))
 
 

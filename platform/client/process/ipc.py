@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from typing import Any, NamedTuple, TypeAlias, cast
+from inspect import signature
+from typing import Any, NamedTuple, TypeAlias, cast, get_type_hints
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from ...core.adapters import VERBS as ADAPTER_VERBS
+from ...core.adapters import Adapters, Info, Infos, Nothing
 from ...core.config import EngineArgs
-from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError
+from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
 from ...core.logs import LogFormat
-from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 
 
@@ -53,19 +55,13 @@ class Abort(msgspec.Struct):
 
 
 class Call(msgspec.Struct):
-    """Call a method of the engine; answered by one `Reply`."""
+    """Call a verb of the engine; answered by one `Reply`."""
 
     call_id: int
-    method: str
-    """A key of `RESULT_OF`."""
-    lora: LoRARequest | None = None
-    name: str = ""
-    load_inplace: bool = False
-    pinned: bool = False
-    mode: str = "drain"
-    """Of unloading: "drain" or "abort"."""
-    loras: list[LoRARequest] = []
-    """To be registered."""
+    verb: str
+    """A key of `VERBS`."""
+    arguments: dict[str, Any] = {}
+    """By name; plain data when it has arrived, see `arguments_of`."""
 
 
 class Stop(msgspec.Struct):
@@ -107,18 +103,53 @@ class Undecodable(NamedTuple):
     call_id: int | None
 
 
-RESULT_OF: dict[str, Any] = {
-    "load_adapter": AdapterInfo,
-    "register_adapters": None,
-    "unload_adapter": None,
-    "pin_adapter": AdapterInfo,
-    "unpin_adapter": AdapterInfo,
-    "list_adapters": list[AdapterInfo],
-    "stats": EngineStats,
-    "check_integrity": None,
-    "ping": None,
+class Verb(NamedTuple):
+    """The types of a call."""
+
+    arguments: type[msgspec.Struct]
+    result: Any
+
+
+_RESULTS = {Info: AdapterInfo, Infos: list[AdapterInfo], Nothing: None}
+
+
+def _adapter_verb(name: str) -> Verb:
+    """The types that `core.adapters` declares for a verb."""
+    function = getattr(Adapters, name)
+    hints = get_type_hints(function)
+    result = _RESULTS[hints.pop("return")]
+    defaults = {p.name: p.default for p in signature(function).parameters.values() if p.default is not p.empty}
+    fields = [(field, kind, defaults[field]) if field in defaults else (field, kind) for field, kind in hints.items()]
+    return Verb(msgspec.defstruct(name, fields), result)
+
+
+class _NoArguments(msgspec.Struct):
+    """Arguments of a verb without any."""
+
+
+VERBS: dict[str, Verb] = {
+    **{f"adapters.{name}": _adapter_verb(name) for name in ADAPTER_VERBS},
+    "stats": Verb(_NoArguments, EngineStats),
+    "has_work": Verb(_NoArguments, bool),
+    "check_integrity": Verb(_NoArguments, None),
 }
-"""The engine's methods that may be called, and what they return; "ping" only asks whether it answers."""
+"""The methods of the engine that may be called."""
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    """The arguments of a call that has arrived, in their types.
+
+    Raises:
+        InvalidRequestError: one is missing or has the wrong type. OutriderError: there is no such verb.
+    """
+    if call.verb not in VERBS:
+        raise OutriderError(f"the engine has no call {call.verb!r}; it has {', '.join(VERBS)}")
+    try:
+        arguments = msgspec.convert(call.arguments, VERBS[call.verb].arguments)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"the engine cannot read the call {call.verb!r}: {error}") from error
+    return msgspec.structs.asdict(arguments)
+
 
 Message: TypeAlias = Add | Abort | Call | Stop | Ready | Deltas | Reply | Dying
 
@@ -176,9 +207,9 @@ def encode_value(value: object) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
 
 
-def decode_value(method: str, value: msgspec.Raw) -> Any:
-    """The result of a call of `method`."""
-    return msgspec.msgpack.decode(value, type=RESULT_OF[method])
+def decode_value(verb: str, value: msgspec.Raw) -> Any:
+    """The result of a call of `verb`."""
+    return msgspec.msgpack.decode(value, type=VERBS[verb].result)
 
 
 def encode_config(config: ProcessConfig) -> bytes:

@@ -177,7 +177,7 @@ class EngineProcess:
     async def _ping(self, pause: float) -> None:
         with contextlib.suppress(EngineDeadError):  # which is not to hang
             while True:
-                await self.call(Call(0, "ping"))
+                await self.call("has_work")
                 self._num_answers += 1
                 await asyncio.sleep(pause)
 
@@ -207,24 +207,24 @@ class EngineProcess:
             raise EngineDeadError(self._dead.message)
         self._link.send(message)
 
-    async def call(self, call: Call) -> Any:
-        """Call a method of the engine and wait for its result; `call.call_id` is set here.
+    async def call(self, verb: str, **arguments: Any) -> Any:
+        """Call a verb of the engine (a key of `ipc.VERBS`) and wait for its result.
 
         Raises:
             OutriderError: the engine's typed error, or EngineDeadError.
         """
         self._num_calls += 1
-        call.call_id = self._num_calls
+        call_id = self._num_calls
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._calls[call.call_id] = future
+        self._calls[call_id] = future
         try:
-            self.send(call)
+            self.send(Call(call_id, verb, arguments))
             reply = await future
         finally:
-            self._calls.pop(call.call_id, None)
+            self._calls.pop(call_id, None)
         if reply.error is not None:
             raise error_from_info(reply.error)
-        return decode_value(call.method, reply.value)
+        return decode_value(verb, reply.value)
 
     async def stop(self) -> None:
         """End the process, by force when it does not go by itself, and release everything. May be called twice."""

@@ -78,7 +78,7 @@ class ModelRegistry:
 
     def adapter(self, name: str) -> LoRARequest | None:
         """The adapter loaded under an engine's name, else the one found by `discover`."""
-        return self._llm.adapters.get(name) or self._found.get(name)
+        return self._llm.adapters.requests.get(name) or self._found.get(name)
 
     def was_adapter(self, name: str) -> bool:
         """True when an adapter of this engine's name was unloaded, and is not there again. Names are remembered since
@@ -87,7 +87,7 @@ class ModelRegistry:
 
     def known(self) -> dict[str, str]:
         """All adapters: engine's name -> where it comes from, as of the last `refresh`."""
-        requests = self._found | self._llm.adapters
+        requests = self._found | self._llm.adapters.requests
         folders = self._in_directories | {name: request.path for name, request in requests.items()}
         return {name: self._roots.get(name, folder) for name, folder in folders.items() if name not in self.base_names}
 
@@ -103,7 +103,7 @@ class ModelRegistry:
         if not self._llm.sources.finds_names:
             return
         for name in dict.fromkeys(names):
-            if not name or MARK in name or name in self.base_names or name in self._llm.adapters:
+            if not name or MARK in name or name in self.base_names or name in self._llm.adapters.requests:
                 continue
             found = await self._llm.sources.find(name)
             if found is not None:
@@ -111,7 +111,7 @@ class ModelRegistry:
             elif self._found.pop(name, None) is not None:
                 self._remember_gone(name)
                 with contextlib.suppress(OutriderError):  # it may never have been used
-                    await self._llm.unload_lora(name)
+                    await self._llm.adapters.unload(name)
 
     # --- loading and unloading; `tenant` is "" for adapters that all share ---
 
@@ -119,7 +119,7 @@ class ModelRegistry:
         """Check that an adapter may be loaded under this name; InvalidUserInputError otherwise."""
         if name in self.base_names:
             raise InvalidUserInputError(f"{shorten(name)!r} is the name of the base model", param="lora_name")
-        if not load_inplace and engine_name(tenant, name) in self._llm.adapters:
+        if not load_inplace and engine_name(tenant, name) in self._llm.adapters.requests:
             raise InvalidUserInputError(
                 f"The LoRA adapter {shorten(name)!r} has already been loaded; "
                 "set load_inplace to load it again under the same name",
@@ -134,7 +134,7 @@ class ModelRegistry:
             InvalidUserInputError: it has as many adapters as it may have.
         """
         wanted = engine_name(tenant, name)
-        own = {wanted, *self._of(tenant, self._llm.adapters), *self._of(tenant, self._loading)}
+        own = {wanted, *self._of(tenant, self._llm.adapters.requests), *self._of(tenant, self._loading)}
         if len(own) > max_adapters:
             raise InvalidUserInputError(
                 f"The tenant has {len(own) - 1} adapters of its own, and may have at most {max_adapters}; "
@@ -168,14 +168,14 @@ class ModelRegistry:
         self.check_free(request.name, tenant=tenant, load_inplace=load_inplace)
         owned = _owned(request, tenant)
         try:
-            info = await self._llm.load_adapter(owned, load_inplace=load_inplace, pinned=pinned)
+            info = await self._llm.adapters.load(owned, load_inplace=load_inplace, pinned=pinned)
         except InvalidUserInputError:
             # Taken in the engine alone: by one that was found by its name, or that a request under way brought back
             # when it had been unloaded.
             if load_inplace:
                 raise
             self.check_free(request.name, tenant=tenant, load_inplace=False)
-            info = await self._llm.load_adapter(owned, load_inplace=True, pinned=pinned)
+            info = await self._llm.adapters.load(owned, load_inplace=True, pinned=pinned)
         self._note(owned, root)
         self._infos[owned.name] = info
         self._draft[owned.name] = info.draft
@@ -184,7 +184,7 @@ class ModelRegistry:
     async def register(self, request: LoRARequest, *, tenant: str = "") -> None:
         """Make an adapter known by its plain name; its files are read when requests come."""
         owned = _owned(request, tenant)
-        await self._llm.register_adapters([owned])
+        await self._llm.adapters.register([owned])
         self._note(owned, None)
         self._note_change()
 
@@ -194,14 +194,14 @@ class ModelRegistry:
 
     def has(self, name: str, tenant: str = "") -> bool:
         """True when an adapter has been loaded under this plain name."""
-        return engine_name(tenant, name) in self._llm.adapters
+        return engine_name(tenant, name) in self._llm.adapters.requests
 
     async def unload(self, name: str, mode: str = "drain", *, tenant: str = "") -> None:
         """Unload an adapter, wherever its name is known; requests that run with it finish, or are aborted."""
         owned = self._own_spelling(name, tenant)
-        known = owned in self._llm.adapters
+        known = owned in self._llm.adapters.requests
         try:
-            await self._llm.unload_lora(owned, mode)
+            await self._llm.adapters.unload(owned, mode)
         except NotFoundError:
             if not known:  # else the engine has lost it, and now it is gone everywhere
                 raise unknown_adapter(name) from None
@@ -221,7 +221,7 @@ class ModelRegistry:
         """Keep an adapter on the device, or not; one that was only found is loaded to be pinned."""
         owned = self._own_spelling(name, tenant)
         try:
-            await (self._llm.pin_lora(owned) if pinned else self._llm.unpin_lora(owned))
+            await (self._llm.adapters.pin(owned) if pinned else self._llm.adapters.unpin(owned))
         except NotFoundError:
             if not tenant:
                 await self.discover([name])
@@ -256,7 +256,7 @@ class ModelRegistry:
         await asyncio.shield(self._asking)  # who leaves does not end it for the others
 
     def _known_names(self) -> set[str]:
-        return self._llm.adapters.keys() | self._found.keys() | self._in_directories.keys()
+        return self._llm.adapters.requests.keys() | self._found.keys() | self._in_directories.keys()
 
     def _is_fresh(self) -> bool:
         is_young = self._asked_at is not None and time.monotonic() - self._asked_at < MAX_AGE
@@ -270,7 +270,7 @@ class ModelRegistry:
     async def _ask(self) -> None:
         began, run, changes = time.monotonic(), self._llm.num_restarts, self._num_changes
         try:
-            infos = await asyncio.wait_for(self._llm.list_adapters(), REFRESH_TIMEOUT)
+            infos = await asyncio.wait_for(self._llm.adapters.list(), REFRESH_TIMEOUT)
         except (OutriderError, TimeoutError) as error:
             logger.debug("no list of adapters from the engine: %s", error)
             return

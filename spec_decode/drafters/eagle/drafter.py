@@ -32,7 +32,7 @@ from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .. import autoregressive
 from ..autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
-from ..base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
+from ..base import AdapterPreparer, DeviceStep, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
 from ..checkpoint import fill, fill_randomly, read_tensors
 from ..factory import DrafterContext
 from .config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
@@ -118,11 +118,7 @@ class EagleDrafter(Drafter):
         self._edit_logits = edit_logits
         self._eagle3 = head.config.eagle3
         self._store = HiddenStore(
-            head.config.layer.hidden_size,
-            head.fuse,
-            head.device,
-            adapts=self._eagle3,
-            defers=defers_adapters,
+            head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3, defers=defers_adapters
         )
         self._kv: Sequence[LayerKV] = ()
         self._limits: CatchUpLimits | None = None
@@ -138,6 +134,11 @@ class EagleDrafter(Drafter):
             max_positions=self._head.config.layer.max_position_embeddings + 1,
             drafts_on_device=True,
         )
+
+    @property
+    def store(self) -> HiddenStore:
+        """The target's hidden states."""
+        return self._store
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Its layers of the engine's cache."""
@@ -166,41 +167,36 @@ class EagleDrafter(Drafter):
         """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
         every step with all of its rows."""
         assert self._limits is not None, "bind comes first"
-        if any(row.max_drafts for row in rows):
-            self._store.append_passing(rows, self._states(target))
-        else:
-            self.watch(rows, target)
+        if target.on_device is not None:
+            return self._propose_on_device(rows, target, target.on_device)
+        self._store.append(rows, self._states(target))
         return autoregressive.propose(self, rows, self._limits)
 
-    @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
-        """See `Drafter`."""
+    def _propose_on_device(self, rows: Sequence[DraftRow], target: TargetOutput, step: DeviceStep) -> list[Proposal]:
         assert self._limits is not None, "bind comes first"
-        # Those before a row's new tokens are the step's, in the same order.
-        states = self._store.keep(rows, self._states(target), (late.overshoot, late.most_overshoot))
+        # The states before a row's new tokens are the step's, in the same order.
+        states = self._store.write(rows, self._states(target), step)
 
-        def begin(sequences: Sequence[Drafting], late: DeviceOutcome) -> PassOutput:
-            rows = sampled_rows(sequences, late, first_key=1)
+        def begin(sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
+            rows = sampled_rows(sequences, outcome, first_key=1)
             if len(rows.token_ids) == len(states):
                 return self._forward(sequences, rows, states)
             origins = to_device(np.asarray(rows.device_tokens[0].origins), states.device)
             return self._forward(sequences, rows, states.index_select(0, origins))
 
-        return autoregressive.propose_late(self, rows, late, begin, self._limits)
-
-    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Keep the step's hidden states."""
-        self._store.append(rows, self._states(target))
+        return autoregressive.propose_on_device(self, rows, step, begin, self._limits)
 
     @torch.inference_mode()
-    def watch_late(self, rows: Sequence[DraftRow], target: TargetOutput, overshoot: tuple[Tensor | None, int]) -> None:
-        """Keep the step's hidden states: at once where it is not known yet which of them count, and while adapters
-        that have a part in them are there for sure."""
-        known = overshoot[0] is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
-        if known:
-            self.watch(rows, target)
+    def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
+        """Keep the step's hidden states. Where the host does not know which of them count, they are written at once;
+        so are those of adapters' requests, while the adapters are there for sure."""
+        states, step = self._states(target), target.on_device
+        if step is None or (
+            step.overshoot is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
+        ):
+            self._store.append(rows, states)
         else:
-            self._store.keep(rows, self._states(target), overshoot)
+            self._store.write(rows, states, step)
 
     def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
         if self._eagle3:
@@ -210,11 +206,11 @@ class EagleDrafter(Drafter):
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`; hidden states are the head's output."""
-        slots = [
-            self._store.slots(s.row.block_table, s.start - 1, s.start - 1 + len(chunk))
-            for s, chunk in zip(sequences, chunks, strict=True)
-        ]
-        hidden = self._store.flush_and_read(np.concatenate(slots))
+        slots = []
+        for sequence, chunk in zip(sequences, chunks, strict=True):
+            before = sequence.start - 1
+            slots += self._store.slots(sequence.row.block_table, before, before + len(chunk))
+        hidden = self._store.flush_and_read(slots)
         return self._forward(sequences, known_rows(sequences, chunks, first_key=1), hidden)
 
     def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:

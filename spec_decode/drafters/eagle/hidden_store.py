@@ -6,8 +6,8 @@ block table: valid wherever the target's own KV is, after prefix-cache hits and 
 
     step: hidden states [T, H] --append--> pending (`pending_states`) --flush--> fuse --> cache[slots]
 
-Fusing is left for later: it costs a product, and a step without drafts should cost nothing. What belongs to requests
-that have gone meanwhile is dropped, unless the prefix cache may have their blocks: these may outlive the requests and
+Fusing is left for later: it costs a product, and a step without drafts should cost nothing. States of requests that
+have gone meanwhile are dropped, unless the prefix cache may have their blocks: these may outlive the requests and
 their adapters, and are written before an adapter goes (`adapter_leaves`). A block may be freed and reused while entries
 wait: the last one to a slot wins.
 """
@@ -15,7 +15,6 @@ wait: the last one to a slot wins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,50 +24,23 @@ from torch import Tensor
 from ....kernels.device_outcome import device_slots
 from ....kernels.staging import to_device
 from ....models.batch import KVLayerSpec, LayerKV
-from ..base import AdapterPreparer, DraftRow, no_adapters
-from .pending_states import PendingStates, Step, slots_of
+from ..base import AdapterPreparer, DeviceStep, DraftRow, no_adapters
+from .pending_states import PendingStates, placement, slots_of
 
 _KEPT = 0.9
-"""Share of what may wait that goes on waiting when there is too much: the oldest are written, those of requests that
-have gone meanwhile are not."""
+"""Share of the limit that goes on waiting when there is too much: the oldest are written, except those of requests that
+have gone meanwhile."""
 
 Fuse = Callable[[Sequence[Tensor], Any], Tensor]
-"""From hidden states [T, H_target] each, and their tokens' adapters, to what is kept of them: [T, width]."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """The new positions of some sequences in one step."""
-
-    states: tuple[Tensor, ...]
-    """[T, H_target] each, of the step."""
-    index: np.ndarray
-    """[n] which of the T..."""
-    slots: np.ndarray
-    """[n] ...and where they go."""
-    handles: list[tuple[Any, int]]
-    """(adapter, number of tokens), in the order of `index`."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether it is all tokens of the step, in order."""
-        return len(self.index) == len(self.states[0])
+"""From hidden states [T, H] each, and their tokens' adapters, to the vectors that are kept: [T, width]."""
 
 
 class HiddenStore:
     """One vector for each position of each sequence."""
 
-    def __init__(
-        self,
-        width: int,
-        fuse: Fuse,
-        device: torch.device,
-        *,
-        adapts: bool,
-        defers: bool = False,
-    ) -> None:
-        """`width` elements a vector, an even number. `adapts`: whether adapters have a part in `fuse`; `defers`:
-        whether `adapter_leaves` will be called."""
+    def __init__(self, width: int, fuse: Fuse, device: torch.device, *, adapts: bool, defers: bool = False) -> None:
+        """`width` elements a vector, an even number. `adapts`: adapters have a part in `fuse`; `defers`:
+        `adapter_leaves` will be called."""
         self._width = width
         self._fuse = fuse
         self._device = device
@@ -84,146 +56,105 @@ class HiddenStore:
         """The layer that it asks of the cache: half of the vector as a key, half as a value."""
         return KVLayerSpec(1, self._width // 2, is_attention=False)
 
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose hidden states wait."""
+        return self._pending.num_tokens
+
     def bind(self, kv: LayerKV, prepare_adapters: AdapterPreparer) -> None:
-        """Its layer of the cache."""
+        """Take its layer of the cache."""
         self._block_size = kv.k.shape[2]
         self._halves = (kv.k.view(-1, self._width // 2), kv.v.view(-1, self._width // 2))
         self._prepare_adapters = prepare_adapters
 
     def append(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
-        """Take the hidden states [T, H_target] of a step; of `rows` all positions that count. The rows are not changed
+        """Take the hidden states [T, H] of a step; of `rows` all positions that count. Neither is changed
         afterwards."""
-        if rows:
-            self._pending.add(rows, states)
-            self._flush_for_adapters(rows)
-            self._limit()
-
-    def append_passing(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
-        """`append` of states that are about to be read: the tensors are kept, and not changed afterwards."""
-        if rows:
-            self._pending.add(rows, states, passing=True)
-            self._flush_for_adapters(rows)
-            self._limit()
-
-    def _flush_for_adapters(self, rows: Sequence[DraftRow]) -> None:
-        if not self._flushes_for_adapters:
+        if not rows:
             return
-        if any(row.request.adapter is not None and row.request.namespace is not None for row in rows):
+        pending = self._pending
+        pending.add(rows, states)
+        if self._flushes_for_adapters and any(
+            row.request.adapter is not None and row.request.namespace is not None for row in rows
+        ):
             self.flush()  # its blocks may outlive the request, and the request is what keeps its adapter
+        elif pending.num_tokens > pending.most_tokens:
+            self._flush_to(int(_KEPT * pending.most_tokens))
 
     def adapter_leaves(self, digest: bytes) -> None:
         """Write all that waits if an adapter with this content has a part in it: it is about to be gone."""
         if self._adapts and self._pending.uses(digest):
             self.flush()
 
-    def _limit(self) -> None:
-        pending = self._pending
-        if pending.num_tokens > pending.most_tokens:
-            self._flush_to(int(_KEPT * pending.most_tokens))
-
     @torch.inference_mode()
-    def keep(
-        self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], overshoot: tuple[Tensor | None, int]
-    ) -> Tensor:
-        """Write the hidden states [T, H_target] of all T tokens of a step at once: the host, which takes all its drafts
-        to be valid, does not know which are right, and the others' are overwritten by the next steps.
-
-        Args:
-            overshoot: see `device_slots`.
+    def write(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], step: DeviceStep) -> Tensor:
+        """Write the hidden states [T, H] of all T tokens of a step at once. Which of its drafts are right is not known:
+        the vectors of wrong ones are overwritten by the next steps.
 
         Returns:
-            [T, width], what was written.
+            [T, width], as written.
         """
         self.flush()
         handles = [(row.request.adapter, row.num_valid - row.start) for row in rows]
-        adapters = None
-        if self._adapts and any(adapter is not None for adapter, _ in handles):
-            adapters = self._prepare_adapters(handles)
-        vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
+        vectors = self._vectors(states, handles)
         starts, counts = [row.start for row in rows], [count for _, count in handles]
         tables = [row.block_table for row in rows]
-        slots = device_slots(tables, starts, counts, self._block_size, overshoot, self._device)
-        self._put(slots, vectors)
+        overshoot = (step.overshoot, step.most_overshoot)
+        self._put(device_slots(tables, starts, counts, self._block_size, overshoot, self._device), vectors)
         return vectors
 
-    def slots(self, block_table: Sequence[int], start: int, end: int) -> np.ndarray:
-        """[end - start] int64: where positions [start, end) of a sequence lie."""
+    def slots(self, block_table: Sequence[int], start: int, end: int) -> list[int]:
+        """[end - start] slots of positions [start, end) of a sequence."""
         return slots_of(block_table, start, end, self._block_size)
 
     def flush(self) -> None:
         """Write all that waits."""
         self._flush_to(0)
 
-    def flush_and_read(self, slots: np.ndarray) -> Tensor:
-        """`flush`, then `read`: mostly it is what was just written, of the last step."""
-        written = self._flush_to(0)
-        if written is not None and np.array_equal(written[0], slots):
-            return written[1]
-        return self.read(slots)
-
-    @torch.inference_mode()
-    def _flush_to(self, num_left: int) -> tuple[np.ndarray, Tensor] | None:
-        """Write the oldest of what waits, until no more than `num_left` tokens do; returns the slots [n] and what was
-        written there [n, width], if anything was."""
-        entries = []
-        while self._pending.num_tokens > num_left:
-            entry = self._entry(self._pending.pop())
-            if entry is not None:
-                entries.append(entry)
-        handles = [handle for entry in entries for handle in entry.handles]
-        adapters = None
-        if self._adapts and any(adapter is not None for adapter, _ in handles):
-            adapters = self._prepare_adapters(handles)
-        written = self._write(entries, adapters) if entries else None
-        self._pending.popped()
-        return written
-
-    def _entry(self, step: Step) -> _Entry | None:
-        """What is to be written of a step; None: nothing."""
-        pieces = list(step.pieces(self._block_size))
-        if not pieces:
-            return None
-        return _Entry(
-            step.states,
-            _joined([piece.places for piece in pieces]),
-            _joined([piece.slots for piece in pieces]),
-            [(piece.adapter, len(piece.places)) for piece in pieces],
-        )
-
-    def read(self, slots: np.ndarray) -> Tensor:
+    def flush_and_read(self, slots: list[int]) -> Tensor:
         """[n, width] of `slots` [n], each of which holds a position that the target has computed."""
+        written = self._flush_to(0)
+        if written is not None and written[0] == slots:  # mostly these are the last step's, just written
+            return written[1]
         assert self._halves is not None
-        assert not len(self._pending), "read before flush"
         index = self._tensor(slots)
         return torch.cat([half.index_select(0, index) for half in self._halves], dim=-1)
 
-    def _write(self, entries: list[_Entry], adapters: Any) -> tuple[np.ndarray, Tensor]:
-        picked = [entry.states if entry.is_whole else self._picked(entry) for entry in entries]
-        states = picked[0] if len(picked) == 1 else [torch.cat(parts) for parts in zip(*picked, strict=True)]
-        # What is not finite becomes 0, as in the cache of attention: whoever gets the block next may not see it, but
-        # 0 · NaN is NaN.
-        vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
-        slots = _joined([entry.slots for entry in entries])
-        if len(entries) > 1:
+    @torch.inference_mode()
+    def _flush_to(self, num_left: int) -> tuple[list[int], Tensor] | None:
+        """Write the oldest of what waits, until no more than `num_left` tokens do; returns the slots [n] and their
+        vectors [n, width], if any were written."""
+        steps = []
+        while self._pending.num_tokens > num_left:
+            steps.append(self._pending.pop())
+        places, slots, handles = placement(steps, self._block_size)
+        if not slots:
+            return None
+        parts = zip(*(step.states for step in steps), strict=True)
+        states = steps[0].states if len(steps) == 1 else [torch.cat(part) for part in parts]
+        if places != list(range(len(states[0]))):
+            which = self._tensor(places)
+            states = [state.index_select(0, which) for state in states]
+        vectors = self._vectors(states, handles)
+        if len(steps) > 1:
             unique, last = np.unique(slots[::-1], return_index=True)
             if len(unique) < len(slots):  # copying to one place twice has no defined order
-                slots, vectors = unique, vectors.index_select(0, self._tensor(len(slots) - 1 - last))
+                slots, vectors = unique.tolist(), vectors.index_select(0, self._tensor(len(slots) - 1 - last))
         self._put(self._tensor(slots), vectors)
         return slots, vectors
 
-    def _picked(self, entry: _Entry) -> tuple[Tensor, ...]:
-        index = self._tensor(entry.index)
-        return tuple(state.index_select(0, index) for state in entry.states)
+    def _vectors(self, states: Sequence[Tensor], handles: list[tuple[Any, int]]) -> Tensor:
+        """[T, width]. Elements that are not finite become 0, as in the cache of attention: whoever gets the block next
+        may not see them, but 0 · NaN is NaN."""
+        adapters = None
+        if self._adapts and any(adapter is not None for adapter, _ in handles):
+            adapters = self._prepare_adapters(handles)
+        return self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
 
     def _put(self, slots: Tensor, vectors: Tensor) -> None:
         assert self._halves is not None
         for half, values in zip(self._halves, vectors.chunk(2, dim=-1), strict=True):
             half.index_copy_(0, slots, values)
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self._device)
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """One after another; the one there is, as it is."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    def _tensor(self, numbers: list[int] | np.ndarray) -> Tensor:
+        return to_device(np.asarray(numbers, dtype=np.int64), self._device)

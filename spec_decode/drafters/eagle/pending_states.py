@@ -1,14 +1,13 @@
 """Hidden states of past steps that wait to be written: most never are, since nobody drafts before their requests end.
 
-While nothing is drafted this is all that a step does for a drafter that reads hidden states, so it has to be cheap. On
-a CPU, states are copied into a `Ring`: were their tensors kept, the next steps would get other memory each time, whose
-pages are fresh. On a GPU a copy would cost a launch, and its allocator has no such trouble: the tensors are kept.
+While nothing is drafted this is all that a step does for a drafter that reads hidden states, so it is cheap: the step's
+tensors are kept as they are.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,128 +15,107 @@ from torch import Tensor
 
 from ....platform.core.request import Request, Status
 from ..base import DraftRow
-from .state_ring import Ring, most_pending
 
+MAX_PENDING = 8192
+"""Most tokens whose hidden states wait."""
+MAX_PENDING_BYTES = 32 << 20
+"""Most memory that waiting hidden states hold, beyond those of one step."""
 _FEW = 16
+"""Positions up to which a list is faster than arrays."""
 
 
-class Piece(NamedTuple):
-    """The new positions of one sequence in one or several steps."""
+class PendingStep(NamedTuple):
+    """Hidden states of one step, as they came."""
 
-    adapter: Any
-    places: np.ndarray
-    """[n] int64: which of the states..."""
-    slots: np.ndarray
-    """[n] int64: ...and where they go."""
-
-
-class Step:
-    """One step's hidden states, as they came."""
-
-    __slots__ = ("place", "rows", "states")
-
-    def __init__(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], place: int) -> None:
-        """`states`: [T, H_target] each; `place`: in the ring, or -1 where the tensors themselves are kept."""
-        self.rows = rows
-        """Their block tables only grow while they are in use, and one that was given back is a list that nobody
-        changes: they still say where these positions lie."""
-        self.states = states
-        self.place = place
+    rows: Sequence[DraftRow]
+    """Their block tables only grow while they are in use, and one that was given back is a list that nobody changes:
+    they still say where these positions lie."""
+    states: tuple[Tensor, ...]
+    """[T, H] each."""
 
     @property
     def num_tokens(self) -> int:
-        """That it computed."""
+        """T: the tokens that the step computed."""
         return self.states[0].shape[0]
 
-    @property
-    def readers(self) -> Iterator[Request]:
-        """Those of whom somebody may read something of it."""
-        return (row.request for row in self.rows if not _has_gone(row.request, row.block_table))
-
-    def pieces(self, block_size: int) -> Iterator[Piece]:
-        """What is to be written."""
-        for row in self.rows:
-            count = row.num_valid - row.start
-            if count > 0 and not _has_gone(row.request, row.block_table):
-                index = np.arange(row.first_index, row.first_index + count)
-                yield Piece(row.request.adapter, index, slots_of(row.block_table, row.start, row.num_valid, block_size))
+    def readable(self) -> list[DraftRow]:
+        """Rows with new positions that somebody may still read."""
+        return [row for row in self.rows if row.num_valid > row.start and not _has_gone(row.request, row.block_table)]
 
 
 class PendingStates:
-    """What waits, oldest first."""
+    """Hidden states that wait, oldest first."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.most_tokens = 0
         """Most tokens that may wait; known with the first states."""
-        self._queue: deque[Step] = deque()
-        self._ring: Ring | None = None
+        self._queue: deque[PendingStep] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], *, passing: bool = False) -> None:
-        """The states [T, H_target] of a step. They may change afterwards, unless they are `passing`: about to be taken,
-        and not worth a copy."""
-        self._drop_gone()
-        kept, place = self._kept(states, copies=not passing)
-        self._queue.append(Step(rows, kept, place))
-        self.num_tokens += len(kept[0])
-
-    def _kept(self, states: tuple[Tensor, ...], *, copies: bool) -> tuple[tuple[Tensor, ...], int]:
-        """The states of a step, and their place in the ring if they are there."""
-        if self.most_tokens == 0:
-            self._begin(states)
-        num_tokens = states[0].shape[0]
-        if self._ring is not None and copies:
-            place = self._ring.take(num_tokens)
-            if place >= 0:
-                self._ring.put(place, states)
-                return self._ring.views(place, num_tokens), place
-        return states, -1
+    def add(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...]) -> None:
+        """Add the states [T, H] of a step. Neither they nor the rows are changed afterwards."""
+        while self._queue and not self._queue[0].readable():
+            self.pop()
+        if not self.most_tokens:
+            num_bytes = len(states) * states[0].shape[1] * states[0].element_size()
+            self.most_tokens = min(MAX_PENDING, MAX_PENDING_BYTES // num_bytes)
+        self._queue.append(PendingStep(rows, states))
+        self.num_tokens += states[0].shape[0]
 
     def uses(self, adapter: bytes) -> bool:
-        """Whether somebody may read something that is of an adapter with that content."""
-        users = (request.adapter for entry in self._queue for request in entry.readers)
-        return any(version is not None and version.digest == adapter for version in users)
+        """True when somebody may read states of a request whose adapter has that content."""
+        versions = (row.request.adapter for step in self._queue for row in step.readable())
+        return any(version is not None and version.digest == adapter for version in versions)
 
-    def pop(self) -> Step:
-        """The oldest; its states stay as they are until `popped`."""
+    def pop(self) -> PendingStep:
+        """Remove the oldest step."""
         oldest = self._queue.popleft()
         self.num_tokens -= oldest.num_tokens
         return oldest
 
-    def popped(self) -> None:
-        """What was popped is not needed any more."""
-        if self._ring is not None:
-            self._ring.give_back(next((entry.place for entry in self._queue if entry.place >= 0), -1))
 
-    def _begin(self, states: tuple[Tensor, ...]) -> None:
-        if states[0].is_cpu:
-            self._ring = Ring(len(states), states[0].shape[1], states[0].dtype)
-        self.most_tokens = most_pending(len(states) * states[0].shape[1] * states[0].element_size())
+class Placement(NamedTuple):
+    """Places of n positions: among some steps' states, and in the cache."""
 
-    def _drop_gone(self) -> None:
-        dropped = False
-        while self._queue and next(self._queue[0].readers, None) is None:
-            self.pop()
-            dropped = True
-        if dropped:
-            self.popped()
+    places: list[int]
+    """[n], which of the states each is."""
+    slots: list[int]
+    """[n], where it goes."""
+    handles: list[tuple[Any, int]]
+    """(adapter, number of tokens), in the order of `places`."""
 
 
-def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> np.ndarray:
-    """[end - start] int64: where positions [start, end) of a sequence lie."""
-    if end - start <= _FEW:  # arrays would take longer to make than to use
-        return np.array([table[at // block_size] * block_size + at % block_size for at in range(start, end)])
+def placement(steps: Sequence[PendingStep], block_size: int) -> Placement:
+    """Places of all positions of `steps` that somebody may still read; a slot may occur in several steps."""
+    found = Placement([], [], [])
+    offset = 0
+    for step in steps:
+        for row in step.readable():
+            count = row.num_valid - row.start
+            first = offset + row.first_index
+            found.places.extend(range(first, first + count))
+            found.slots.extend(slots_of(row.block_table, row.start, row.num_valid, block_size))
+            found.handles.append((row.request.adapter, count))
+        offset += step.num_tokens
+    return found
+
+
+def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
+    """[end - start] slots of positions [start, end) of a sequence."""
+    if end - start <= _FEW:
+        return [table[at // block_size] * block_size + at % block_size for at in range(start, end)]
     first = start // block_size
     blocks = np.array(table[first : -(-end // block_size)], dtype=np.int64)
     block, offset = np.divmod(np.arange(start, end), block_size)
-    return blocks[block - first] * block_size + offset
+    found: list[int] = (blocks[block - first] * block_size + offset).tolist()
+    return found
 
 
 def _has_gone(request: Request, table: list[int]) -> bool:
-    """Whether nobody will read what a row with this block table computed: the request has finished or was preempted,
+    """True when nobody will read the results of a row with this block table: the request has finished or was preempted,
     and its blocks are not shared."""
     if request.namespace is not None:
         return False

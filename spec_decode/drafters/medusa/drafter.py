@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import LayerKV
 from ....models.checkpoint.json_files import read_json
@@ -103,23 +102,18 @@ class MedusaDrafter(Drafter):
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts for the rows that ask for them, from the hidden state at the last position that counts."""
         sequences = self._sequences(rows)
-        drafting = [sequences[i] for i in _by_number(sequences)]
-        last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
-        if drafting:
-            assert target.hidden is not None
-            self._draft(drafting, target.hidden.index_select(0, to_device(np.array(last), target.hidden.device)))
-        return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
-
-    @torch.inference_mode()
-    def propose_late(self, rows: Sequence[DraftRow], target: TargetOutput, late: DeviceOutcome) -> list[Proposal]:
-        """See `Drafter`."""
-        sequences = self._sequences(rows)
         order = _by_number(sequences)
         if order:
             assert target.hidden is not None
-            drafting, of_them = [sequences[i] for i in order], late.of(order)
-            first = to_device(np.array([s.row.first_index for s in drafting]), target.hidden.device)
-            self._draft(drafting, target.hidden.index_select(0, first + of_them.accepted), of_them.total)
+            drafting, overshoot = [sequences[i] for i in order], None
+            last = [s.row.first_index + s.row.num_valid - 1 - s.row.start for s in drafting]
+            index = to_device(np.array(last), target.hidden.device)
+            if target.on_device is not None:
+                assert target.on_device.outcome is not None, "rows with drafts reach their end"
+                outcome = target.on_device.outcome.of(order)
+                overshoot = outcome.total
+                index = index if outcome.unused is None else index - outcome.unused
+            self._draft(drafting, target.hidden.index_select(0, index), overshoot)
         return [Proposal(s.drafts, len(s.row.tokens)) for s in sequences]
 
     def _sequences(self, rows: Sequence[DraftRow]) -> list[Drafting]:

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ....platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
 from ....platform.core.speculative_config import SpeculativeConfig
 from ..base import Drafter, DraftRow, Proposal, TargetOutput
 from .tree import NOTHING, Continuation, Place, SuffixTree, Text
-
-if TYPE_CHECKING:
-    pass
 
 Namespace = tuple[bytes, bytes]
 """See `Request.text_namespace`."""

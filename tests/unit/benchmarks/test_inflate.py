@@ -95,12 +95,13 @@ def test_hidden_states_that_heads_read_are_where_the_new_ids_say(inflate, growth
     ids = torch.randint(3, 160, (1, 20))
     states = [load(f)(ids, output_hidden_states=True).hidden_states for f in (small, tmp_path / "large" / "base")]
     grown = growth.Growth(
-        growth.Shape.of(inflate.read_config(small)), growth.Shape.of(inflate.read_config(tmp_path / "large" / "base"))
+        growth.Shape.from_config(inflate.read_config(small)),
+        growth.Shape.from_config(inflate.read_config(tmp_path / "large" / "base")),
     )
     assert grown.layer_places == [0, 2, 4]
-    assert grown.place_of_entering(3) == 7
+    assert grown.layer_with_input_of(3) == 7
     for layer in range(3):
-        there = states[1][grown.place_of_entering(layer)]
+        there = states[1][grown.layer_with_input_of(layer)]
         torch.testing.assert_close(there[..., :48], states[0][layer], atol=1e-4, rtol=1e-4)
         assert not there[..., 48:].any()
 
@@ -176,7 +177,7 @@ def test_the_demo_says_the_same_and_its_drafts_are_accepted_alike(inflate, tmp_p
         )
         engine = EngineCore(args)
         lora = LoRARequest("json", path=str(adapter))
-        assert engine.load_adapter(lora).draft == "loaded"
+        assert engine.adapters.load(lora).draft == "loaded"
         results[name] = (greedy(engine, prompts), greedy(engine, prompts, lora))
         engine.shutdown()
     assert results["small"] == results["large"]

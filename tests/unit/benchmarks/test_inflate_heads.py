@@ -151,7 +151,7 @@ def drafts_of(base, method, head, adapter=None):
     engine = EngineCore(args)
     lora = LoRARequest("tenant", path=str(adapter)) if adapter else None
     if lora and method == "eagle3":
-        assert engine.load_adapter(lora).draft == "loaded"
+        assert engine.adapters.load(lora).draft == "loaded"
     for index, prompt in enumerate(([5, 6, 7, 8, 9], list(range(20, 50)))):
         params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
         engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))

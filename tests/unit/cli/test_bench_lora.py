@@ -16,7 +16,7 @@ from outrider.platform.cli.bench.lora import cold, engines
 from outrider.platform.cli.bench.lora.adapters import FILES_PER_RANK, AdapterWriter, linear_shapes
 from outrider.platform.cli.bench.lora.budget import Budget, BudgetSpent
 from outrider.platform.cli.bench.lora.cases import POPULARITIES, ZIPF_EXPONENT, Case, choose, groups, make_cases
-from outrider.platform.cli.bench.lora.figures import Cell, ColdRun, Run, boil_down, cold_figures, figures, rows
+from outrider.platform.cli.bench.lora.figures import Cell, ColdRun, Run, cold_figures, figures, rows, summarize
 from outrider.platform.cli.bench.options import write_json
 from outrider.platform.cli.main import main
 from outrider.platform.core.config import EngineArgs
@@ -88,7 +88,7 @@ def cell(case, seconds, base_seconds):
 def test_a_request_has_the_times_that_users_of_vllm_know():
     times = RequestTimes(10.0, [1, 2, 3, 4, 5], [10.5, 10.7, 11.1])  # two tokens came with the last two arrivals
     single = RequestTimes(10.0, [1], [10.3])
-    found = boil_down(2.0, [times, single], 30, 2)
+    found = summarize(2.0, [times, single], 30, 2)
     assert found.ttft == pytest.approx([0.5, 0.3])
     assert found.itl == pytest.approx([0.2, 0.4])
     assert found.tpot == pytest.approx([0.6 / 4])  # without the first token; a single token has none
@@ -188,7 +188,7 @@ def test_no_two_adapters_are_the_same_though_they_share_files(tmp_path, shape):
     assert len(inodes) <= 2 * FILES_PER_RANK < count
     engine = EngineCore(EngineArgs(enable_lora=True, max_loras=2, max_lora_rank=4, max_cpu_loras=count))
     try:
-        infos = [engine.load_adapter(lora) for lora in loras]
+        infos = [engine.adapters.load(lora) for lora in loras]
     finally:
         engine.shutdown()
     assert len({info.digest for info in infos}) == count

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from outrider.platform.cli.limit_options import limits
 from outrider.platform.cli.main import build_parser
+from outrider.platform.cli.options.limits import limits
 from outrider.platform.http.config import ServerConfig
 
 

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from outrider.models.demo import demo_adapters, demo_eagle3_path
-from outrider.platform.cli import engine_options, serve
+from outrider.platform.cli import serve
 from outrider.platform.cli.main import build_parser, main
+from outrider.platform.cli.options import engine as engine_options
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, NotFoundError
 

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,84 @@ class Sequence:
         return token
 
 
+class FakeAdapters:
+    """Registers any adapter; some paths and names do things."""
+
+    def __init__(self) -> None:
+        self.infos: dict[str, AdapterInfo] = {}
+        self.num_registrations = 0
+
+    def reader(self, verb: str, arguments: dict[str, Any]) -> Callable[[], Any] | None:
+        if verb != "load":
+            return None
+        request = arguments["request"]
+        self._check_name(request, arguments["load_inplace"])
+        return lambda: self._read(request.path)
+
+    def _check_name(self, request: LoRARequest, load_inplace: bool) -> None:
+        if request.name in self.infos and not load_inplace:
+            raise InvalidUserInputError(f"{request.name} is loaded already", param="lora_name")
+
+    @staticmethod
+    def _read(path: str) -> str:
+        if path == "broken":
+            raise AdapterError("the adapter is broken", param="lora_path")
+        if path == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if path.startswith("once:"):
+            Path(path[5:]).unlink()  # cannot be loaded a second time
+        while path.startswith("until:") and not Path(path[6:]).exists():
+            time.sleep(0.01)
+        return path
+
+    def load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
+    ) -> AdapterInfo:
+        self._check_name(request, load_inplace)
+        assert (read if read is not None else self._read(request.path)) == request.path
+        content = os.path.join(request.path, "adapter_model.safetensors")
+        digest = open(content).read() if os.path.exists(content) else "digest"  # noqa: SIM115
+        info = AdapterInfo(request.name, request.path, digest, 8, 8, "device", pinned)
+        self.infos[request.name] = info
+        return info
+
+    def register(self, requests: list[LoRARequest]) -> None:
+        self.num_registrations += 1
+        for request in requests:
+            self._check_name(request, False)
+            if request.path.startswith("once:"):
+                self._read(request.path)
+        for request in requests:
+            self.infos[request.name] = AdapterInfo(
+                request.name, request.path, "", 0, 0, "disk", draft=request.digest or ""
+            )
+
+    def unload(self, name: str, mode: str = "drain") -> None:
+        if name == "kills-when-unloaded":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._get(name)
+        del self.infos[name]
+
+    def _get(self, name: str) -> AdapterInfo:
+        if name not in self.infos:
+            raise NotFoundError(f"{name} is not loaded", param="lora_name")
+        return self.infos[name]
+
+    def pin(self, name: str, *, read: Any = None) -> AdapterInfo:
+        info = self.infos[name] = replace(self._get(name), pinned=True)
+        return info
+
+    def unpin(self, name: str) -> AdapterInfo:
+        info = self.infos[name] = replace(self._get(name), pinned=False)
+        return info
+
+    def find(self, name: str) -> AdapterInfo | None:
+        return self.infos.get(name)
+
+    def list(self) -> Any:
+        return [*self.infos.values()]
+
+
 class FakeEngine:
     """Echoes; `tokens_per_step` tokens a step, `delay` seconds a step."""
 
@@ -74,8 +152,8 @@ class FakeEngine:
         self.sequences: dict[str, Sequence] = {}
         self.aborted: list[str] = []
         self.added: list[EngineRequest] = []
-        self.adapters: dict[str, AdapterInfo] = {}
-        self.num_steps = self.num_registrations = 0
+        self.adapters = FakeAdapters()
+        self.num_steps = 0
         self.closed = 0
         self.info = EngineInfo(
             model=str(args.model), architecture="Fake", dtype="float32", device="cpu", vocab_size=VOCAB_SIZE,
@@ -146,69 +224,14 @@ class FakeEngine:
     def _logprobs(token: int) -> TokenLogprobs:
         return TokenLogprobs([token, 5, token], [-0.5, -0.25, -0.5], 2)
 
-    def adapter_reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], Any]:
-        self._check_name(request, load_inplace)
-        return lambda: self._read(request.path)
-
-    def _check_name(self, request: LoRARequest, load_inplace: bool) -> None:
-        if request.name in self.adapters and not load_inplace:
-            raise InvalidUserInputError(f"{request.name} is loaded already", param="lora_name")
-
-    @staticmethod
-    def _read(path: str) -> str:
-        if path == "broken":
-            raise AdapterError("the adapter is broken", param="lora_path")
-        if path == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if path.startswith("once:"):
-            Path(path[5:]).unlink()  # cannot be loaded a second time
-        while path.startswith("until:") and not Path(path[6:]).exists():
-            time.sleep(0.01)
-        return path
-
-    def load_adapter(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
-    ) -> AdapterInfo:
-        self._check_name(request, load_inplace)
-        assert (read if read is not None else self._read(request.path)) == request.path
-        content = os.path.join(request.path, "adapter_model.safetensors")
-        digest = open(content).read() if os.path.exists(content) else "digest"  # noqa: SIM115
-        info = AdapterInfo(request.name, request.path, digest, 8, 8, "device", pinned)
-        self.adapters[request.name] = info
-        return info
-
-    def register_adapters(self, requests: list[LoRARequest]) -> None:
-        self.num_registrations += 1
-        for request in requests:
-            self._check_name(request, False)
-            if request.path.startswith("once:"):
-                self._read(request.path)
-        for request in requests:
-            self.adapters[request.name] = AdapterInfo(
-                request.name, request.path, "", 0, 0, "disk", draft=request.digest or ""
-            )
-
-    def unload_adapter(self, name: str, mode: str = "drain") -> None:
-        if name == "kills-when-unloaded":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if name not in self.adapters:
-            raise NotFoundError(f"{name} is not loaded", param="lora_name")
-        del self.adapters[name]
-
-    def find_adapter(self, name: str) -> AdapterInfo | None:
-        return self.adapters.get(name)
-
-    def list_adapters(self) -> list[AdapterInfo]:
-        return list(self.adapters.values())
-
     def check_integrity(self) -> None:
         assert not self.sequences, "sequences are left"
 
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.sequences), num_steps=self.num_steps, running_adapters=self.aborted,
-            num_preemptions=self.num_registrations,
-            speculation=[SpeculationEntry("", "", SpeculationCounts(1, 2, 1, [1, 0]))], adapters=self.list_adapters(),
+            num_preemptions=self.adapters.num_registrations,
+            speculation=[SpeculationEntry("", "", SpeculationCounts(1, 2, 1, [1, 0]))], adapters=self.adapters.list(),
         )  # fmt: skip
 
     def shutdown(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from async_helpers import FOREVER, LONG, aborted, collect, first_output, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.process.ipc import Add, Call, decode, encode
+from outrider.platform.client.process.ipc import Add, decode, encode
 from outrider.platform.core.errors import (
     AdapterError,
     EngineDeadError,
@@ -70,7 +70,7 @@ def test_slow_consumer_gets_fewer_and_larger_outputs(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         stream = llm.generate([70, 71], LONG, delta=True)
         outputs = [await anext(stream)]
-        await until(lambda: llm._output_processor is not None and len(llm._output_processor) == 0)
+        await until(lambda: len(llm.output_processor) == 0)
         outputs += await collect(stream)
         assert len(outputs) <= 2  # one if the engine was through before the first was taken
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == 100
@@ -166,6 +166,42 @@ def test_texts_of_other_types_are_refused(model_path: str, name: str, value: Any
     run(make(model_path), scenario)
 
 
+def test_chat_takes_the_template_of_the_model_the_adapter_or_the_call(model_path: str, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}adapter {{ m.content }}{% endfor %}")
+    adapter = LoRARequest("own", path=str(tmp_path))
+
+    async def scenario(llm: AsyncLLM) -> None:
+        messages = [{"role": "user", "content": "hello"}]
+
+        async def prompt_of(**options: Any) -> str:
+            outputs = [output async for output in llm.chat(messages, SamplingParams(max_tokens=2), **options)]
+            assert outputs[-1].finished
+            return str(outputs[-1].prompt)
+
+        assert await prompt_of() == "<|user|>hello</s><|assistant|>"
+        assert await prompt_of(add_generation_prompt=False, tenant="t", priority=3) == "<|user|>hello</s>"
+        assert await prompt_of(lora_request=adapter) == "adapter hello"
+        own = "{% for m in messages %}mine {{ m.content }}{% endfor %}"
+        assert await prompt_of(lora_request=adapter, chat_template=own) == "mine hello"
+        with pytest.raises(InvalidRequestError, match="bad role"):
+            await anext(llm.chat([{"role": "bad", "content": "x"}]))
+        stream = llm.chat(messages, LONG, "left", delta=True)
+        await anext(stream)
+        await stream.aclose()
+        assert llm.num_running == 0, "leaving the iterator aborts the request"
+
+    run(make(model_path), scenario)
+
+
+def test_what_llm_has_too(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        assert (await llm.get_tokenizer()).vocab_size > 0
+        assert await llm.get_default_sampling_params() == SamplingParams()
+        assert llm.engine_info == llm.info
+
+    run(make(model_path), scenario)
+
+
 def test_tenant_and_weight_reach_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         engine = llm._supervisor.ready_engine()
@@ -187,15 +223,14 @@ def test_undecodable_messages_are_answered_and_stop_nothing(model_path: str) -> 
         stream, pid = await first_output(llm), llm.engine_pid
         engine = llm._supervisor.ready_engine()
         wrong: Any = 5
-        request = await llm._process([5], None, request_id="r", lora_request=None)
+        request = await llm._parts().requests.make([5], None, request_id="r", lora_request=None)
         request[0].tenant = wrong
-        assert llm._output_processor is not None
-        state = llm._output_processor.add("r", request)
+        state = llm.output_processor.add("r", request)
         engine.send(Add(request))
         await until(lambda: state.finished)
         assert isinstance(state.error, InvalidRequestError)
         with pytest.raises(InvalidRequestError, match="cannot read"):
-            await engine.call(Call(0, "unload_adapter", name=wrong))
+            await engine.call("adapters.unload", name=wrong)
         for frames in (
             [b"A", b"\xc1"],
             [b"?", b"x"],
@@ -254,45 +289,47 @@ def test_abort_by_id_ends_the_stream(model_path: str) -> None:
 def test_adapters(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         lora = LoRARequest("sql", path="/sql")
-        info = await llm.load_adapter(lora, pinned=True)
-        assert await llm.list_adapters() == [info]
+        info = await llm.adapters.load(lora, pinned=True)
+        assert await llm.adapters.list() == await llm.list_lora_adapters() == [info]
+        assert not (await llm.unpin_lora("sql")).pinned
+        assert (await llm.pin_lora("sql")).pinned
         assert (await collect(llm.generate([5], lora_request="sql")))[-1].lora_request == lora
         with pytest.raises(InvalidUserInputError):
-            await llm.load_adapter(lora)
-        assert not (await llm.load_adapter(lora, load_inplace=True)).pinned
+            await llm.adapters.load(lora)
+        assert not (await llm.adapters.load(lora, load_inplace=True)).pinned
         with pytest.raises(AdapterError):
-            await llm.load_adapter(LoRARequest("b", path="broken"))
-        await llm.unload_adapter("sql")
+            await llm.adapters.load(LoRARequest("b", path="broken"))
+        await llm.adapters.unload("sql")
         with pytest.raises(NotFoundError):
-            await llm.unload_adapter("sql")
+            await llm.adapters.unload("sql")
 
     run(make(model_path), scenario)
 
 
 def test_steps_go_on_while_an_adapter_is_read(model_path: str, tmp_path: Path) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        await llm.load_adapter(LoRARequest("a", path="/a"))
+        await llm.adapters.load(LoRARequest("a", path="/a"))
         permit = tmp_path / "permit"
-        loading = asyncio.create_task(llm.load_adapter(LoRARequest("slow", path=f"until:{permit}")))
-        behind = asyncio.create_task(llm.load_adapter(LoRARequest("b", path="/b")))
+        loading = asyncio.create_task(llm.adapters.load(LoRARequest("slow", path=f"until:{permit}")))
+        behind = asyncio.create_task(llm.adapters.load(LoRARequest("b", path="/b")))
         assert (await collect(llm.generate([5])))[-1].finished
-        assert [info.name for info in await llm.list_adapters()] == ["a"]
+        assert [info.name for info in await llm.adapters.list()] == ["a"]
         with pytest.raises(InvalidUserInputError):  # at once: its files would never be there
-            await llm.load_adapter(LoRARequest("a", path=f"until:{permit}"))
+            await llm.adapters.load(LoRARequest("a", path=f"until:{permit}"))
         assert not loading.done()
-        assert set(llm.adapters) == {"a"}
+        assert set(llm.adapters.requests) == {"a"}
         permit.touch()
         assert [(await task).name for task in (loading, behind)] == ["slow", "b"]
-        assert [info.name for info in await llm.list_adapters()] == ["a", "slow", "b"]
-        assert set(llm.adapters) == {"a", "slow", "b"}
+        assert [info.name for info in await llm.adapters.list()] == ["a", "slow", "b"]
+        assert set(llm.adapters.requests) == {"a", "slow", "b"}
 
     run(make(model_path), scenario)
 
 
 def test_shutdown_while_an_adapter_is_read(model_path: str, tmp_path: Path) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        loading = asyncio.create_task(llm.load_adapter(LoRARequest("slow", path=f"until:{tmp_path / 'never'}")))
-        await llm.list_adapters()
+        loading = asyncio.create_task(llm.adapters.load(LoRARequest("slow", path=f"until:{tmp_path / 'never'}")))
+        await llm.adapters.list()
         await llm.shutdown()
         with pytest.raises((EngineDeadError, asyncio.CancelledError)):
             await loading
@@ -303,16 +340,16 @@ def test_shutdown_while_an_adapter_is_read(model_path: str, tmp_path: Path) -> N
 def test_a_name_is_forgotten_only_when_the_engine_has(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         lora = LoRARequest("kills-when-unloaded", path="/a")
-        await llm.load_adapter(lora)
+        await llm.adapters.load(lora)
         with pytest.raises(EngineDeadError):
-            await llm.unload_adapter(lora.name)
-        assert llm.adapters == {lora.name: lora}
+            await llm.adapters.unload(lora.name)
+        assert llm.adapters.requests == {lora.name: lora}
         await until(lambda: llm.num_restarts == 1 and llm.state == "ready")
-        assert [info.name for info in await llm.list_adapters()] == [lora.name]
-        await llm.load_adapter(LoRARequest("b", path="/b"))
-        await llm._supervisor.ready_engine().call(Call(0, "unload_adapter", name="b"))
+        assert [info.name for info in await llm.adapters.list()] == [lora.name]
+        await llm.adapters.load(LoRARequest("b", path="/b"))
+        await llm._supervisor.ready_engine().call("adapters.unload", name="b")
         with pytest.raises(NotFoundError):
-            await llm.unload_adapter("b")
-        assert set(llm.adapters) == {lora.name}
+            await llm.adapters.unload("b")
+        assert set(llm.adapters.requests) == {lora.name}
 
     run(make(model_path), scenario)

@@ -52,8 +52,8 @@ def test_death_fails_running_requests_and_restarts(
     async def scenario(llm: AsyncLLM) -> None:
         marker = tmp_path / "marker"
         marker.touch()
-        await llm.load_adapter(LoRARequest("a", path="/a"), pinned=True)
-        await llm.load_adapter(LoRARequest("gone\nERROR forged", path=f"once:{marker}"))
+        await llm.adapters.load(LoRARequest("a", path="/a"), pinned=True)
+        await llm.adapters.load(LoRARequest("gone\nERROR forged", path=f"once:{marker}"))
         running = [await first_output(llm) for _ in range(3)]
         pid = llm.engine_pid
         assert pid is not None
@@ -73,7 +73,7 @@ def test_death_fails_running_requests_and_restarts(
         await until(lambda: llm.state == "ready")
         assert llm.engine_pid not in (None, pid)
         assert llm.num_restarts == 1
-        assert [(info.name, info.pinned) for info in await llm.list_adapters()] == [("a", True)]
+        assert [(info.name, info.pinned) for info in await llm.adapters.list()] == [("a", True)]
         assert (await collect(llm.generate([5], lora_request="a")))[-1].finished
 
     run(make(model_path, "slow"), scenario, runner)
@@ -84,8 +84,7 @@ def test_death_fails_running_requests_and_restarts(
 def test_tokens_that_nobody_has_taken_yet_come_before_the_engines_death(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         stream = await first_output(llm, delta=True)
-        assert llm._output_processor is not None
-        (state,) = llm._output_processor._requests.values()
+        (state,) = llm.output_processor._requests.values()
         await until(lambda: state.sequences[0].has_news)
         assert llm.engine_pid is not None
         os.kill(llm.engine_pid, signal.SIGKILL)
@@ -100,11 +99,11 @@ def test_tokens_that_nobody_has_taken_yet_come_before_the_engines_death(model_pa
 def test_calls_fail_when_the_engine_dies(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         with pytest.raises(EngineDeadError, match="SIGKILL"):
-            await llm.load_adapter(LoRARequest("a", path="kill"))
+            await llm.adapters.load(LoRARequest("a", path="kill"))
         with pytest.raises(EngineDeadError):
             await llm.stats()
         await until(lambda: llm.num_restarts == 1 and llm.state == "ready")
-        assert await llm.list_adapters() == []
+        assert await llm.adapters.list() == []
 
     run(make(model_path), scenario)
 
@@ -259,7 +258,7 @@ def test_belongs_to_one_event_loop(model_path: str) -> None:
 def test_start_after_shutdown(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         await llm.shutdown()
-        for call in (llm.start, llm.stats, llm.list_adapters):
+        for call in (llm.start, llm.stats, llm.adapters.list):
             with pytest.raises(ShuttingDownError):
                 await call()
 

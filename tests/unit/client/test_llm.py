@@ -186,7 +186,15 @@ def test_chat(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError):
         llm.chat([], SHORT)
     with pytest.raises(TypeError, match="wrong"):
-        llm.chat(conversation, SHORT, wrong=1)  # type: ignore[call-arg]
+        llm.chat(conversation, SHORT, wrong=1)
+
+
+def test_chat_takes_the_options_of_generate(llm: LLM) -> None:
+    turn, seen = [{"role": "user", "content": "hello"}], []
+    outputs = llm.chat([turn, turn], SHORT, None, False, lambda *end: seen.append(end), tenant=["a", "b"], priority=2)
+    assert sorted(seen, key=lambda end: end[0]) == [*enumerate(outputs)]
+    engine: Any = llm._engine
+    assert [(request.tenant, request.priority) for request in engine.added] == [("a", 2), ("b", 2)]
 
 
 def test_adapters_by_name(llm: LLM) -> None:
@@ -196,6 +204,8 @@ def test_adapters_by_name(llm: LLM) -> None:
     assert llm.list_lora_adapters() == [info]
     [output] = llm.generate([[5]], SHORT, lora_request="sql", use_tqdm=False)
     assert output.lora_request == request
+    assert not llm.unpin_lora("sql").pinned
+    assert llm.pin_lora("sql").pinned
     llm.unload_lora_adapter("sql")
     with pytest.raises(NotFoundError, match="'sql' is not loaded; loaded are: none"):
         llm.generate([[5]], SHORT, lora_request="sql", use_tqdm=False)

@@ -57,6 +57,54 @@ class CharTokenizer:
         return text + "a:" * add_generation_prompt
 
 
+class FakeAdapters:
+    """`AsyncLLM.adapters`, with what the engine has in `in_engine` of `llm`."""
+
+    def __init__(self, llm: "FakeAsyncLLM") -> None:
+        self.requests: dict[str, LoRARequest] = {}
+        self._llm = llm
+
+    async def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+        if request.path == "/broken":
+            raise self._llm.error
+        if request.name in self._llm.in_engine and not load_inplace:
+            raise InvalidUserInputError("taken", param="lora_name")
+        draft = "loaded" if request.draft_path else ""
+        info = AdapterInfo(request.name, request.path, "digest", 8, 8, "device", pinned, draft=draft)
+        self._llm.in_engine[request.name] = info
+        self.requests[request.name] = request
+        return info
+
+    async def register(self, requests: Sequence[LoRARequest]) -> None:
+        for request in requests:
+            if request.path == "/broken":
+                raise self._llm.error
+            self._llm.in_engine[request.name] = AdapterInfo(request.name, request.path, "", 0, 0, "disk")
+            self.requests[request.name] = request
+
+    async def unload(self, name: str, mode: str = "drain") -> None:
+        self._llm.calls.append({"unload": name, "mode": mode})
+        self.requests.pop(name, None)
+        if name not in self._llm.in_engine:
+            raise NotFoundError("unknown", param="lora_name")
+        del self._llm.in_engine[name]
+
+    async def pin(self, name: str) -> AdapterInfo:
+        return self._set_pinned(name, True)
+
+    async def unpin(self, name: str) -> AdapterInfo:
+        return self._set_pinned(name, False)
+
+    def _set_pinned(self, name: str, pinned: bool) -> AdapterInfo:
+        if name not in self._llm.in_engine:
+            raise NotFoundError("unknown", param="lora_name")
+        info = self._llm.in_engine[name] = replace(self._llm.in_engine[name], pinned=pinned)
+        return info
+
+    async def list(self) -> Any:
+        return [*self._llm.in_engine.values()]
+
+
 @dataclass
 class FakeAsyncLLM:
     """`AsyncLLM`, whose engine answers `reply`, one character a token."""
@@ -73,14 +121,13 @@ class FakeAsyncLLM:
     running: set[str] = field(default_factory=set)
     calls: list[dict[str, Any]] = field(default_factory=list)
     sources: AdapterSources = field(default_factory=AdapterSources)
-    adapters: dict[str, LoRARequest] = field(default_factory=dict)
-    """What the client knows, as in `AsyncLLM.adapters`."""
     in_engine: dict[str, AdapterInfo] = field(default_factory=dict)
     drafted: Callable[[int], bool] = lambda i: i % 2 == 1
     """True when the token of that index was a draft. Each other one rejects as many drafts as its index."""
     snapshot: EngineStats = field(default_factory=EngineStats)
 
     def __post_init__(self) -> None:
+        self.adapters = FakeAdapters(self)
         self.sampling_defaults = SamplingDefaults("auto", self.sources)
         self.tokenizer = CharTokenizer()
         self.input_processor = InputProcessor(self.tokenizer, self.info, eos_token_ids=[2])
@@ -137,49 +184,8 @@ class FakeAsyncLLM:
             return None
         return [None, *({i: Logprob(float("-inf"), 3, chr(i))} for i in ids[1:])]
 
-    async def load_adapter(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        if request.path == "/broken":
-            raise self.error
-        if request.name in self.in_engine and not load_inplace:
-            raise InvalidUserInputError("taken", param="lora_name")
-        draft = "loaded" if request.draft_path else ""
-        info = AdapterInfo(request.name, request.path, "digest", 8, 8, "device", pinned, draft=draft)
-        self.in_engine[request.name] = info
-        self.adapters[request.name] = request
-        return info
-
-    async def register_adapters(self, requests: Sequence[LoRARequest]) -> None:
-        for request in requests:
-            if request.path == "/broken":
-                raise self.error
-            self.in_engine[request.name] = AdapterInfo(request.name, request.path, "", 0, 0, "disk")
-            self.adapters[request.name] = request
-
     async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
         self.shared_prefixes = [list(prefix) for prefix in prefixes]
-
-    async def unload_lora(self, name: str, mode: str = "drain") -> None:
-        self.calls.append({"unload": name, "mode": mode})
-        self.adapters.pop(name, None)
-        if name not in self.in_engine:
-            raise NotFoundError("unknown", param="lora_name")
-        del self.in_engine[name]
-
-    async def pin_lora(self, name: str) -> None:
-        self._set_pinned(name, True)
-
-    async def unpin_lora(self, name: str) -> None:
-        self._set_pinned(name, False)
-
-    def _set_pinned(self, name: str, pinned: bool) -> None:
-        if name not in self.in_engine:
-            raise NotFoundError("unknown", param="lora_name")
-        self.in_engine[name] = replace(self.in_engine[name], pinned=pinned)
-
-    async def list_adapters(self) -> list[AdapterInfo]:
-        return list(self.in_engine.values())
 
     async def stats(self) -> EngineStats:
         return self.snapshot

@@ -7,11 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.batch import allocate_kv
-from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.drafters.base import DraftRow, Proposal, TargetOutput, no_adapters
-from outrider.spec_decode.rests import MOST_WAITING, Spells
 
 BLOCK, NUM_BLOCKS = 4, 96
 GREEDY = SamplingParams(temperature=0.0)
@@ -61,7 +59,6 @@ class Engine:
         self.free = list(range(NUM_BLOCKS))
         self.rng.shuffle(self.free)
         self.references: dict[int, int] = {}
-        self.spells = Spells()
         self.count = 0
 
     def tokens(self, count: int) -> list[int]:
@@ -139,10 +136,10 @@ class Engine:
         for sequence, *_ in work:
             sequence.request.blocks = sequence.table
         if any(row.max_drafts or row.num_drafts for row in rows) or self.rng.random() < 0.5:
-            self.look_at_rests()
             proposals = self.proposer.propose(rows, output)
         else:
-            proposals = self.rest(rows, output)
+            self.proposer.watch(rows, output)
+            proposals = [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
         for (sequence, k, *_), row, proposal in zip(work, rows, proposals, strict=True):
             assert len(proposal.drafts.token_ids) <= k
             ahead = max(0, len(proposal.drafts.token_ids) - 1) if self.drafts_count else 0
@@ -150,18 +147,6 @@ class Engine:
             sequence.request.tokens, sequence.num_computed = row.tokens, row.num_valid
             sequence.drafts, sequence.num_draft_computed = proposal
         return [proposal.drafts for proposal in proposals]
-
-    def rest(self, rows: list[DraftRow], output: TargetOutput) -> list[Proposal]:
-        """Some are looked at later, as the adaptive proposer does it."""
-        plans = [RowPlan(row.request, row.start, row.num_valid - row.start, 0, row.sampled, 0) for row in rows]
-        self.spells.add(plans, output)
-        if self.spells.num_steps >= MOST_WAITING:
-            self.look_at_rests()
-        return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
-
-    def look_at_rests(self) -> None:
-        if spells := self.spells.take():
-            self.proposer.watch_rests(spells)
 
 
 def random_schedule(engine: Engine, head, rng: random.Random, steps: int, whole: bool) -> None:

@@ -92,7 +92,7 @@ class ColdMeasurement:
         finally:
             run.abort()
             if kind == COLD:
-                self._engines.forget(plan.cold)
+                self._engines.unregister(plan.cold)
         loads = self._engines.take_load_seconds()
         times = {name: request for name, request in run.times.items() if request.arrivals}
         gaps = [

@@ -17,7 +17,7 @@ from ..driver import Run, freeze_heap
 from .budget import Budget
 from .cases import Case, choose
 from .figures import Run as Figures
-from .figures import boil_down
+from .figures import summarize
 
 _WARM_UP_TOKENS = 8
 _LOWEST_TOKEN = 10
@@ -74,7 +74,7 @@ class Engines:
 
     def register(self, ranks: tuple[int, ...], adapter: LoRARequest) -> None:
         """Register an adapter of these ranks, which is read at its first request; errors as in `EngineCore`."""
-        self.serving.register_adapters([adapter])
+        self.serving.adapters.register([adapter])
         self.adapters.setdefault(ranks, []).append(adapter)
 
     def run(self, case: Case, round_number: int, *, warm_up: bool = False) -> Figures:
@@ -100,26 +100,26 @@ class Engines:
         run = Run(core, "bench lora")
         seconds = run.complete(requests, case.batch_size)
         distinct = len({lora.name for lora in wanted if lora is not None})
-        return boil_down(seconds, run.times.values(), sum(map(len, prompts)), distinct)
+        return summarize(seconds, run.times.values(), sum(map(len, prompts)), distinct)
 
-    def touch(self, adapters: Sequence[LoRARequest], concurrency: int, budget: Budget) -> None:
+    def load(self, adapters: Sequence[LoRARequest], concurrency: int, budget: Budget) -> None:
         """Send one short request for each adapter, so that memory holds as many as fit."""
         run = Run(self.serving, "bench lora")
         for start in range(0, len(adapters), concurrency):
             budget.check()
             some = adapters[start : start + concurrency]
             requests = [
-                self.workload.request(f"touch {start + index}", self.workload.prompt(index)[:8], 1, lora)
+                self.workload.request(f"load {start + index}", self.workload.prompt(index)[:8], 1, lora)
                 for index, lora in enumerate(some)
             ]
             run.complete(requests, concurrency)
 
-    def forget(self, adapters: Sequence[LoRARequest]) -> None:
+    def unregister(self, adapters: Sequence[LoRARequest]) -> None:
         """Unregister adapters without requests, so that the next request for one must read it from disk."""
-        known = {info.name for info in self.serving.list_adapters()}
+        known = {info.name for info in self.serving.adapters.list()}
         for lora in adapters:
             if lora.name in known:
-                self.serving.unload_adapter(lora.name)
+                self.serving.adapters.unload(lora.name)
 
     def take_load_seconds(self) -> list[float]:
         """Durations of the loads that ended since the last call."""
@@ -128,7 +128,7 @@ class Engines:
     def facts(self) -> dict[str, Any]:
         """Memory levels of the adapters, and their sizes."""
         stats = self.serving.stats()
-        levels = Counter(info.level for info in self.serving.list_adapters())
+        levels = Counter(info.level for info in self.serving.adapters.list())
         return {
             "adapters_by_level": dict(levels),
             "lora_host_bytes": stats.lora_host_bytes,

@@ -37,7 +37,7 @@ class Run(NamedTuple):
         return self.num_output_tokens / self.seconds
 
 
-def boil_down(seconds: float, requests: Iterable[RequestTimes], num_prompt_tokens: int, num_distinct: int = 0) -> Run:
+def summarize(seconds: float, requests: Iterable[RequestTimes], num_prompt_tokens: int, num_distinct: int = 0) -> Run:
     """Figures of a run from the times of its requests; `num_prompt_tokens` is the sum over all."""
     requests = list(requests)
     return Run(

@@ -44,7 +44,7 @@ def warm_up(engines: Engines, cases: Sequence[Case], num_kept: int, budget: Budg
     for ranks in dict.fromkeys(case.ranks for case in cases if case.num_adapters):
         most = max(case.num_adapters or 0 for case in cases if case.ranks == ranks)
         used = engines.workload.used(most)
-        engines.touch(engines.adapters[ranks][: min(used, num_kept)], largest, budget)
+        engines.load(engines.adapters[ranks][: min(used, num_kept)], largest, budget)
     for group in groups(cases, GROUP):
         for case in (Case(group[0].batch_size, None), *group):
             budget.check()

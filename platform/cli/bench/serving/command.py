@@ -1,10 +1,11 @@
-"""The commands of this folder. Imports nothing heavy."""
+"""The measurements of serving. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import compare, latency, serve, throughput
+from . import latency, serve, throughput
+from .compare import command as compare
 
 
 def add_parsers(kinds: Any) -> None:

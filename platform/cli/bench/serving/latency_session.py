@@ -58,7 +58,7 @@ def measure_latency(options: argparse.Namespace) -> tuple[dict[str, Any], list[R
     if options.save_detailed:
         report["requests"] = [record.as_dict(records[0].started) for record in records]
     if options.profile is not None:
-        from .profile import profile
+        from .profiling.profile import profile
 
         report["profile"] = profile(args, list(loras.values()), batches, options.profile)
     return report, records

@@ -15,7 +15,7 @@ from ....core.messages import SpeculationCounts
 from ....core.outputs import RequestOutput
 from ....core.sampling_params import SamplingParams
 from ....core.speculative_config import parse_speculative
-from ...engine_options import given_options
+from ...options.engine import given_options
 from .datasets import Sample
 from .metrics import RequestRecord
 

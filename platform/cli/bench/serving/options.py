@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....core.errors import InvalidRequestError, OutriderError
-from ...engine_options import add_engine_options
+from ...options.engine import add_engine_options
 from ..options import list_of, positive
 
 METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....core.errors import InvalidRequestError
-from ...api_key import API_KEY_VARIABLE, given_keys, key
-from ...engine_options import json_object
+from ...options.api_keys import API_KEY_VARIABLE, given_keys, key
+from ...options.engine import json_object
 from ..options import add_output_options, check_outputs, natural, positive, positive_number, publish
 from .options import (
     CHAT,
@@ -27,7 +27,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from .load import Load
+    from .client.load import Load
 
 _DESCRIPTION = """\
 Sends requests to a server, Outrider or any other with an OpenAI-compatible API, and measures the streamed answers.
@@ -125,13 +125,13 @@ def _run_loop(namespace: argparse.Namespace, api_key: str | None) -> tuple[dict[
 async def _measure(options: argparse.Namespace, api_key: str | None) -> tuple[dict[str, Any], Load]:
     from tqdm.auto import tqdm
 
-    from .arrivals import arrival_times
+    from .client.arrivals import arrival_times
+    from .client.http_client import HttpClient
+    from .client.load import offer
+    from .client.server_facts import find_model, find_tokenizer, since, speculation_counts
+    from .client.streaming import Asker
     from .datasets import assign_adapters, make_samples
-    from .http_client import HttpClient
-    from .load import offer
     from .metrics import acceptance, figures
-    from .server_facts import find_model, find_tokenizer, since, speculation_counts
-    from .streaming import Asker
 
     client = HttpClient(options.base_url, api_key)
     try:

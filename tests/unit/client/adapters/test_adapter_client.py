@@ -88,15 +88,15 @@ async def generate(llm: AsyncLLM, lora) -> None:
 def test_async_llm(spec, sources, tmp_path):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
-            info = await llm.load_adapter(LoRARequest("sql", path=upload("sql")))
+            info = await llm.adapters.load(LoRARequest("sql", path=upload("sql")))
             assert is_fetched(info.path, tmp_path)
-            assert llm.adapters["sql"].path == info.path
+            assert llm.adapters.requests["sql"].path == info.path
             await generate(llm, "sql")
             await generate(llm, LoRARequest("other", path=upload("other")))
             with pytest.raises(AdapterError):
-                await llm.load_adapter(LoRARequest("bad", path="memory://nothing"))
+                await llm.adapters.load(LoRARequest("bad", path="memory://nothing"))
             with pytest.raises(InvalidUserInputError):
-                await llm.load_adapter(LoRARequest("sql", path=upload("sql", b"new")))
+                await llm.adapters.load(LoRARequest("sql", path=upload("sql", b"new")))
             assert sources.folders_of("sql") == (info.path,)
             await llm.unload_lora("sql")
             assert sources.folders_of("sql") == ()
@@ -107,14 +107,14 @@ def test_async_llm(spec, sources, tmp_path):
 def test_what_was_fetched_is_registered_again_after_a_restart(spec, sources):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
-            info = await llm.load_adapter(LoRARequest("sql", path=upload("sql")))
+            info = await llm.adapters.load(LoRARequest("sql", path=upload("sql")))
             import fsspec
 
             fsspec.filesystem("memory").rm("/sql", recursive=True)  # the store is not needed for it
             os.kill(llm.engine_pid, 9)
             while llm.num_restarts == 0 or llm.state != "ready":
                 await asyncio.sleep(0.01)
-            assert [adapter.path for adapter in await llm.list_adapters()] == [info.path]
+            assert [adapter.path for adapter in await llm.adapters.list()] == [info.path]
 
     asyncio.run(run())
 
@@ -130,16 +130,16 @@ def test_files_that_changed_before_a_restart_are_not_taken(spec, sources, tmp_pa
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
             for name, folder in folders.items():
-                await llm.load_adapter(LoRARequest(name, path=str(folder)))
+                await llm.adapters.load(LoRARequest(name, path=str(folder)))
             (folders["other"] / "adapter_model.safetensors").write_text("new")
             for number in (1, 2):
                 os.kill(llm.engine_pid, 9)
                 while llm.num_restarts < number or llm.state != "ready":
                     await asyncio.sleep(0.01)
-                found = {info.name: (info.digest, info.draft) for info in await llm.list_adapters()}
+                found = {info.name: (info.digest, info.draft) for info in await llm.adapters.list()}
                 assert found == {"same": ("old", ""), "other": ("", "changed")}
-            assert set(llm.adapters) == set(folders)
-            info = await llm.load_adapter(LoRARequest("other", path=str(folders["other"])), load_inplace=True)
+            assert set(llm.adapters.requests) == set(folders)
+            info = await llm.adapters.load(LoRARequest("other", path=str(folders["other"])), load_inplace=True)
             assert info.digest == "new"
 
     asyncio.run(run())
@@ -152,23 +152,23 @@ def test_names_are_registered_without_a_load(spec, sources, tmp_path):
         async with AsyncLLM.from_spec(spec, sources) as llm:
             url, once = upload("sql"), tmp_path / "once"
             with pytest.raises(AdapterError):
-                await llm.register_adapters([LoRARequest("x", path=url), LoRARequest("y", path="memory://nothing")])
+                await llm.adapters.register([LoRARequest("x", path=url), LoRARequest("y", path="memory://nothing")])
             assert sources.folders_of("x") == ()
-            await llm.register_adapters([LoRARequest(name, path="/a") for name in "abc"])
-            await llm.register_adapters([LoRARequest("sql", path=url)])
-            assert is_fetched(llm.adapters["sql"].path, tmp_path)
-            assert sources.folders_of("sql") == (llm.adapters["sql"].path,)
+            await llm.adapters.register([LoRARequest(name, path="/a") for name in "abc"])
+            await llm.adapters.register([LoRARequest("sql", path=url)])
+            assert is_fetched(llm.adapters.requests["sql"].path, tmp_path)
+            assert sources.folders_of("sql") == (llm.adapters.requests["sql"].path,)
             for num_restarts, num_calls, names in ((1, 1, ["a", "b", "c", "sql"]), (2, 5, ["b", "c", "sql"])):
                 os.kill(llm.engine_pid, 9)
                 while llm.num_restarts < num_restarts or llm.state != "ready":
                     await asyncio.sleep(0.01)
-                assert [info.name for info in await llm.list_adapters()] == names
-                assert list(llm.adapters) == names
+                assert [info.name for info in await llm.adapters.list()] == names
+                assert list(llm.adapters.requests) == names
                 assert (await llm.stats()).num_preemptions == num_calls  # the fake's name for registrations
                 if num_restarts == 1:
                     once.touch()
                     await llm.unload_lora("a")
-                    await llm.register_adapters([LoRARequest("gone", path=f"once:{once}")])
+                    await llm.adapters.register([LoRARequest("gone", path=f"once:{once}")])
 
     asyncio.run(run())
 
@@ -179,7 +179,7 @@ def test_concurrent_loads_of_one_name(spec, sources):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
             requests = [LoRARequest("x", path=upload(name)) for name in ("a", "a", "b", "c")]
-            results = await asyncio.gather(*map(llm.load_adapter, requests), return_exceptions=True)
+            results = await asyncio.gather(*map(llm.adapters.load, requests), return_exceptions=True)
             won = [result for result in results if not isinstance(result, Exception)]
             assert len(won) == 1
             assert all(isinstance(r, InvalidUserInputError) for r in results if isinstance(r, Exception))
@@ -192,12 +192,12 @@ def test_concurrent_loads_of_one_name(spec, sources):
 def test_a_load_while_the_engine_dies(spec, sources):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
-            await llm.load_adapter(LoRARequest("good", path=upload("good")))
+            await llm.adapters.load(LoRARequest("good", path=upload("good")))
             with pytest.raises(Exception, match="died"):
-                await llm.load_adapter(LoRARequest("x", path="kill"))
+                await llm.adapters.load(LoRARequest("x", path="kill"))
             while llm.num_restarts == 0 or llm.state != "ready":
                 await asyncio.sleep(0.01)
-            assert set(llm.adapters) == {"good"}
+            assert set(llm.adapters.requests) == {"good"}
             assert sources._cache.num_held() == 1
             await generate(llm, "good")
 

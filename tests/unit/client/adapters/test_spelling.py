@@ -121,7 +121,8 @@ def test_offline(model_path: str) -> None:
         for request in (A, B):
             llm.load_lora_adapter(request)
         asked = []
-        engine.list_adapters = functools.partial(lambda listing: asked.append(1) or listing(), engine.list_adapters)
+        listing = engine.adapters.list
+        engine.adapters.list = lambda: asked.append(1) or listing()
         run = functools.partial(llm.generate, sampling_params=SamplingParams(max_tokens=1), use_tqdm=False)
         [output] = run([[5]], lora_request=[(A, 0.7), (B, 0.3)])
         assert output.lora_request == MIX
@@ -148,12 +149,12 @@ def test_through_the_engine_process(model_path: str, nothing_is_left: None, monk
     async def main() -> None:
         spec = EngineSpec(args=EngineArgs(model=model_path, enable_lora=True), engine="fake_engine:FakeEngine")
         async with AsyncLLM.from_spec(spec) as llm:
-            await llm.load_adapter(A)
+            await llm.adapters.load(A)
             params = SamplingParams(max_tokens=1)
             for spelled, meant in (([("a", 0.7), (B, 0.3)], MIX), (("a", 0.5), HALF), ("+a:0.5", HALF)):
                 outputs = [output async for output in llm.generate([5], params, lora_request=spelled)]
                 assert outputs[-1].lora_request == meant
-            monkeypatch.setattr(llm._adapters, "requests", Names(llm.adapters))
+            monkeypatch.setattr(llm._parts().requests._known, "maps", [Names(llm.adapters.requests)])
             assert [output async for output in llm.generate([5], params, lora_request="a")]
             monkeypatch.undo()
             with pytest.raises(NotFoundError, match="'b' is not loaded"):

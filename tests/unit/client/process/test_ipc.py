@@ -10,7 +10,7 @@ import pytest
 
 from outrider.platform.client.process import ipc
 from outrider.platform.core.config import EngineArgs
-from outrider.platform.core.errors import EngineDeadError, ErrorInfo, InvalidRequestError
+from outrider.platform.core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
 from outrider.platform.core.lora_request import LoRAMix, LoRAPart, LoRARequest
 from outrider.platform.core.messages import (
     AdapterInfo,
@@ -47,7 +47,7 @@ MESSAGES = [
     ipc.Add([REQUEST, EngineRequest("q", [1], SamplingParams(speculative=3))]),
     ipc.Add([EngineRequest("mix", [1], SamplingParams(), lora=MIX)]),
     ipc.Abort(["r"]),
-    ipc.Call(3, "load_adapter", LoRARequest("a", path="/a", draft_path="/d"), "a", True, True),
+    ipc.Call(3, "adapters.unload", {"name": "a", "mode": "abort"}),
     ipc.Stop(),
     ipc.Ready(INFO),
     ipc.Deltas([DELTA, TokenDelta("q")]),
@@ -79,11 +79,11 @@ def test_every_field_of_a_request_is_tried_with_another_value_than_its_default()
 
 
 @pytest.mark.parametrize(
-    ("method", "value"),
+    ("verb", "value"),
     [
-        ("load_adapter", ADAPTER),
-        ("unload_adapter", None),
-        ("list_adapters", [ADAPTER]),
+        ("adapters.load", ADAPTER),
+        ("adapters.unload", None),
+        ("adapters.list", [ADAPTER]),
         (
             "stats",
             EngineStats(
@@ -92,8 +92,30 @@ def test_every_field_of_a_request_is_tried_with_another_value_than_its_default()
         ),
     ],
 )
-def test_results_of_calls(method: str, value: Any) -> None:
-    assert ipc.decode_value(method, ipc.encode_value(value)) == value
+def test_results_of_calls(verb: str, value: Any) -> None:
+    assert ipc.decode_value(verb, ipc.encode_value(value)) == value
+
+
+def test_arguments_of_calls_arrive_in_their_types() -> None:
+    request = LoRARequest("a", path="/a", draft_path="/d")
+    for verb, arguments, arrived in (
+        ("adapters.load", {"request": request, "pinned": True}, {"load_inplace": False}),
+        ("adapters.register", {"requests": [request]}, {}),
+        ("adapters.unload", {"name": "a"}, {"mode": "drain"}),
+        ("adapters.pin", {"name": "a"}, {}),
+        ("stats", {}, {}),
+    ):
+        call = ipc.decode(ipc.encode(ipc.Call(1, verb, arguments)))
+        assert isinstance(call, ipc.Call)
+        assert ipc.arguments_of(call) == {**arrived, **arguments}
+
+
+def test_calls_with_wrong_arguments_are_refused() -> None:
+    for verb, arguments in (("adapters.pin", {"name": 3}), ("adapters.pin", {}), ("adapters.load", {"request": {}})):
+        with pytest.raises(InvalidRequestError, match=f"cannot read the call '{verb}'"):
+            ipc.arguments_of(ipc.Call(1, verb, arguments))
+    with pytest.raises(OutriderError, match=r"no call 'shutdown'; it has adapters\.load, "):
+        ipc.arguments_of(ipc.Call(1, "shutdown"))
 
 
 def test_config() -> None:

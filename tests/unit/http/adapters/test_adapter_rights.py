@@ -114,7 +114,7 @@ def test_a_folder_in_a_root(confined, llm, tmp_path, monkeypatch):
     (tmp_path / "root" / "alias").symlink_to(good)
     for name, path in (("a", good), ("b", good / ".." / "alias"), ("d", "~/root/good"), ("c", f"file://{good}")):
         assert confined.load_adapter(name, str(path)).status_code == 200
-        assert llm.adapters[name].path == str(good.resolve()), "the real path, in which no link can be exchanged"
+        assert llm.adapters.requests[name].path == str(good.resolve()), "the real path: no link in it can be exchanged"
     assert confined.get("/v1/models/c").json()["root"] == f"file://{good}", "as it was written"
     error_of(confined.load_adapter("e", "~/outside"))
 
@@ -179,14 +179,14 @@ def test_what_is_exchanged_while_it_is_read_is_taken_back(confined, llm, tmp_pat
     good = tmp_path / "root" / "good"
     if inplace:
         assert confined.load_adapter("x", str(good)).status_code == 200
-    load = llm.load_adapter
+    load = llm.adapters.load
 
     async def load_while_it_changes(request, **options):
         good.rename(good.with_name("aside"))
         good.symlink_to(tmp_path / "outside")
         return await load(request, **options)
 
-    monkeypatch.setattr(llm, "load_adapter", load_while_it_changes)
+    monkeypatch.setattr(llm.adapters, "load", load_while_it_changes)
     error = error_of(confined.load_adapter("x", str(good), load_inplace=inplace))
     assert error["param"] == "lora_path"
     assert not llm.in_engine
@@ -198,7 +198,7 @@ def test_other_sources_need_their_scheme(make_http, llm):
     http = make_http(lora_remote=("s3", "hf"))
     for name, source in (("a", "s3://bucket/x"), ("b", "S3://bucket/x"), ("c", "org/name"), ("d", "hf://org/name")):
         assert http.load_adapter(name, source).status_code == 200
-        assert llm.adapters[name].path == source
+        assert llm.adapters.requests[name].path == source
         assert http.get(f"/v1/models/{name}").json()["root"] == source
     for source in ("gs://bucket/x", "http://169.254.169.254/x", "memory://x", "s3a://bucket/x"):
         error = error_of(http.load_adapter("x", source))
@@ -216,7 +216,7 @@ def test_a_chain_of_schemes_is_no_way_around(make_http, tmp_path, llm):
         await llm.sources.localize_request(request)
         raise AssertionError
 
-    llm.load_adapter = load
+    llm.adapters.load = load
     error = error_of(make_http(lora_remote=("s3", "zip")).load_adapter("x", "zip://a::file:///etc"))
     assert "chained" in error["message"]
 
@@ -235,7 +235,7 @@ def test_a_store_that_does_not_answer_is_a_503(make_http, llm):
     async def load(request, **options):
         raise llm.error
 
-    llm.load_adapter = load
+    llm.adapters.load = load
     response = make_http(lora_remote=("s3",)).load_adapter("x", "s3://bucket/x")
     assert (error_of(response, 503)["type"], response.headers["retry-after"]) == ("AdapterSourceError", "5")
 
@@ -328,7 +328,8 @@ def test_a_dead_engine(http, llm):
     async def dead(*arguments, **options):
         raise EngineDeadError("the engine process died")
 
-    llm.load_adapter = llm.unload_lora = llm.pin_lora = llm.unpin_lora = dead
+    for verb in ("load", "unload", "pin", "unpin"):
+        setattr(llm.adapters, verb, dead)
     for path, body in ADMIN_CALLS:
         response = http.post(path, body)
         assert error_of(response, 503)["type"] == "EngineDeadError"

@@ -65,7 +65,7 @@ async def until(condition):
 
 
 def names(serving):
-    return set(serving.llm.adapters)
+    return set(serving.llm.adapters.requests)
 
 
 def test_a_server_that_starts_has_them_again(url):
@@ -81,10 +81,13 @@ def test_a_server_that_starts_has_them_again(url):
         async with running(url) as serving:
             own = engine_name("acme", "sql")
             assert names(serving) == {"sql", own, "hot"}
-            assert (serving.llm.adapters[own].path, serving.llm.adapters[own].draft_path) == ("/own", "/d")
+            assert (serving.llm.adapters.requests[own].path, serving.llm.adapters.requests[own].draft_path) == (
+                "/own",
+                "/d",
+            )
             assert serving.llm.in_engine["sql"].digest == "", "it is read when it is asked for"
             assert serving.llm.in_engine["hot"].pinned
-            digests = {name: request.digest for name, request in serving.llm.adapters.items()}
+            digests = {name: request.digest for name, request in serving.llm.adapters.requests.items()}
             assert digests == {"sql": None, own: None, "hot": "0a"}, "other files than were loaded are refused"
 
     asyncio.run(run())
@@ -98,7 +101,7 @@ def test_servers_follow_each_other(url):
             own = engine_name("acme", "sql")
             await until(lambda: own in names(two))
             await load(one, adapter("sql", "acme", "/newer"), load_inplace=True)
-            await until(lambda: two.llm.adapters[own].path == "/newer")
+            await until(lambda: two.llm.adapters.requests[own].path == "/newer")
             await one.adapter_sync.pin("acme", "sql", True)
             await until(lambda: two.llm.in_engine[own].pinned)
             await one.models.unload("sql", tenant="acme")
@@ -139,7 +142,7 @@ def test_the_command_line_is_stronger(url, caplog):
             await serving.models.load(LoRARequest("sql", path="/command-line"))
 
         async with running(url, prepare=command_line) as serving:
-            assert serving.llm.adapters["sql"].path == "/command-line"
+            assert serving.llm.adapters.requests["sql"].path == "/command-line"
             assert "hidden" in caplog.text
 
     asyncio.run(run())
@@ -150,18 +153,18 @@ def test_what_failed_because_the_engine_was_away_is_tried_again_by_itself(url, m
 
     async def run():
         async with running(url) as one, running(url, server="two") as two:
-            register = two.llm.register_adapters
+            register = two.llm.adapters.register
             refused = []
 
             async def dead(requests):
                 refused.append([request.name for request in requests])
                 raise EngineDeadError("it is being started again")
 
-            two.llm.register_adapters = dead
+            two.llm.adapters.register = dead
             await load(one, adapter("sql"))
             await until(lambda: len(refused) > 1)
             assert names(two) == set()
-            two.llm.register_adapters = register
+            two.llm.adapters.register = register
             await until(lambda: names(two) == {"sql"})  # nothing has changed in the database meanwhile
 
     asyncio.run(run())

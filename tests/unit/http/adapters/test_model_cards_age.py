@@ -27,7 +27,7 @@ class Engine:
         self.gate = asyncio.Event()
         self.gate.set()
         self._llm = llm
-        llm.list_adapters = self.list_adapters
+        llm.adapters.list = self.list_adapters
 
     async def list_adapters(self) -> list[AdapterInfo]:
         self.asked += 1
@@ -84,7 +84,7 @@ def test_changes_made_here_are_seen_at_once(llm):
         async def dead():
             raise EngineDeadError("it died")
 
-        llm.list_adapters = dead
+        llm.adapters.list = dead
         await models.set_pinned("y", True)
         await models.unload("z")
         shown = await cards(models)
@@ -130,7 +130,7 @@ def test_after_a_restart_the_engine_is_asked_again(llm):
         assert list(await cards(models)) == ["base", "x", "gone"]
         assert engine.asked == 1
         llm.state = "ready"
-        del llm.adapters["gone"], llm.in_engine["gone"]  # as AsyncLLM does when it cannot be read again
+        del llm.adapters.requests["gone"], llm.in_engine["gone"]  # as AsyncLLM does when it cannot be read again
         llm.in_engine["x"] = replace(llm.in_engine["x"], level="host")
         for _ in range(2):
             shown = await cards(models)

@@ -62,7 +62,7 @@ def test_draft_weights(http, llm):
     """The folder goes to the engine, and the card says whether draft weights are in use."""
     http.load_adapter("plain")
     assert http.load_adapter("drafted", draft_path="/drafts").status_code == 200
-    assert llm.adapters["drafted"].draft_path == "/drafts"
+    assert llm.adapters.requests["drafted"].draft_path == "/drafts"
     cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
     assert (cards["plain"]["draft"], cards["drafted"]["draft"]) == ("", "loaded")
     assert "draft" not in cards["base"]
@@ -104,7 +104,7 @@ def test_cards_do_not_wait_for_a_busy_engine(http, llm, monkeypatch):
     async def dead():
         raise EngineDeadError("dead")
 
-    for llm.list_adapters in (busy, dead):
+    for llm.adapters.list in (busy, dead):
         assert http.get("/v1/models/x").json()["draft"] == "loaded"
 
 
@@ -153,7 +153,7 @@ def test_an_adapter_that_the_engine_has_lost_can_be_unloaded(http, llm):
 def test_an_adapter_that_a_restart_has_lost_is_not_listed_and_can_be_loaded(http, llm):
     http.load_adapter("x")
     llm.in_engine.clear()
-    llm.adapters.clear()  # as AsyncLLM does when it cannot load it again
+    llm.adapters.requests.clear()  # as AsyncLLM does when it cannot load it again
     assert http.get("/v1/models/x").status_code == 404
     assert http.post("/v1/completions", {"model": "x", "prompt": "a"}).status_code == 404
     assert http.post("/v1/unload_lora_adapter", {"lora_name": "x"}).status_code == 404
@@ -164,7 +164,7 @@ def test_an_adapter_that_a_restart_has_lost_is_not_listed_and_can_be_loaded(http
 def test_a_name_that_only_the_engine_knows_can_be_loaded_and_unloaded(http, llm):
     for again in (lambda: http.load_adapter("x"), lambda: http.post("/v1/unload_lora_adapter", {"lora_name": "x"})):
         http.load_adapter("x")
-        llm.adapters.clear()
+        llm.adapters.requests.clear()
         assert again().status_code == 200
     assert not llm.in_engine
 

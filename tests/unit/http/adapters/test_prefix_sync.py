@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from types import MappingProxyType
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -52,8 +53,8 @@ class Cutter:
 @pytest.fixture
 def llm():
     """The client, as far as prefixes are concerned."""
-    llm = AsyncLLM.__new__(AsyncLLM)
-    llm._info, llm._input_processor = INFO, InputProcessor(CharTokenizer(), INFO, eos_token_ids=[2])
+    llm = SimpleNamespace(info=INFO, input_processor=InputProcessor(CharTokenizer(), INFO, eos_token_ids=[2]))
+    llm.share_prefixes = partial(AsyncLLM.share_prefixes, llm)
     return llm
 
 

@@ -315,7 +315,7 @@ def test_a_servers_own_tenant_field_needs_tenants(http):
 @pytest.mark.parametrize("path", ["x", "./x", "../acme/x", "{root}/acme/x"])
 def test_a_tenant_loads_from_its_own_folder(people, root, path):
     assert people.acme.load("a", path.format(root=root)).status_code == 200
-    assert people.llm.adapters[engine_name("acme", "a")].path == str(root / "acme" / "x")
+    assert people.llm.adapters.requests[engine_name("acme", "a")].path == str(root / "acme" / "x")
 
 
 @pytest.mark.parametrize(
@@ -345,14 +345,14 @@ def test_without_a_root_tenants_load_nothing(make_http, people):
 
 
 def test_what_is_exchanged_while_it_is_read_is_taken_back(people, root, monkeypatch):
-    load = people.llm.load_adapter
+    load = people.llm.adapters.load
 
     async def load_while_it_changes(request, **options):
         (root / "acme" / "x").rename(root / "acme" / "aside")
         (root / "acme" / "x").symlink_to(root / "globex" / "x")
         return await load(request, **options)
 
-    monkeypatch.setattr(people.llm, "load_adapter", load_while_it_changes)
+    monkeypatch.setattr(people.llm.adapters, "load", load_while_it_changes)
     assert error_of(people.acme.load("a"), 400)["param"] == "lora_path"
     assert people.llm.calls[-1] == {"unload": engine_name("acme", "a"), "mode": "abort"}
 

@@ -89,7 +89,7 @@ def test_tenant_key_and_its_own_adapter(http, llm, log):
         llm, ServerConfig(served_model_names=("base",)), type("One", (), {"authenticate": lambda self, key: acme})()
     )
     name = engine_name("acme", "own")
-    llm.adapters[name] = llm.adapters.get(name) or _request(name)
+    llm.adapters.requests[name] = llm.adapters.requests.get(name) or _request(name)
     http.post("/v1/chat/completions", {"model": "own", "messages": [{"role": "user", "content": "x"}], "stream": True})
     line = log.lines()[-1]
     assert (line["tenant"], line["key_id"]) == ("acme", "key-1")

@@ -21,7 +21,6 @@ from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
-from outrider.spec_decode.adaptive import AdaptiveProposer
 from outrider.spec_decode.drafters.base import DrafterNeeds, DraftRow, NoDrafter, Proposal, TargetOutput, no_adapters
 from outrider.spec_decode.drafters.draft_model import DraftModelDrafter
 from outrider.spec_decode.drafters.factory import DrafterContext, make_drafter
@@ -309,7 +308,7 @@ def make(draft: Draft | None, vocab_size: int = VOCAB, folder: Path | None = Non
 def test_composition(draft: Draft) -> None:
     assert isinstance(make(None), NoDrafter)
     assert isinstance(make(None, method="ngram", num_speculative_tokens=3), NgramDrafter)
-    assert isinstance(make(None, method="ngram"), AdaptiveProposer)
+    assert isinstance(make(None, method="ngram"), NgramDrafter)
     proposer = make(draft, adaptive=False)
     assert isinstance(proposer, DraftModelDrafter)
     assert proposer.needs.kv_layers == (KVLayerSpec(2, 8),) * 2

@@ -11,7 +11,7 @@ from outrider.kernels.noise import Stream, gumbel, row_keys
 from outrider.kernels.sampling import filter_logits
 from outrider.platform.core.request import Status
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.drafters.eagle import state_ring
+from outrider.spec_decode.drafters.eagle import pending_states
 from outrider.spec_decode.drafters.eagle.config import read_eagle_config
 
 from ..schedules import BLOCK, Engine, random_schedule
@@ -188,7 +188,7 @@ def test_a_spell_without_drafts_computes_nothing(target, make_head, load_head, m
 
 def test_what_waits_is_bounded(target, make_head, load_head, monkeypatch):
     """A long spell is written in pieces; a request that wants no drafts is kept too: others may share its blocks."""
-    monkeypatch.setattr(state_ring, "MAX_PENDING", 256)
+    monkeypatch.setattr(pending_states, "MAX_PENDING", 256)
     head = make_head("eagle3")
     engine = Engine(target, load_head(head))
     off = SamplingParams(temperature=0.0, speculative=False)

@@ -6,11 +6,9 @@ import random
 
 import pytest
 
-from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
-from outrider.spec_decode.adaptive_factory import make_adaptive
 from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
 from outrider.spec_decode.drafters.suffix import drafter as suffix
 from outrider.spec_decode.drafters.suffix.drafter import OutputStores, SuffixDrafter, longest_suffix
@@ -303,14 +301,10 @@ def test_the_longest_suffix_is_found():
 
 
 def test_requests_that_nobody_was_asked_for_are_remembered_too():
-    """They come and go in rests of the adaptive proposer: others may be answered the same."""
-    config = parse_speculative({"method": "suffix", "num_speculative_tokens": 3, "adaptive": True})
-    proposer = SuffixDrafter(config)
-    adaptive, gone = make_adaptive(proposer, config), make_request(prompt=[1, 2])
-    adaptive._rest = 50
-    adaptive.rested([RowPlan(gone, 0, 2, 0, True, 0)], TargetOutput(seconds=0.001))
+    """They come and go while nothing is drafted: others may be answered the same."""
+    proposer, gone = make_drafter(), make_request(prompt=[1, 2])
+    proposer.watch([row(gone)], TargetOutput())
     gone.tokens += SECRET
-    adaptive.forget_adapter(b"another")  # looks at the rests
     gone.status = Status.FINISHED
     assert propose(proposer, make_request("next", prompt=[9])) == [[]]
     proposer.stores.work(1000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError
 
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
 ADMIN_API_KEY_VARIABLE = "OUTRIDER_ADMIN_API_KEY"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .datasets import Sample
-from .metrics import RequestRecord
+from ..datasets import Sample
+from ..metrics import RequestRecord
 
 _PROBE_SECONDS = 0.01
 

@@ -8,12 +8,12 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from ..client.adapters.sources import SourceOptions
-from ..core.compat.foreign_options import check_foreign
-from ..core.compat.vllm_python import LORA
-from ..core.errors import InvalidRequestError
-from ..core.sizes import parse_bytes
-from ..core.text import shorten
+from ...client.adapters.sources import SourceOptions
+from ...core.compat.foreign_options import check_foreign
+from ...core.compat.vllm_python import LORA
+from ...core.errors import InvalidRequestError
+from ...core.sizes import parse_bytes
+from ...core.text import shorten
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _LOCAL = ("file", "local")

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from ..core.errors import ErrorInfo, InvalidRequestError, OutriderError, error_from_info
-from ..core.text import shorten
+from ...core.errors import ErrorInfo, InvalidRequestError, OutriderError, error_from_info
+from ...core.text import shorten
 
 # Valid HTTP whose content is something else: not JSON, or JSON of another shape.
 _NOT_OURS = (ValueError, LookupError, TypeError, AttributeError)

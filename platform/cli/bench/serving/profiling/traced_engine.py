@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ....core.config import EngineArgs
-from ....core.messages import EngineRequest, EngineStats, TokenDelta
-from ....engine.engine_core import EngineCore
+from .....core.config import EngineArgs
+from .....core.messages import EngineRequest, EngineStats, TokenDelta
+from .....engine.engine_core import EngineCore
 from .step_parts import wrap_parts
 from .timeline import IPC, STEP, WIRE, Recorder, Span
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ...kernels.tuning import VARIABLE
-from ..client import kernel_configs
+from ....kernels.tuning import VARIABLE
+from ...client import kernel_configs
 
 
 def add_kernel_configs_option(group: argparse._ArgumentGroup) -> None:

@@ -6,9 +6,9 @@ import argparse
 import importlib.util
 from typing import Any
 
-from ..core.errors import InvalidRequestError
-from ..core.logs import FORMATS
-from ..http.config import ServerConfig
+from ...core.errors import InvalidRequestError
+from ...core.logs import FORMATS
+from ...http.config import ServerConfig
 
 
 def add_observability_options(parser: argparse.ArgumentParser) -> None:

@@ -12,12 +12,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, PromptTooLongError
-from ..core.text import shorten
-from .api_key import API_KEY_VARIABLE, key_problem
+from ...core.errors import InvalidRequestError, NotFoundError, OutriderError, PromptTooLongError
+from ...core.text import shorten
+from ..options.api_keys import API_KEY_VARIABLE, key_problem
 
 if TYPE_CHECKING:
-    from .chat_client import ChatClient
+    from .client import ChatClient
 
 _HELP = """\
 /model NAME    talk to that model or adapter; without a name, list them
@@ -204,7 +204,7 @@ class TerminalScreen:
 
 def run(namespace: argparse.Namespace) -> int:
     """Chat until the input ends; returns the exit status."""
-    from .chat_client import ChatClient
+    from .client import ChatClient
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen: Screen = TerminalScreen() if interactive else PlainScreen()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..core.compat.vllm_options import ALIASES, ENGINE, SERVER, without_effect
-from .engine_options import flag
+from ...core.compat.vllm_options import ALIASES, ENGINE, SERVER, without_effect
+from .engine import flag
 from .parser import Parser, plain
 
 _TABLE = {**ENGINE, **SERVER}

@@ -10,10 +10,10 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..core.compat.vllm_options import VALUES
-from ..core.config import DTYPES, KV_CACHE_DTYPES, POLICIES, EngineArgs
-from ..core.errors import InvalidRequestError
-from ..core.sizes import parse_bytes, parse_count, parse_length
+from ...core.compat.vllm_options import VALUES
+from ...core.config import DTYPES, KV_CACHE_DTYPES, POLICIES, EngineArgs
+from ...core.errors import InvalidRequestError
+from ...core.sizes import parse_bytes, parse_count, parse_length
 
 _CHOICES = {
     "dtype": (*DTYPES, *VALUES["dtype"]),

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..core.compat.vllm_options import ALIASES
-from ..core.suggestions import did_you_mean
+from ...core.compat.vllm_options import ALIASES
+from ...core.suggestions import did_you_mean
 
 CONFIG_FLAG = "--config"
 _TRUTH = ("true", "false")

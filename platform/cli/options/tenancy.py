@@ -6,8 +6,8 @@ import argparse
 import os
 from typing import Any
 
-from ..core.errors import InvalidRequestError
-from ..http.config import ServerConfig
+from ...core.errors import InvalidRequestError
+from ...http.config import ServerConfig
 
 DATABASE_VARIABLE = "OUTRIDER_DATABASE"
 MIN_JOURNAL_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def given_database(namespace: argparse.Namespace) -> str | None:
     address: str | None = namespace.database or os.environ.get(DATABASE_VARIABLE, "").strip() or None
     if address is not None:
         try:
-            from ..tenancy.database.connection import parse_url
+            from ...tenancy.database.connection import parse_url
         except ModuleNotFoundError as error:
             problem = f"{error.name} is not installed: pip install 'outrider[serve]'"
             raise InvalidRequestError(problem, param="database") from None

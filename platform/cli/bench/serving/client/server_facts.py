@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from .....models.checkpoint.loader import resolve_model_path
-from .....models.checkpoint.tokenizer import load_tokenizer
-from ....core.errors import InvalidRequestError, NotFoundError, OutriderError
-from ....core.messages import SpeculationCounts
+from ......models.checkpoint.loader import resolve_model_path
+from ......models.checkpoint.tokenizer import load_tokenizer
+from .....core.errors import InvalidRequestError, NotFoundError, OutriderError
+from .....core.messages import SpeculationCounts
 from .http_client import HttpClient, RequestFailed
 
 _SAMPLE = re.compile(r"^(?:outrider|vllm):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -115,5 +115,5 @@ def since(before: SpeculationCounts | None, after: SpeculationCounts | None) -> 
         after.num_drafts - before.num_drafts,
         after.num_draft_tokens - before.num_draft_tokens,
         after.num_accepted_tokens - before.num_accepted_tokens,
-        [late - early for late, early in zip(after.accepted_per_pos, earlier, strict=False)],
+        [new - old for new, old in zip(after.accepted_per_pos, earlier, strict=False)],
     )

@@ -10,17 +10,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....client.async_llm import AsyncLLM
-from ....client.process.supervisor import EngineSpec
-from ....core.config import EngineArgs
-from ....core.errors import OutriderError
-from ....core.lora_request import LoRARequest
-from ..options import write_json
+from .....client.async_llm import AsyncLLM
+from .....client.process.supervisor import EngineSpec
+from .....core.config import EngineArgs
+from .....core.errors import OutriderError
+from .....core.lora_request import LoRARequest
+from ...options import write_json
 from .timeline import DETOKENIZE, WIRE, Recorder, Span, chrome_trace, summarize, wire_spans
 from .traced_engine import FOLDER_VARIABLE, OPS_FILE, PROFILER, SPANS_FILE, TIMELINE, TORCH_FILE, TracedEngine
 
 if TYPE_CHECKING:
-    from .latency_session import Batch
+    from ..latency_session import Batch
 
 TIMELINE_FILE = "timeline.json"
 _ENGINE = f"{TracedEngine.__module__}:{TracedEngine.__qualname__}"
@@ -62,7 +62,7 @@ async def _run(args: EngineArgs, loras: Sequence[LoRARequest], batches: Iterator
     recorder = Recorder()
     async with AsyncLLM.from_spec(EngineSpec(args=args, engine=_ENGINE)) as llm:
         for lora in loras:
-            await llm.load_adapter(lora)
+            await llm.adapters.load(lora)
         output = llm.output_processor
         output.process = recorder.wrap(DETOKENIZE, output.process)  # type: ignore[method-assign]
         for salt, number in (("", _WARM_UP), (TIMELINE, _RECORDED), (PROFILER, _PROFILED)):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from .....models.pass_graphs import GraphedPass
-from ....engine.engine_core import EngineCore
-from ....engine.model_runner import ModelRunner
-from ....engine.sampler import Sampler
+from ......models.pass_graphs import GraphedPass
+from .....engine.engine_core import EngineCore
+from .....engine.model_runner import ModelRunner
+from .....engine.sampler import Sampler
 
 Wrap: TypeAlias = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """(name, function) to a function that does the same and is timed under the name."""

@@ -1,0 +1,1 @@
+"""The client of `outrider bench serve`: arrivals, HTTP, streams, and facts from the server."""

@@ -1,0 +1,1 @@
+"""`outrider bench compare`: two results side by side."""

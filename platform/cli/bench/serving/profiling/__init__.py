@@ -1,0 +1,1 @@
+"""`outrider bench latency --profile`: the time of each part of a step."""

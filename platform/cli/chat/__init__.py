@@ -1,0 +1,1 @@
+"""`outrider chat`: a conversation in the terminal with a running server."""

@@ -1,0 +1,78 @@
+"""`LLM.adapters`: the adapters of an engine in this process, and where their files come from."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ...core.adapters import LocalAdapters
+from ...core.errors import OutriderError
+from ...core.lora_request import LoRARequest
+from ...core.messages import AdapterInfo
+from .sources import AdapterSources
+
+
+class LLMAdapters:
+    """The verbs of `core.adapters` for callers that may wait for files."""
+
+    def __init__(
+        self, engine: Callable[[], LocalAdapters], sources: AdapterSources, demo: Mapping[str, LoRARequest]
+    ) -> None:
+        """`engine` returns the engine's adapters, or raises ShuttingDownError. `demo` are adapters that are known
+        without having been loaded."""
+        self._engine = engine
+        self._sources = sources
+        self.known = _KnownAdapters(engine, demo)
+        """The adapters that a name may mean."""
+
+    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+        """Fetch and load an adapter."""
+        engine, name = self._engine(), request.name
+        before = self._sources.folders_of(name)
+        try:
+            local = self._sources.localize_request_now(request, again=True)
+            info = engine.load(local, load_inplace=load_inplace, pinned=pinned)
+        except OutriderError:
+            self._sources.restrict(name, before)
+            raise
+        self._sources.restrict(name, (local.path, local.draft_path))
+        return info
+
+    def register(self, requests: Sequence[LoRARequest]) -> None:
+        """Fetch adapters and make them known by name."""
+        self._engine().register([self._sources.localize_request_now(request) for request in requests])
+
+    def unload(self, name: str, mode: str = "drain") -> None:
+        """Forget an adapter."""
+        self._engine().unload(name, mode)
+        self._sources.restrict(name)
+
+    def pin(self, name: str) -> AdapterInfo:
+        """Keep an adapter on the device."""
+        return self._engine().pin(name)
+
+    def unpin(self, name: str) -> AdapterInfo:
+        """Let an adapter make way again."""
+        return self._engine().unpin(name)
+
+    def list(self) -> builtins.list[AdapterInfo]:
+        """The registered adapters."""
+        return self._engine().list()
+
+
+class _KnownAdapters(Mapping[str, LoRARequest]):
+    """Adapters by name: those of the engine, which is asked for one at a time, and those of the demo."""
+
+    def __init__(self, engine: Callable[[], LocalAdapters], demo: Mapping[str, LoRARequest]) -> None:
+        self._engine = engine
+        self._demo = demo
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        info = self._engine().find(name)
+        return self._demo[name] if info is None else LoRARequest(name, path=info.path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._demo, **{info.name: None for info in self._engine().list()}})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

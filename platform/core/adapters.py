@@ -1,0 +1,87 @@
+"""The six verbs for the adapters of an engine. They are declared here alone, and everybody has them as `.adapters`:
+
+    LLM.adapters         client     fetches files, then calls the engine of its own process
+    AsyncLLM.adapters    client     fetches files, then sends verb and arguments to the engine process; is awaited
+    EngineCore.adapters  engine     reads files, and changes what is registered
+
+HTTP calls `AsyncLLM.adapters`. `LLM` and `AsyncLLM` have the verbs under vLLM's names too, such as `pin_lora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from .lora_request import LoRARequest
+from .messages import AdapterInfo
+
+Info = TypeVar("Info", covariant=True)
+"""`AdapterInfo`, or a coroutine of one; the other two likewise."""
+Infos = TypeVar("Infos", covariant=True)
+Nothing = TypeVar("Nothing", covariant=True)
+
+
+class Adapters(Protocol[Info, Infos, Nothing]):
+    """Adapters that requests may name, by their names."""
+
+    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> Info:
+        """Read, check and register an adapter, so that requests may name it. Steps of the engine do not wait for files.
+
+        Args:
+            load_inplace: replace the adapter of that name; running requests finish on the version that they have.
+            pinned: keep it on the device.
+
+        Raises:
+            AdapterError: the adapter cannot be served; one that had the name stays.
+            InvalidUserInputError: the name is taken, or there is no room for it beside the other pinned ones.
+            AdapterSourceError: the store that it comes from failed.
+        """
+
+    def register(self, requests: Sequence[LoRARequest]) -> Nothing:
+        """Make adapters known by name. Their files are read when requests come, and those requests get the errors.
+
+        Raises:
+            AdapterError: a folder does not exist. InvalidUserInputError: a name is taken. None is registered then.
+        """
+
+    def unload(self, name: str, mode: str = "drain") -> Nothing:
+        """Take no new requests for an adapter, and free it with the last request that has it.
+
+        Args:
+            mode: "drain" lets these requests finish; "abort" ends them now with a NotFoundError.
+
+        Raises:
+            NotFoundError: no adapter has that name. InvalidRequestError: there is no such mode.
+        """
+
+    def pin(self, name: str) -> Info:
+        """Keep a registered adapter on the device; it is loaded if it must be.
+
+        Raises:
+            NotFoundError: no adapter has that name. AdapterError: it cannot be served.
+            InvalidUserInputError: there is no room for it beside the other pinned ones, or none now.
+        """
+
+    def unpin(self, name: str) -> Info:
+        """Let a registered adapter make way for others again; NotFoundError when no adapter has that name."""
+
+    def list(self) -> Infos:
+        """The registered adapters, in the order of registration."""
+
+
+VERBS = ("load", "register", "unload", "pin", "unpin", "list")
+
+
+class LocalAdapters(Adapters[AdapterInfo, list[AdapterInfo], None], Protocol):
+    """Adapters of an engine in this process."""
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """The adapter registered under a name."""
+
+    def reader(self, verb: str, arguments: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """A function that reads the files for a call of a verb, beside steps: in another thread than the engine's. Its
+        result is the call's further argument `read`. None when the call needs no file.
+
+        Raises:
+            NotFoundError, InvalidUserInputError: as the verb does. AdapterError comes out of the function.
+        """
