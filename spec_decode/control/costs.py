@@ -13,10 +13,10 @@ from collections import deque
 _REMEMBERED = 9
 """Measurements of a size that are remembered: their median ignores up to four steps that other programs on the machine
 made longer, and follows a change of the machine within five steps."""
-_DRIFT = 0.02
-"""Exponent with which a step that took longer than expected raises all estimates: half of a change is followed within
-35 steps."""
-_CLIP = 1.5
+_DRIFT = 0.2
+"""Exponent with which a step that took longer than expected raises all estimates: two thirds of a change of the machine
+are followed within five steps, before the median of the size in use has taken it for a change of that size."""
+_CLIP = 2.0
 """Ratio to the expected time from which a step does not count as drift: other programs made it longer."""
 _SURE = 3
 """Measurements after which the time of a size counts as known."""

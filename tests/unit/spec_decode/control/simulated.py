@@ -174,10 +174,9 @@ class World:
         self.tokens += sum(p**j for j in range(row.num_drafts + 1))
         request.tokens += [0] * (accepted + 1)
         drafts = NO_DRAFTS
-        if row.max_new_drafts:
-            if self.random.random() < self.drafters[row.drafter].match or self.overlaps:
-                drafts = Drafts([0] * row.max_new_drafts)
-                self.drafted[request] = row.drafter, row.max_new_drafts
+        if row.max_new_drafts and (self.overlaps or self.random.random() < self.drafters[row.drafter].match):
+            drafts = Drafts([0] * row.max_new_drafts)
+            self.drafted[request] = row.drafter, row.max_new_drafts
         return RowResult([0] * (accepted + 1), accepted, drafts=drafts)
 
     def fixed(self, drafter: int, count: int, num_steps: int = 300) -> float:
