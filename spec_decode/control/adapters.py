@@ -10,7 +10,7 @@ from ...platform.core.request import Request
 from .acceptance import ADAPTER_MEMORY, REQUEST_MEMORY, AcceptanceRate, adapter_rates
 
 MAX_ADAPTERS = 4096
-"""Number of adapters that are remembered; the one that was used longest ago goes first. One takes 2 kB."""
+"""Number of adapters that are remembered; the one that was used longest ago goes first. One takes some kilobytes."""
 TRIAL_ROUNDS = 4
 """Number of rounds of a trial for each of its rows: enough to outweigh a request's prior of three rounds."""
 TRIAL_ROWS = 2
