@@ -56,9 +56,7 @@ class SpeculationPolicy:
         self._held: tuple[int, int] | None = None
         self._decide_at = 0.0
         self._compare_at = 0.0
-        self._class_due: dict[
-            int, tuple[float, float]
-        ] = {}  # by class of rows: due time, interval
+        self._class_due: dict[int, tuple[float, float]] = {}  # by class of rows: due time, interval
         self._is_drafting = False
         self._nothing_chosen = False
         self._ended: float | None = None  # when the step before was observed
