@@ -43,15 +43,15 @@ class AdapterSource(NamedTuple):
     """Digest of the files as another server registered them (`files_digest`); None: no server did."""
 
     def matches(self, asked: AdapterSource) -> bool:
-        """Whether a request that asks for `asked` means this; without a draft path it means the one registered."""
+        """Return whether a request that asks for `asked` means this; without a draft path it means the one registered."""
         return self.path == asked.path and asked.draft_path in (None, self.draft_path)
 
 
 class DraftTarget(NamedTuple):
-    """What draft weights are for: the engine's drafter."""
+    """Purpose of draft weights: the engine's drafter."""
 
     method: str
-    """Of `speculative_config`."""
+    """Method of `speculative_config`."""
     modules: Mapping[str, ModuleShape]
 
 

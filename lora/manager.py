@@ -294,21 +294,21 @@ class AdapterManager:
     # --- the runner's feature ---
 
     def prepare(self, rows: PlanRows) -> LoraBatch | None:
-        """What the target's forward pass needs for rows of (adapter of an admitted request, number of tokens); None
+        """Inputs of the target's forward pass for rows of (adapter of an admitted request, number of tokens); None
         when all are the base model's."""
         self._transfers.step(count for _, count in rows)
         return self._steps.prepare(rows)
 
     def prepare_head(self, rows: PlanRows) -> LoraBatch | None:
-        """The same for rows of logits; None when no adapter of theirs targets lm_head."""
+        """Inputs for rows of logits; None when no adapter of theirs targets lm_head."""
         return self._steps.prepare_head(rows)
 
     def prepare_draft(self, rows: PlanRows) -> LoraBatch | None:
-        """The same for the drafter's passes; None when no adapter of theirs has draft weights."""
+        """Inputs of the drafter's passes; None when no adapter of theirs has draft weights."""
         return self._steps.prepare_draft(rows)
 
     def namespace(self, request: Request) -> bytes:
-        """What keys an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
+        """Key of an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
         version: AdapterVersion | None = request.adapter
         if version is None:
             return b""

@@ -35,7 +35,7 @@ class RowArena:
 
     @property
     def row_bytes(self) -> int:
-        """Of one rank row over all sites."""
+        """Bytes of one rank row over all sites."""
         return self.layout.width * self.layout.dtype.itemsize
 
     def allocate(self, num_rows: int) -> None:

@@ -28,7 +28,7 @@ _LONG_RUN = 16
 
 
 class BaseWeight(NamedTuple):
-    """What gains need to know of the weight W [out, in] that an adapter changes; callable in any thread."""
+    """Facts that gains need of the weight W [out, in] that an adapter changes; callable in any thread."""
 
     squares: Callable[[], Tensor]
     """[out] float32: ||W||² by rows."""
@@ -37,7 +37,7 @@ class BaseWeight(NamedTuple):
 
 
 def of_slice(linear: Linear, start: int, size: int) -> BaseWeight:
-    """Of the module whose rows of a merged projection begin at `start`."""
+    """Gains of the module whose rows of a merged projection begin at `start`."""
 
     def squares() -> Tensor:
         assert linear.row_squares is not None
@@ -47,12 +47,12 @@ def of_slice(linear: Linear, start: int, size: int) -> BaseWeight:
 
 
 def of_table(embedding: Embedding) -> BaseWeight:
-    """Of token embeddings, which an adapter sees as a weight [hidden, vocab]."""
+    """Gains of token embeddings, which an adapter sees as a weight [hidden, vocab]."""
     return BaseWeight(embedding.table_squares, embedding.project_table)
 
 
 def of_head(embedding: Embedding) -> BaseWeight:
-    """Of the LM head."""
+    """Gains of the LM head."""
 
     def squares() -> Tensor:
         assert embedding.head_squares is not None

@@ -51,7 +51,7 @@ class RowSelection:
         return pool[self._where] if isinstance(self._where, slice) else pool.index_select(0, self._where)
 
     def columns(self, pool: Tensor, index: Tensor) -> Tensor:
-        """Of the selected rows of a pool [R, V], the columns `index` [T]: a copy [T, n], without one of whole rows."""
+        """Columns of the selected rows of a pool [R, V]: `index` [T]: a copy [T, n], without one of whole rows."""
         if isinstance(self._where, slice):
             return pool[self._where].index_select(1, index).t().contiguous()
         return pool[self._where, index[:, None]]
@@ -85,7 +85,7 @@ class LoraBatch:
     runs: tuple[LoraRun, ...]
     """The adapters' runs, ascending."""
     native: RowSegments | None
-    """Those for the native kernel."""
+    """Addresses for the native kernel."""
     segments: tuple[LoraSegment, ...]
     """The others: disjoint and ascending."""
     invariant: bool = False
@@ -95,7 +95,7 @@ class LoraBatch:
     """Whether a graph captured with a batch of the same batcher, of as many tokens or more, serves this step too. What
     gains need is not in the batcher's buffer, so that steps with any run without a graph."""
     lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
-    """Of each site that was asked, those of `runs` whose adapters have embeddings: found once, as a batch serves many
+    """By site that was asked, those of `runs` whose adapters have embeddings: found once, as a batch serves many
     steps, and asking for it takes microseconds a run."""
 
 
@@ -113,7 +113,7 @@ class LoraSite:
         self._grouped = _grouped(a, b, slice_sizes, live_on_device)
 
     def fused(self, adapters: LoraBatch) -> tuple[int, RowSegments] | None:
-        """What `NativeLinear` needs to do `add` in its own call; None where it cannot."""
+        """Inputs that `NativeLinear` needs to do `add` in its own call; None where it cannot."""
         if adapters.native is None or self._native is None:
             return None
         return self._native.address, adapters.native

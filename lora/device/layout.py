@@ -45,12 +45,12 @@ class SiteShape(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """What an adapter has in a layout, ready to be copied. Never changed."""
+    """Columns that an adapter has in a layout, ready to be copied. Never changed."""
 
     spans: tuple[tuple[int, int], ...]
-    """Columns of a row [start, stop) that it has..."""
+    """Columns of a row [start, stop) that it has."""
     data: Tensor
-    """...side by side, [n, sum of their lengths]."""
+    """Columns side by side, [n, sum of their lengths]."""
     live: NDArray[np.uint8]
     """[n, modules]: 1 where a row belongs to the module's weights."""
 
@@ -64,7 +64,7 @@ class CutPart(NamedTuple):
     """One matrix of an adapter."""
 
     name: str
-    """Of its module."""
+    """Shape of its module."""
     which: int
     """0: A. 1: B."""
     column: int
@@ -72,7 +72,7 @@ class CutPart(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What adapters of one shape have in a layout; see `PackedRows`."""
+    """Columns that adapters of one shape have in a layout; see `PackedRows`."""
 
     spans: tuple[tuple[int, int], ...]
     live: NDArray[np.uint8]
@@ -83,7 +83,7 @@ class Cut(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the rows."""
+        """Bytes of the rows."""
         return len(self.live), sum(stop - start for start, stop in self.spans)
 
     def empty(self, dtype: torch.dtype) -> PackedRows:

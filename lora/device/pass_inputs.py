@@ -1,4 +1,4 @@
-"""What each pass of a step needs to know of adapters: three views of the same rows, each with a batcher of its own."""
+"""Inputs of adapters for each pass of a step: three views of the same rows, each with a batcher of its own."""
 
 from __future__ import annotations
 

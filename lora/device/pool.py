@@ -82,16 +82,16 @@ class RowPool:
         return entry.num_users if entry else 0
 
     def is_pinned(self, key: bytes) -> bool:
-        """Whether the adapter is here to stay."""
+        """Return whether the adapter is here to stay."""
         return key in self._pinned
 
     def is_ready(self, key: bytes | None) -> bool:
-        """Whether the adapter's rows are written."""
+        """Return whether the adapter's rows are written."""
         entry = self._entries.get(key) if key is not None else None
         return entry is not None and entry.allocation not in self._writing
 
     def is_evictable(self, key: bytes) -> bool:
-        """Whether the adapter is here and its rows could be another's now."""
+        """Return whether the adapter is here and its rows could be another's now."""
         entry = self._entries.get(key)
         return entry is not None and not entry.pinned and entry.num_users == 0 and entry.allocation not in self._writing
 
@@ -160,7 +160,7 @@ class RowPool:
             self._give_back(allocation)
 
     def can_run(self, key: bytes) -> bool:
-        """Whether one more running request may use the adapter: it does run, or not too many others do."""
+        """Return whether one more running request may use the adapter: it does run, or not too many others do."""
         return self.num_users(key) > 0 or self.num_running < self.max_running
 
     def retain(self, key: bytes) -> None:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class AdapterHooks(NamedTuple):
-    """What an engine has beside its target's linears."""
+    """Parts that an engine has beside its target's linears."""
 
     embedding: Embedding | None = None
     """The target's embeddings and head; None: adapters on them are refused."""
     draft_method: str = ""
-    """The method of speculation..."""
+    """The method of speculation."""
     draft_linears: Sequence[Linear] = ()
-    """...and the drafter's projections; none: draft weights are not read."""
+    """Projections of the drafter's projections; none: draft weights are not read."""
     on_gone: Callable[[bytes], None] = lambda digest: None
     """Called with the digest of a content that no name and no request has any more."""
     before_evicting: Callable[[bytes], None] = lambda digest: None

@@ -88,7 +88,7 @@ class PeftConfig:
         return int(self.rank_pattern.find(module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
+        """Scale alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
         rank = self.rank_of(module)
         alpha = float(self.alpha_pattern.find(module, self.alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)

@@ -43,7 +43,7 @@ class ReadPlan:
         self._digest = digest_start(sources, layout.linears.dtype)
 
     def read(self, file: TensorFile, scales: Sequence[float]) -> tuple[PackedWeights, bytes] | None:
-        """What `served.serve` makes of a file with these scales, packed, and the digest; None: it is not finite."""
+        """Result of `serving_form.serve` for a file with these scales, packed, and the digest; None: it is not finite."""
         assert file.fill is not None
         packed = self._cut.empty(self._layout.linears.dtype)
         digest = self._digest.copy()
@@ -100,7 +100,7 @@ def _matrices(source: StoredModule, header: Header, targets: dict[tuple[str, int
 
 
 class ReadPlans:
-    """Those of one engine's target, the most recently used. For any thread."""
+    """Read plans of one engine's target, the most recently used. For any thread."""
 
     def __init__(self, layout: ModelLayout) -> None:
         """For rows of this layout."""

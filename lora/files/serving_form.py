@@ -16,9 +16,9 @@ from .peft_config import adapter_error
 from .tensor_keys import MAGNITUDE, A, B, FileModule
 
 DIGESTED_BYTES = 1 << 17
-"""What is digested at once..."""
+"""Bytes that are digested at once."""
 _ELEMENTS = 1 << 16
-"""...and numbers that are converted at once, or one matrix."""
+"""Numbers that are converted at once; one matrix at least."""
 
 
 class LoraWeights(NamedTuple):

@@ -36,9 +36,9 @@ _PIECE = 1 << 17
 """Bytes that are read at once."""
 
 _REMEMBERED = 16
-"""Headers..."""
+"""Headers that are remembered."""
 _REMEMBERED_BYTES = 1 << 20
-"""...of so many bytes at most: as objects they take several times as much."""
+"""Bytes of a header that is remembered, at most: as objects they take several times as much."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -54,12 +54,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Of the tensors that can be read; which of them are served is said elsewhere."""
+"""Bytes of the tensors that can be read; which of them are served is said elsewhere."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Header:
-    """Of a safetensors file, found right. The same object for files with the same one, as long as it is remembered."""
+    """Header of a safetensors file, found right. The same object for files with the same one, as long as it is remembered."""
 
     entries: dict[str, HeaderEntry]
     shapes: dict[str, tuple[int, ...]]
@@ -72,7 +72,7 @@ class TensorFile(NamedTuple):
     read: Callable[[str], Tensor]
     """The tensor of a key; contiguous. To be called for shapes that were found right: the memory is taken now."""
     header: Header | None = None
-    """Of a safetensors file."""
+    """Header of a safetensors file."""
     fill: Callable[[memoryview, int], None] | None = None
     """Fills a buffer from this byte of its data on."""
 

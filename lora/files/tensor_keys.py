@@ -60,7 +60,7 @@ _MAX_REMEMBERED = 200
 
 
 class ModuleShape(NamedTuple):
-    """What the base model has under a module's name."""
+    """Weight that the base model has under a module's name."""
 
     in_features: int
     """The vocabulary for an embedding."""
@@ -98,7 +98,7 @@ BASE, DRAFTER = Owner("base", "the served model"), Owner("drafter", "the drafter
 
 @dataclass(slots=True)
 class FileModule:
-    """What a file has for one module, or for several that it knows as one merged projection."""
+    """Tensors that a file has for one module, or for several that it knows as one merged projection."""
 
     name: str
     """As it is called among the model's; "…qkv_proj" for a merged one."""

@@ -35,7 +35,7 @@ class FolderWeights(NamedTuple):
 
     modules: Mapping[str, LoraWeights]
     digest: bytes
-    """Of what it computes; see `served.serve`."""
+    """Dtype of what it computes; see `serving_form.serve`."""
     rank: int
     """The largest of the modules."""
 

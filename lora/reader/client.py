@@ -34,13 +34,13 @@ SWITCH = "OUTRIDER_LORA_READER"
 READS_BEFORE = 8
 """Adapters that are read without it first, unless it is started before: who has no more does not pay for a process."""
 START_SECONDS = 60.0
-"""Within which it must be ready..."""
+"""Seconds within which the process must be ready."""
 READ_SECONDS = 10.0
-"""...and answer, and for each..."""
+"""Seconds within which it must answer, beside the time for the files."""
 BYTES_A_SECOND = 20 << 20
-"""...of the adapter's files a second more."""
+"""Bytes of an adapter's files for which it gets a second more."""
 NICE = 5
-"""So much nicer than this process is the other: requests that run come before one that waits for its adapter."""
+"""Niceness of the process beyond this one's: requests that run come before one that waits for its adapter."""
 _MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
@@ -52,7 +52,7 @@ MAX_FAILURES = 3
 
 
 def pays(num_computing: int, *, long_steps: bool = False) -> bool:
-    """Whether reading in another process is possible here, and of use: beside the `num_computing` threads of a step
+    """Return whether reading in another process is possible here, and of use: beside the `num_computing` threads of a step
     there is a core for it, or steps are long. In short ones, without a core for it, they would wait for each other
     longer than for Python's lock."""
     return (
@@ -84,13 +84,13 @@ class AdapterReader:
         """To be told of steps, by the thread that steps."""
         self._signal = os.fdopen(descriptor, "rb", 0)  # closed with this object
         self.num_reads = 0
-        """Adapters asked for so far..."""
+        """Adapters asked for so far."""
         self.num_answers = 0
-        """...and those that the process has read, or refused."""
+        """Adapters that the process has read, or refused."""
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None: there is none."""
+        """Id of the process; None: there is none."""
         process = self._process
         return None if process is None else process.pid
 
@@ -141,7 +141,7 @@ class AdapterReader:
         self.wait_ready(0)
 
     def wait_ready(self, timeout: float) -> bool:
-        """The same, and wait until it can read."""
+        """Start it, and wait until it can read."""
         end = time.monotonic() + timeout
         with self._lock:
             self._wanted = True

@@ -1,4 +1,4 @@
-"""What the engine's process and its reader process say to each other, over a Unix socket.
+"""Messages that the engine's process and its reader process send to each other, over a Unix socket.
 
     engine's process                      reader process
                                    <-     {}                        it has started
@@ -93,7 +93,7 @@ def _describe_modules(modules: Iterable[tuple[str, ModuleShape]]) -> list[list[A
 
 
 def make_files(setup: Setup, base: BaseWeight, is_base: Callable[[Tensor], bool], layout: ModelLayout) -> AdapterFiles:
-    """What reads adapters; `base` and `is_base` stand for those of each module that has some. `layout`: the target's
+    """Reader of adapters; `base` and `is_base` stand for those of each module that has some. `layout`: the target's
     rows."""
 
     def shapes(modules: list[list[Any]]) -> dict[str, ModuleShape]:
@@ -114,7 +114,7 @@ def make_files(setup: Setup, base: BaseWeight, is_base: Callable[[Tensor], bool]
 
 
 def make_layouts(setup: Setup) -> list[ModelLayout]:
-    """What packs them."""
+    """Layouts that pack them."""
     dtype = getattr(torch, setup.files["dtype"])
 
     def layout(sites: list[tuple[list[str], int, list[int]]]) -> RowLayout:

@@ -142,7 +142,7 @@ class Catalog:
         return error
 
     def take_content(self, version: AdapterVersion, entry: HostEntry, seconds: float) -> None:
-        """What was read, in so many seconds, is the version's content."""
+        """Take what was read, in so many seconds, is the version's content."""
         if version.digest is None and entry.adapter.draft not in ("", LOADED):
             logger.warning("adapter %r is served without its draft weights: %r", version.name, entry.adapter.draft)
         version.load_seconds = seconds

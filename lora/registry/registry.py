@@ -65,7 +65,7 @@ class AdapterRegistry:
         return self._current.get(name)
 
     def get(self, name: str) -> AdapterVersion:
-        """The same; NotFoundError when the name is unknown."""
+        """Find it; NotFoundError when the name is unknown."""
         version = self._current.get(name)
         if version is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
@@ -177,7 +177,7 @@ class AdapterRegistry:
             self._draining[mix] = None
 
     def set_pinned(self, version: AdapterVersion, pinned: bool) -> None:
-        """Whether a current version is to stay on the device."""
+        """Return whether a current version is to stay on the device."""
         assert version.current
         version.pinned = pinned
         if pinned:
@@ -209,7 +209,7 @@ class AdapterRegistry:
         self._contents.setdefault(entry.adapter.digest, {})[version] = None
 
     def has_digest(self, digest: bytes) -> bool:
-        """Whether any version, current or draining, has this content."""
+        """Return whether any version, current or draining, has this content."""
         return digest in self._contents
 
     def claim(self, digest: bytes) -> Order | None:
@@ -218,7 +218,7 @@ class AdapterRegistry:
         return min((first.order for first in firsts if first is not None), default=None)
 
     def is_held(self, digest: bytes) -> bool:
-        """Whether a request has begun with the content and waits to go on: it must stay in host memory."""
+        """Return whether a request has begun with the content and waits to go on: it must stay in host memory."""
         return any(len(version.started) > len(version.running) for version in self.with_content(digest))
 
     def collect(self, resident: Container[object]) -> list[bytes]:

@@ -24,7 +24,7 @@ class Resolver:
         self._on_change = on_change
 
     def version_of(self, lora: LoRA) -> AdapterVersion:
-        """What a new request for `lora` is bound to.
+        """Version that a new request for `lora` is bound to.
 
         A registered content stays the registered one when its files change: read again, they are refused. A request
         that names other folders replaces it once these have been read. A mix has a version for as long as each of its

@@ -32,12 +32,12 @@ class VersionPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AdapterVersion:
-    """What a request is bound to from when it is added. Opaque outside this package."""
+    """Binding of a request from when it is added. Opaque outside this package."""
 
     name: str
     source: AdapterSource
     parts: tuple[VersionPart, ...] = ()
-    """What a mix is made of, which has no source of its own."""
+    """Parts of a mix, which has no source of its own."""
     num_mixes: int = 0
     """Mixes, current or not, that are made of this version: it is not forgotten before them."""
     registered: bool = False
@@ -51,15 +51,15 @@ class AdapterVersion:
     rows: int = 0
     """Rank rows, for the drafter's modules too."""
     num_bytes: int = 0
-    """Of its content in host memory."""
+    """Bytes of its content in host memory."""
     targets_head: bool = False
     """Whether it adapts the model's lm_head."""
     has_gains: bool = False
     """Whether it scales the model's base weights (DoRA)."""
     has_draft: bool = False
-    """Whether it brings weights for the drafter..."""
+    """Whether it brings weights for the drafter."""
     draft: str = ""
-    """...and why not; see `Adapter.draft`."""
+    """Reason why it brings none; see `Adapter.draft`."""
     load_seconds: float = 0.0
     """How long the last read of its files took."""
     pinned: bool = False
@@ -74,7 +74,7 @@ class AdapterVersion:
     running: dict[Request, float] = field(default_factory=dict)
     """Admitted requests, with the same time; each counts as a user of the device rows."""
     started: set[Request] = field(default_factory=set)
-    """Those of either that were ever admitted: they must go on with this content, which stays in host memory."""
+    """Requests of either that were ever admitted: they must go on with this content, which stays in host memory."""
     _unordered: list[Request] = field(default_factory=list)  # waiting, not in the heap: new ones have no order yet
     # By account, as accounts change places, and in each by order; some have gone meanwhile.
     _heaps: dict[Any, list[tuple[Order, int, Request]]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class AdapterVersion:
 
     @property
     def label(self) -> str:
-        """What its requests are counted under, as in `LoRAMix.label`."""
+        """Label that its requests are counted under, as in `LoRAMix.label`."""
         return "+".join(part.version.name for part in self.parts) or self.name
 
     @property

@@ -49,7 +49,7 @@ class HostTier:
             self.num_bytes -= entry.num_bytes
 
     def has_room(self, num_reserved: int, num_bytes: int | None, num_kept_bytes: int) -> bool:
-        """Whether one more adapter fits beside `num_reserved` still to come.
+        """Return whether one more adapter fits beside `num_reserved` still to come.
 
         Args:
             num_reserved: For each, and for one that has not been read yet (`num_bytes` None), the largest size so far

@@ -80,7 +80,7 @@ class Loader(Generic[T]):
         return results
 
     def wait(self, timeout: float) -> list[Done[T]]:
-        """The same, but wait up to `timeout` seconds for the first when any is under way."""
+        """Wait up to `timeout` seconds for the first when any is under way."""
         if self.num_in_flight:
             with self._changed:
                 self._changed.wait_for(lambda: self._done, timeout)

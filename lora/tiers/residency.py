@@ -53,7 +53,7 @@ class Residency:
         return "device" if self.pool.is_ready(digest) else "host" if digest in self.host else "disk"
 
     def is_moving(self, version: AdapterVersion) -> bool:
-        """Whether the version is being read or written: it has the room that it needs for that."""
+        """Return whether the version is being read or written: it has the room that it needs for that."""
         return version.loading or (version.digest in self.pool and not self.pool.is_ready(version.digest))
 
     def changed(self) -> None:

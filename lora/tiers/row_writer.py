@@ -41,7 +41,7 @@ class Placer:
 
     @property
     def layouts(self) -> list[ModelLayout]:
-        """Of the target's rows and of the drafter's."""
+        """Layouts of the target's rows and of the drafter's."""
         return [sites.layout for sites in self._sites]
 
     def pack(self, adapter: Adapter) -> HostEntry:

@@ -1,4 +1,4 @@
-"""What the engine tells of its adapters."""
+"""Statistics of the engine's adapters."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class AdapterStats(NamedTuple):
     load_failures: int = 0
     """Loads that brought no adapter, so far."""
     device_evictions: int = 0
-    """Adapters that made way for others on the device, so far..."""
+    """Adapters that made way for others on the device, so far."""
     host_evictions: int = 0
-    """...and in host memory."""
+    """Adapters that made way for others in host memory, so far."""
 
 
 def describe(version: AdapterVersion, residency: Residency) -> AdapterInfo:

@@ -14,11 +14,11 @@ _LOCK_SECONDS = 0.5e-3
 """For which a thread keeps Python's lock from the one that steps, at most."""
 _WORK_SECONDS = 0.5e-3
 _REST = 3.0
-"""The reader process works for so long and then rests for so many times as long, where processors are scarce."""
+"""Times as long as it worked that the reader process pauses, where processors are scarce."""
 _ASIDE_SECONDS = 0.05
-"""For which it stands aside at most while one long step comes after another..."""
+"""Seconds for which it stands aside at most while one long step comes after another."""
 _LOOK_SECONDS = 1e-3
-"""...and so often it looks whether they have ended."""
+"""Seconds between two looks whether they have ended."""
 _PROMPT_TOKENS = 8
 """Of a row, and more: a prompt's."""
 
@@ -48,7 +48,7 @@ class StepSignal:
             self._memory[0] = self._is_set
 
     def is_set(self) -> bool:
-        """What the other process said last."""
+        """State that the other process said last."""
         return bool(self._memory[0])
 
 

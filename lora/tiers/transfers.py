@@ -1,4 +1,4 @@
-"""What the loader's threads do for the tiers: disk to host memory, and host memory to device rows."""
+"""Transfers between the tiers, by the loader's threads: disk to host memory, and host memory to device rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .loader import Done, Loader
 from .row_writer import HostEntry, Placer
 
 AT_ONCE_BYTES = 4 << 20
-"""What is copied in half a millisecond. A thread takes two or three, beside a step whose threads want every core."""
+"""Bytes that are copied in half a millisecond. A thread takes two or three, beside a step whose threads want every core."""
 
 
 class Read(NamedTuple):
@@ -30,7 +30,7 @@ class Read(NamedTuple):
     error: OutriderError | None
     seconds: float
     parts: tuple[Read, ...] = ()
-    """Of a mix: its parts that were not in memory."""
+    """Parts of a mix: its parts that were not in memory."""
 
 
 class _Mixed(NamedTuple):
@@ -125,12 +125,12 @@ class Transfers:
             self._loader.submit(allocation, work, what, short=True)
 
     def poll(self) -> Iterator[Read | Written]:
-        """What has ended since the last call, without waiting. Each counts as under way until its turn: what the one
+        """Transfers that have ended since the last call, without waiting. Each counts as under way until its turn: what the one
         before it changes must not drop its version."""
         return map(self._ended, self._loader.poll() if self._loader.num_in_flight else ())
 
     def wait(self, timeout: float) -> Iterator[Read | Written]:
-        """The same, but wait up to `timeout` seconds for the first when any is under way."""
+        """Wait up to `timeout` seconds for the first when any is under way."""
         return map(self._ended, self._loader.wait(timeout))
 
     def _ended(self, done: Done[AdapterVersion | Allocation]) -> Read | Written:
