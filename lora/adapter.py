@@ -43,7 +43,8 @@ class AdapterSource(NamedTuple):
     """Digest of the files as another server registered them (`files_digest`); None: no server did."""
 
     def matches(self, asked: AdapterSource) -> bool:
-        """Return whether a request that asks for `asked` means this; without a draft path it means the one registered."""
+        """Return whether a request that asks for `asked` means this; without a draft path it means the one
+        registered."""
         return self.path == asked.path and asked.draft_path in (None, self.draft_path)
 
 

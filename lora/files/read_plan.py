@@ -43,7 +43,8 @@ class ReadPlan:
         self._digest = digest_start(sources, layout.linears.dtype)
 
     def read(self, file: TensorFile, scales: Sequence[float]) -> tuple[PackedWeights, bytes] | None:
-        """Result of `serving_form.serve` for a file with these scales, packed, and the digest; None: it is not finite."""
+        """Result of `serving_form.serve` for a file with these scales, packed, and the digest; None: it is not
+        finite."""
         assert file.fill is not None
         packed = self._cut.empty(self._layout.linears.dtype)
         digest = self._digest.copy()

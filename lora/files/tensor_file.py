@@ -59,7 +59,8 @@ DTYPES = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Header:
-    """Header of a safetensors file, found right. The same object for files with the same one, as long as it is remembered."""
+    """Header of a safetensors file, found right. The same object for files with the same one, as long as it is
+    remembered."""
 
     entries: dict[str, HeaderEntry]
     shapes: dict[str, tuple[int, ...]]

@@ -52,8 +52,8 @@ MAX_FAILURES = 3
 
 
 def pays(num_computing: int, *, long_steps: bool = False) -> bool:
-    """Return whether reading in another process is possible here, and of use: beside the `num_computing` threads of a step
-    there is a core for it, or steps are long. In short ones, without a core for it, they would wait for each other
+    """Return whether reading in another process is possible here, and of use: beside the `num_computing` threads of a
+    step there is a core for it, or steps are long. In short ones, without a core for it, they would wait for each other
     longer than for Python's lock."""
     return (
         os.environ.get(SWITCH) != "0"

@@ -62,7 +62,8 @@ class Aging:
         self._draining = None
 
     def must_yield(self, request: Request, version: AdapterVersion) -> bool:
-        """Return whether the request must wait so that a more urgent one, which has waited too long, gets the room it needs.
+        """Return whether the request must wait so that a more urgent one, which has waited too long, gets the room it
+        needs.
 
         The version's content is in host memory. It yields what it would have to take, and what it has when that is
         among what is to be drained.

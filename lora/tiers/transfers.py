@@ -19,7 +19,8 @@ from .loader import Done, Loader
 from .row_writer import HostEntry, Placer
 
 AT_ONCE_BYTES = 4 << 20
-"""Bytes that are copied in half a millisecond. A thread takes two or three, beside a step whose threads want every core."""
+"""Bytes that are copied in half a millisecond. A thread takes two or three, beside a step whose threads want every
+core."""
 
 
 class Read(NamedTuple):
@@ -125,8 +126,8 @@ class Transfers:
             self._loader.submit(allocation, work, what, short=True)
 
     def poll(self) -> Iterator[Read | Written]:
-        """Transfers that have ended since the last call, without waiting. Each counts as under way until its turn: what the one
-        before it changes must not drop its version."""
+        """Transfers that have ended since the last call, without waiting. Each counts as under way until its turn: what
+        the one before it changes must not drop its version."""
         return map(self._ended, self._loader.poll() if self._loader.num_in_flight else ())
 
     def wait(self, timeout: float) -> Iterator[Read | Written]:

@@ -26,7 +26,7 @@ class RowPlan:
     """The request's `num_computed` when planned; of a late row the largest that it may have, until the step before is
     committed."""
     num_tokens: int
-    """Of them the last `num_drafts` are drafts."""
+    """Tokens to compute; the last `num_drafts` of them are drafts."""
     num_drafts: int
     samples: bool
     """Whether the row reaches the end of its tokens, so that a token is sampled: logits for its last 1 + num_drafts
@@ -66,7 +66,7 @@ class StepPlan:
 
 
 class RowResult(NamedTuple):
-    """What a step gave one row."""
+    """Results of a step for one row."""
 
     token_ids: list[int]
     """The accepted drafts and the next token; empty when the row did not reach its end."""
@@ -84,9 +84,9 @@ class RowResult(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step brought."""
+    """Results of a step."""
 
     rows: list[RowResult]
     """Aligned with the plan's."""
     seconds: float = 0.0
-    """That it took; 0 where nobody measured."""
+    """Duration of the step; 0 where nobody measured."""

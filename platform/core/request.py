@@ -158,7 +158,7 @@ class Request:
     num_computed: int = 0
     """Length of the prefix of `tokens` whose KV is valid."""
     num_draft_computed: int = 0
-    """The same for the layers that the proposer owns."""
+    """Length of the prefix whose KV is valid in the drafter's own layers."""
     blocks: list[int] = field(default_factory=list)
     """KV blocks in order; each reference counted by the block pool."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Request:
     counts: TokenCounts = field(default_factory=TokenCounts)
     """For penalties."""
     edit_state: Any = None
-    """What the edits of its logits remember; opaque here."""
+    """State that the edits of its logits remember; opaque here."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
     edits_logits: bool = field(init=False)
@@ -226,7 +226,7 @@ class Request:
             assert oldest is row, "steps are committed in the order of their launch"
 
     def settle(self) -> None:
-        """What was under way is committed: a row that was planned beside it, as if all drafts were right, begins where
+        """Take in that what was under way is committed: a row that was planned beside it, as if all drafts were right, begins where
         the tokens end."""
         for row in self.under_way:
             row.start = self.num_computed

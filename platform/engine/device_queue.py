@@ -17,7 +17,7 @@ class Ticket(Protocol[T_co]):
     """A piece of work that was given to a queue."""
 
     def value(self) -> T_co:
-        """What it returned, or its error. Tensors on a GPU may still have to be computed."""
+        """Result of the work, or its error. Tensors on a GPU may still have to be computed."""
         ...
 
     def seconds(self) -> float:

@@ -51,7 +51,7 @@ class EngineCore:
         return self._pipeline.step()
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Return whether `step` has anything to do."""
         return self.scheduler.has_work() or not self._pipeline.is_idle
 
     def add_request(self, request: EngineRequest) -> None:

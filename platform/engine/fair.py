@@ -194,7 +194,7 @@ class Turns:
         return num_seats
 
     def is_behind(self, request: Request) -> bool:
-        """Whether the account of this sequence, which need not run yet, keeps less running for its weight than one that
+        """Return whether the account of this sequence, which need not run yet, keeps less running for its weight than one that
         was served more and has a queue: one that floods need not be spared."""
         account: Account = request.order[0]
         num_then = len(account.running) + (request.status is not Status.RUNNING)

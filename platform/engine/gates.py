@@ -1,4 +1,4 @@
-"""What features tell the scheduler, and are told by it."""
+"""Contracts between the scheduler and features: gates, limits of drafts, the chooser of drafts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Gate(Protocol):
 
 
 class DraftLimits(NamedTuple):
-    """What the proposer asks of the scheduler, as integers."""
+    """Limits that the drafter asks of the scheduler, as integers."""
 
     num_drafts: int = 0
     """Most drafts a step."""

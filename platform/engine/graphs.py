@@ -28,7 +28,7 @@ def graph_backend(config: EngineConfig) -> GraphBackend | None:
 
 
 def make_graphs(config: EngineConfig) -> PassGraphs | None:
-    """What the engine's passes are captured in; None: nothing is."""
+    """Graphs that the engine's passes are captured in; None: nothing is."""
     backend = graph_backend(config)
     if backend is None:
         return None

@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 
 
 class LogitsRow(NamedTuple):
-    """What one row of the logits is about: the request's next token after its tokens and `drafts`."""
+    """Subject of one row of the logits: the request's next token after its tokens and `drafts`."""
 
     place: int
     """Row of the logits."""
@@ -48,7 +48,7 @@ class LogitsRow(NamedTuple):
     drafts: tuple[Sequence[int], ...]
     """The drafts before this row, in some parts, which may be late; they count like generated tokens."""
     num_tokens: int | None = None
-    """Of the sequence, where the last one is still being sampled; None: those that it has."""
+    """Tokens of the sequence, where the last one is still being sampled; None: those that it has."""
     seen: Seen | None = None
     """Its tokens, for penalties; None: those that it has."""
 
@@ -90,7 +90,7 @@ def _tokens(token_ids: Collection[int] | None) -> np.ndarray:
 
 
 class EditState:
-    """What the edits of one sequence remember between steps."""
+    """State that the edits of one sequence remember between steps."""
 
     def __init__(self, tables: EditTables) -> None:
         self.tables = tables

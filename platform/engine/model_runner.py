@@ -39,7 +39,7 @@ LOGITS_CHUNK = 128
 
 
 class RunnerParts(NamedTuple):
-    """What a runner is composed of."""
+    """Parts of a runner."""
 
     model: Decoder
     kv: list[LayerKV]

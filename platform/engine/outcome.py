@@ -53,7 +53,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
 
 
 def ends_after(request: Request, max_model_len: int) -> bool:
-    """Whether what is under way brings the last token that `request` may have, whichever it is, if its drafts are
+    """Return whether what is under way brings the last token that `request` may have, whichever it is, if its drafts are
     right."""
     params, coming = request.params, request.num_coming
     outputs = request.num_output_tokens + coming
@@ -63,7 +63,7 @@ def ends_after(request: Request, max_model_len: int) -> bool:
 
 
 def until_stop(request: Request, token_ids: list[int]) -> tuple[list[int], bool]:
-    """Those of `token_ids` that count, if they follow what `request` has, and whether the last of them ends it. What
+    """Tokens of `token_ids` that count, if they follow what `request` has, and whether the last of them ends it. What
     else may end it is in nobody's hands (stop strings) or was known when the step was planned (lengths)."""
     first = request.num_output_tokens + 1
     for i, token in enumerate(token_ids):

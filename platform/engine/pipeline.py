@@ -40,7 +40,7 @@ class Pipeline:
         return not self._under_way
 
     def step(self) -> list[TokenDelta]:
-        """What one step brings. An error in a step, or in the launch of one, ends all that are under way: their
+        """Run one step and return its deltas. An error in a step, or in the launch of one, ends all that are under way: their
         sequences are as they were before, and will be computed again."""
         try:
             if not self._under_way:

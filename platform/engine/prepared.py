@@ -1,4 +1,4 @@
-"""What a step needs of its sequences, read when it is launched; and of the step before, read on the device."""
+"""Inputs of a step: from its sequences when it is launched, and from the step before on the device."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .sampler import SampleRow
 
 
 class Prepared(NamedTuple):
-    """What a step needs of its sequences. They may change while it runs, so nothing of them is read later but what
+    """Inputs of a step from its sequences. They may change while it runs, so nothing of them is read later but what
     never changes, and the tokens that bad words depend on: see `Request.reads_tokens`."""
 
     rows: SequenceRows
     handles: list[tuple[Any, int]]
-    """Of each row: (adapter, number of tokens)."""
+    """(adapter, number of tokens)."""
     with_logits: list[int]
     """Places of the tokens whose logits are wanted."""
     chosen: list[SampleRow]
     """The rows that reach their end."""
     prompts: list[RowPlan | None]
-    """Of each row: itself, if log-probabilities of its prompt are wanted."""
+    """By row: itself, if log-probabilities of its prompt are wanted."""
     replayable: bool
     """Whether all rows are decodes or verifications."""
     sampling: list[int]
     """The rows of `chosen`."""
     followed: list[int]
-    """Of each row: the place of its sequence among the chosen rows of the step before, or their number where it is not
+    """By row: the place of its sequence among the chosen rows of the step before, or their number where it is not
     late. Empty: no row is."""
     drafting: list[DraftRow]
     """The rows, where the device drafts without the host, or nobody does; else empty."""

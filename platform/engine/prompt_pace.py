@@ -63,7 +63,7 @@ class PromptPace:
         return max(FEWEST, int(self._tokens * share))
 
     def learn(self, num_decode_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
-        """The same by its numbers."""
+        """Take in a step by its numbers."""
         if num_decode_tokens == 0 or seconds <= 0.0:
             return
         kind = num_decode_tokens.bit_length()

@@ -57,7 +57,7 @@ def rehearse_adapter(
     model: Decoder,
     draft: tuple[str, Sequence[Linear]],
 ) -> None:
-    """The same with an adapter at every site of the model and of the drafter; nothing is left of it.
+    """Rehearse with an adapter at every site of the model and of the drafter; nothing is left of it.
 
     Args:
         draft: the method of drafting, and the drafter's projections.

@@ -51,7 +51,7 @@ def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
 
 
 def may_draft_late(row: RowPlan, limits: DraftLimits) -> bool:
-    """Whether the device can make the drafts after this row, exactly as many as planned, before the host knows what the
+    """Return whether the device can make the drafts after this row, exactly as many as planned, before the host knows what the
     row brought: of a decode or a verification, of a sequence for whose logits the host need not know its tokens, that
     the drafter does not lag behind."""
     request = row.request

@@ -41,17 +41,17 @@ class SampleRow(NamedTuple):
     request: Request
     drafts: Drafts
     num_tokens: int | None = None
-    """Of the sequence, where the last one is still being sampled; None: those that it has."""
+    """Tokens of the sequence, where the last one is still being sampled; None: those that it has."""
     seen: Seen | None = None
     """See `LogitsRow`."""
 
     def settled(self, overshoot: int) -> SampleRow:
-        """The same where `num_tokens` was too large."""
+        """Row where `num_tokens` was too large."""
         return self if self.num_tokens is None else self._replace(num_tokens=self.num_tokens - overshoot)
 
 
 class Sampled(NamedTuple):
-    """What one sequence got."""
+    """Tokens that one sequence got."""
 
     token_ids: list[int]
     num_accepted: int
@@ -125,7 +125,7 @@ class Sampler:
         return sampled
 
     def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending | Ready:
-        """The same, without waiting for the device where that is possible.
+        """Begin to sample without waiting for the device where that is possible.
 
         Args:
             overshoot: [B] int64 on the device: by how much the rows' `num_tokens` are too large; None: nowhere.
@@ -213,7 +213,7 @@ class Pending(NamedTuple):
     download: Download
 
     def outcome(self, vocab_size: int) -> DeviceOutcome:
-        """What `collect` will tell, on the device. Where a row offers nothing to choose it is some token."""
+        """Outcome on the device, as `collect` will return it. Where a row offers nothing to choose it is some token."""
         token_ids, accepted, raw_top, top = self.chosen
         tokens = token_ids.clamp(0, vocab_size - 1)
         num_drafts = np.array([len(row.drafts.token_ids) for row in self.rows])
@@ -253,11 +253,11 @@ class Pending(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The same where nothing has to be waited for."""
+    """Results where nothing has to be waited for."""
 
     sampled: list[Sampled]
     counts: list[int]
-    """Of each sequence, its rows of logits: 1 + k."""
+    """By sequence, its rows of logits: 1 + k."""
     device: torch.device
 
     def outcome(self, vocab_size: int) -> DeviceOutcome:
@@ -277,7 +277,7 @@ class Ready(NamedTuple):
         return DeviceOutcome(there, next_tokens, right, left_of, most_rejected=most, counts=self.counts)
 
     def collect(self) -> list[Sampled]:
-        """What each sequence got."""
+        """Tokens that each sequence got."""
         return self.sampled
 
 

@@ -94,7 +94,7 @@ class Scheduler:
         return reasons
 
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished, or an error is still to be told."""
+        """Return whether any sequence is unfinished, or an error is still to be told."""
         return bool(self._requests or self._failed or self._leaving)
 
     def __contains__(self, request_id: str) -> bool:
@@ -115,7 +115,7 @@ class Scheduler:
                 self._finish(request)
 
     def end(self, request_ids: Iterable[str], error: ErrorInfo) -> None:
-        """The same, but tell the client: the next step's deltas end them with this error."""
+        """Forget these sequences and tell the client: the next step's deltas end them with this error."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -130,7 +130,7 @@ class Scheduler:
             row.request.under_way.append(row)
 
     def may_plan_beside(self, plan: StepPlan) -> bool:
-        """Whether the next step can be planned while `plan` is under way: not where its drafts wait for the outcome, as
+        """Return whether the next step can be planned while `plan` is under way: not where its drafts wait for the outcome, as
         bad words of several tokens do, which the host finds by the first of them; or where a sequence under way has to
         make way."""
         if self._needs_commit:
@@ -140,7 +140,7 @@ class Scheduler:
         return not any(row.samples and row.request.reads_tokens for row in plan.rows)
 
     def abandon(self) -> None:
-        """What is under way brings nothing: its rows will be planned again."""
+        """Take in that what is under way brings nothing: its rows will be planned again."""
         for request in self._turns.running:
             request.under_way.clear()
         while self._leaving:

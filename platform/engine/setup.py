@@ -40,7 +40,7 @@ from .warm_up import rehearse, warm_up
 
 
 class EngineParts(NamedTuple):
-    """What `EngineCore` is made of."""
+    """Parts of `EngineCore`."""
 
     config: EngineConfig
     info: EngineInfo

@@ -34,7 +34,7 @@ SAMPLED_STEPS = 4
 
 
 class DrafterTraits(NamedTuple):
-    """What the policy has to know of a drafter."""
+    """Traits of a drafter that the policy has to know."""
 
     name: str
     max_drafts: int
