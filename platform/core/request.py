@@ -226,8 +226,8 @@ class Request:
             assert oldest is row, "steps are committed in the order of their launch"
 
     def settle(self) -> None:
-        """Take in that what was under way is committed: a row that was planned beside it, as if all drafts were right, begins where
-        the tokens end."""
+        """Take in that what was under way is committed: a row that was planned beside it, as if all drafts were right,
+        begins where the tokens end."""
         for row in self.under_way:
             row.start = self.num_computed
 

@@ -194,8 +194,8 @@ class Turns:
         return num_seats
 
     def is_behind(self, request: Request) -> bool:
-        """Return whether the account of this sequence, which need not run yet, keeps less running for its weight than one that
-        was served more and has a queue: one that floods need not be spared."""
+        """Return whether the account of this sequence, which need not run yet, keeps less running for its weight than
+        one that was served more and has a queue: one that floods need not be spared."""
         account: Account = request.order[0]
         num_then = len(account.running) + (request.status is not Status.RUNNING)
         return any(other.waiting for other in self._ahead_of(account, num_then))

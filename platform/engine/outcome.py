@@ -53,8 +53,8 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
 
 
 def ends_after(request: Request, max_model_len: int) -> bool:
-    """Return whether what is under way brings the last token that `request` may have, whichever it is, if its drafts are
-    right."""
+    """Return whether what is under way brings the last token that `request` may have, whichever it is, if its drafts
+    are right."""
     params, coming = request.params, request.num_coming
     outputs = request.num_output_tokens + coming
     return (params.max_tokens is not None and outputs >= params.max_tokens) or (

@@ -40,8 +40,8 @@ class Pipeline:
         return not self._under_way
 
     def step(self) -> list[TokenDelta]:
-        """Run one step and return its deltas. An error in a step, or in the launch of one, ends all that are under way: their
-        sequences are as they were before, and will be computed again."""
+        """Run one step and return its deltas. An error in a step, or in the launch of one, ends all that are under way:
+        their sequences are as they were before, and will be computed again."""
         try:
             if not self._under_way:
                 self._launch()

@@ -51,9 +51,9 @@ def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
 
 
 def may_draft_late(row: RowPlan, limits: DraftLimits) -> bool:
-    """Return whether the device can make the drafts after this row, exactly as many as planned, before the host knows what the
-    row brought: of a decode or a verification, of a sequence for whose logits the host need not know its tokens, that
-    the drafter does not lag behind."""
+    """Return whether the device can make the drafts after this row, exactly as many as planned, before the host knows
+    what the row brought: of a decode or a verification, of a sequence for whose logits the host need not know its
+    tokens, that the drafter does not lag behind."""
     request = row.request
     if request.reads_tokens or not row.samples or row.num_tokens != 1 + row.num_drafts:
         return False

@@ -130,9 +130,9 @@ class Scheduler:
             row.request.under_way.append(row)
 
     def may_plan_beside(self, plan: StepPlan) -> bool:
-        """Return whether the next step can be planned while `plan` is under way: not where its drafts wait for the outcome, as
-        bad words of several tokens do, which the host finds by the first of them; or where a sequence under way has to
-        make way."""
+        """Return whether the next step can be planned while `plan` is under way: not where its drafts wait for the
+        outcome, as bad words of several tokens do, which the host finds by the first of them; or where a sequence under
+        way has to make way."""
         if self._needs_commit:
             return False
         if self._draft_limits.num_drafts:
