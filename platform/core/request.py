@@ -210,14 +210,14 @@ class Request:
         return self.under_way[-1].end if self.under_way else self.num_computed
 
     @property
-    def is_late(self) -> bool:
+    def awaits_token(self) -> bool:
         """Whether a token is being sampled by what is under way, and not in `tokens` yet."""
         return bool(self.under_way) and self.under_way[-1].samples
 
     @property
-    def num_coming(self) -> int:
+    def num_pending(self) -> int:
         """How many tokens what is under way brings at most: it brings one, and the drafts that are right."""
-        return self.under_way[-1].end + 1 - len(self.tokens) if self.is_late else 0
+        return self.under_way[-1].end + 1 - len(self.tokens) if self.awaits_token else 0
 
     def land(self, row: Any) -> None:
         """`row` is committed, and was the oldest under way; nothing, if it was never launched beside others."""

@@ -19,7 +19,7 @@ from outrider.kernels.device_outcome import (
 )
 from outrider.kernels.verification import pack
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.sampler import Pending, Ready, Sampled, Sampler, SampleRow
+from outrider.platform.engine.sampling.sampler import Pending, Ready, Sampled, Sampler, SampleRow
 from outrider.spec_decode.drafters.base import DraftRow
 from outrider.spec_decode.verify.draft_sampling import Drafting, draw, join_drafts, last_drafts
 from outrider.spec_decode.verify.verification import Rule, choose_rule

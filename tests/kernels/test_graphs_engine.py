@@ -32,10 +32,11 @@ from outrider.models.pass_graphs import PassGraphs, PassLimits
 from outrider.platform.core.batch import RowPlan, StepPlan
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
-from outrider.platform.engine import sampler, setup
+from outrider.platform.engine import setup
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.platform.engine.model_runner import Launched, ModelRunner
-from outrider.platform.engine.warm_up import dummy, rehearse, step
+from outrider.platform.engine.runner.model_runner import Launched, ModelRunner
+from outrider.platform.engine.runner.warm_up import dummy, rehearse, step
+from outrider.platform.engine.sampling import sampler
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
 from outrider.spec_decode.verify import verification
@@ -265,7 +266,7 @@ def test_penalties_are_counted_where_the_tokens_are(
     launch, late = ModelRunner.launch, []
 
     def noted(runner: ModelRunner, plan: StepPlan, before: Launched | None = None) -> Launched:
-        late.extend(row for row in plan.rows if row.is_late)
+        late.extend(row for row in plan.rows if row.awaits_token)
         return launch(runner, plan, before)
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
@@ -307,7 +308,7 @@ def test_numbers_of_drafts_that_change_from_step_to_step(
     launch = ModelRunner.launch
 
     def noted(runner: ModelRunner, plan: StepPlan, before: Launched | None = None) -> Launched:
-        beside.extend(row.num_drafts for row in plan.rows if row.is_late)
+        beside.extend(row.num_drafts for row in plan.rows if row.awaits_token)
         return launch(runner, plan, before)
 
     monkeypatch.setattr(ModelRunner, "launch", noted)

@@ -18,9 +18,10 @@ from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.decoder import Decoder
 from outrider.platform.core.config import EngineArgs
-from outrider.platform.engine import rehearsal, setup
-from outrider.platform.engine.rehearsal import rehearse_adapter, rehearse_prompts
-from outrider.platform.engine.warm_up import dummy, step
+from outrider.platform.engine import setup
+from outrider.platform.engine.runner import rehearsal
+from outrider.platform.engine.runner.rehearsal import rehearse_adapter, rehearse_prompts
+from outrider.platform.engine.runner.warm_up import dummy, step
 
 from .compile_keys import recorded_keys
 from .test_graphs_engine import VOCAB, write_adapter, write_model

@@ -1,4 +1,4 @@
-"""Turns, and messages between an engine's process and its reader."""
+"""RequestQueue, and messages between an engine's process and its reader."""
 
 import os
 import socket

@@ -11,7 +11,7 @@ from outrider import SamplingParams
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.platform.engine.prefix_cache import PrefixCache
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.spec_decode.drafters.eagle.hidden_store import HiddenStore
 
 METHODS = ["eagle", "eagle3", "medusa"]

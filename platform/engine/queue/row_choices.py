@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..core.batch import RowPlan
-from ..core.request import Request
+from ...core.batch import RowPlan
+from ...core.request import Request
 from .gates import DraftLimits
 
 
@@ -22,13 +22,15 @@ def row_choices(
     Yields:
         a row, and the positions after its end that need blocks too.
     """
-    is_late, coming = request.is_late, request.num_coming
-    known = len(request.tokens) + coming - request.num_planned
+    awaits_token, num_pending = request.awaits_token, request.num_pending
+    known = len(request.tokens) + num_pending - request.num_planned
     num_drafts = 0
     if share:
-        there = request.under_way[-1].max_new_drafts if is_late else len(request.drafts.token_ids)
+        there = request.under_way[-1].max_new_drafts if awaits_token else len(request.drafts.token_ids)
         if there:
-            num_drafts = max(0, min(there, budget - known, share, limits.room(request, coming, coming, longest)))
+            num_drafts = max(
+                0, min(there, budget - known, share, limits.room(request, num_pending, num_pending, longest))
+            )
     choices = ((num_drafts, True), (num_drafts, False), (0, False)) if share else ((0, False),)
     for count, lookahead in choices:
         num_tokens = min(known + count, budget)
@@ -36,7 +38,9 @@ def row_choices(
         new_drafts = 0
         if samples and share and (lookahead or not limits.extra_slots):
             new_drafts = min(share, _wanted(request, count, limits, longest))
-        row = RowPlan(request, request.num_planned, num_tokens, count, samples, new_drafts, is_late=is_late and samples)
+        row = RowPlan(
+            request, request.num_planned, num_tokens, count, samples, new_drafts, awaits_token=awaits_token and samples
+        )
         yield row, new_drafts if limits.extra_slots else 0
 
 
@@ -46,11 +50,11 @@ def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
     if not limits.overlaps or not rows:
         return False
     if any(row.max_new_drafts for row in rows):
-        return all(may_draft_late(row, limits) for row in rows)
+        return all(may_draft_on_device(row, limits) for row in rows)
     return not any(_is_read(row) for row in rows)
 
 
-def may_draft_late(row: RowPlan, limits: DraftLimits) -> bool:
+def may_draft_on_device(row: RowPlan, limits: DraftLimits) -> bool:
     """Return whether the device can make the drafts after this row, exactly as many as planned, before the host knows
     what the row brought: of a decode or a verification, of a sequence for whose logits the host need not know its
     tokens, that the drafter does not lag behind."""
@@ -61,13 +65,13 @@ def may_draft_late(row: RowPlan, limits: DraftLimits) -> bool:
         return False  # how many tokens there are decides about logits; or this may be the last of a prompt
     if not row.max_new_drafts:
         return True
-    if row.drafter != 0 or row.max_new_drafts > limits.max_drafts_late:
+    if row.drafter != 0 or row.max_new_drafts > limits.max_drafts_on_device:
         return False
     if row.end + row.max_new_drafts > limits.max_positions:
         return False
     if not limits.extra_slots:
         return True
-    if row.is_late:  # a drafter that was not asked has fallen behind: nobody knows how far before the commit
+    if row.awaits_token:  # a drafter that was not asked has fallen behind: nobody knows how far before the commit
         return bool(request.under_way[-1].max_new_drafts)
     return request.num_draft_computed >= len(request.tokens)
 
@@ -82,4 +86,4 @@ def _is_read(row: RowPlan) -> bool:
 
 def _wanted(request: Request, num_drafts: int, limits: DraftLimits, longest: int) -> int:
     """Drafts to propose after a row that verifies `num_drafts`."""
-    return limits.room(request, 1 + request.is_late, request.num_coming + num_drafts + 1, longest)
+    return limits.room(request, 1 + request.awaits_token, request.num_pending + num_drafts + 1, longest)

@@ -13,7 +13,7 @@ Agrawal et al. 2024 (Sarathi-Serve, OSDI 2024), whose budget is found here by me
 
 from __future__ import annotations
 
-from ..core.batch import StepPlan
+from ...core.batch import StepPlan
 from .step_budget import StepBudget
 
 START = 32
@@ -30,7 +30,7 @@ _LARGEST_CHANGE = 1.25
 """Of the number of tokens by one step's evidence: a step that another process held up says little."""
 
 
-class PromptPace:
+class PromptThrottle:
     """Learns from the times of steps. Sizes are numbers of tokens, times seconds."""
 
     def __init__(self) -> None:

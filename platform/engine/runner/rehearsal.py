@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ...lora.manager import AdapterManager
-from ...models.decoder import Decoder
-from ...models.layers.linear import Linear
-from ..core.lora_request import LoRARequest
-from ..core.request import Request
+from ....lora.manager import AdapterManager
+from ....models.decoder import Decoder
+from ....models.layers.linear import Linear
+from ...core.lora_request import LoRARequest
+from ...core.request import Request
+from ..queue.scheduler import Scheduler
 from .model_runner import ModelRunner
-from .scheduler import Scheduler
 from .warm_up import PROMPT, dummy, run_through
 
 LENGTHS = (160, 1100)

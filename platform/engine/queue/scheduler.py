@@ -4,28 +4,28 @@ There are no phases. A sequence is a row of tokens of which a prefix has been co
 each. A prompt chunk, a decode and the verification of k drafts differ only in their counts.
 
 A step may be planned while another one runs (`launched`): a token that is being sampled has its place, and the device
-knows it (`RowPlan.is_late`). Drafts that are being verified count as right: blocks are there for that case, and the
-device knows where the row begins. What depends on the token, or takes from a sequence under way, waits for the commit.
-"""
+knows it (`RowPlan.awaits_token`). Drafts that are being verified count as right: blocks are there for that case, and
+the device knows where the row begins. What depends on the token, or takes from a sequence under way, waits for the
+commit."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from ..core.batch import RowPlan, StepPlan, StepResult
-from ..core.config import SchedulerConfig
-from ..core.errors import ErrorInfo, OutriderError
-from ..core.messages import TokenDelta
-from ..core.request import NO_DRAFTS, Request, Status
-from .block_pool import BlockPool
+from ...core.batch import RowPlan, StepPlan, StepResult
+from ...core.config import SchedulerConfig
+from ...core.errors import ErrorInfo, OutriderError
+from ...core.messages import TokenDelta
+from ...core.request import NO_DRAFTS, Request, Status
+from ..memory.block_pool import BlockPool
+from ..memory.prefix_cache import PrefixCache
 from .draft_budget import draft_budget
-from .fair import Turns
+from .fair import RequestQueue
 from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
 from .policies import POLICIES
-from .prefix_cache import PrefixCache
-from .prompt_pace import PromptPace
+from .prompt_throttle import PromptThrottle
 from .row_choices import is_followed, row_choices
 from .step_budget import StepBudget
 
@@ -52,9 +52,9 @@ class Scheduler:
         self._draft_limits = drafts or DraftLimits()
         self._chooser = chooser
         policy = POLICIES[config.policy]
-        self._turns = Turns(policy, config.fair, config.max_num_batched_tokens)
+        self._queue = RequestQueue(policy, config.fair, config.max_num_batched_tokens)
         self._is_metered = policy.is_metered
-        self._pace = PromptPace() if config.prompt_pacing else None
+        self._throttle = PromptThrottle() if config.prompt_pacing else None
         self._requests: dict[str, Request] = {}
         self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
         self._running_siblings: Counter[str] = Counter()  # by group; of "", which is none, never asked
@@ -68,27 +68,27 @@ class Scheduler:
     @property
     def running(self) -> Sequence[Request]:
         """Admitted sequences, most urgent first. Not to be changed."""
-        return self._turns.running
+        return self._queue.running
 
     @property
     def waiting(self) -> Sequence[Request]:
         """Queued sequences, most urgent first. Not to be changed."""
-        return self._turns.waiting
+        return self._queue.waiting
 
     @property
     def num_running(self) -> int:
         """Admitted sequences."""
-        return self._turns.num_running
+        return self._queue.num_running
 
     @property
     def num_waiting(self) -> int:
         """Queued sequences."""
-        return self._turns.num_waiting
+        return self._queue.num_waiting
 
     def waiting_by_reason(self) -> dict[str, int]:
         """Queued sequences by what held them in the last step; "capacity" where nothing but room is missing."""
         reasons: dict[str, int] = {}
-        for request in self._turns.waiting:
+        for request in self._queue.waiting:
             reason = self._reasons.get(request.request_id, "capacity")
             reasons[reason] = reasons.get(reason, 0) + 1
         return reasons
@@ -102,7 +102,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new sequence."""
-        self._turns.add(request)
+        self._queue.add(request)
         self._requests[request.request_id] = request
         if request.group is not None:
             self._siblings.setdefault(request.group, []).append(request)
@@ -136,12 +136,12 @@ class Scheduler:
         if self._needs_commit:
             return False
         if self._draft_limits.num_drafts:
-            return plan.drafts_late
+            return plan.drafts_on_device
         return not any(row.samples and row.request.reads_tokens for row in plan.rows)
 
     def abandon(self) -> None:
         """Take in that what is under way brings nothing: its rows will be planned again."""
-        for request in self._turns.running:
+        for request in self._queue.running:
             request.under_way.clear()
         while self._leaving:
             self._let_go(self._leaving.pop())
@@ -152,28 +152,28 @@ class Scheduler:
         step = StepBudget(self.config.max_num_batched_tokens, self._draft_budget())
         prompts: deque[Request] = deque()
         self._needs_commit = False
-        for request in list(self._turns.running):
+        for request in list(self._queue.running):
             if request.under_way and ends_after(request, self.config.max_model_len):
                 continue
-            if len(request.tokens) + request.num_coming - request.num_planned > 1:
+            if len(request.tokens) + request.num_pending - request.num_planned > 1:
                 prompts.append(request)
             elif not step.was_short or request.status is Status.RUNNING:
                 self._plan_row(request, step)
-        if self._pace is not None:
-            num_seats = self.config.max_num_seqs - self._turns.num_running
-            self._pace.apply(step, len(prompts) + self._turns.num_wanted(num_seats))
+        if self._throttle is not None:
+            num_seats = self.config.max_num_seqs - self._queue.num_running
+            self._throttle.apply(step, len(prompts) + self._queue.num_wanted(num_seats))
         self._admit(step, prompts)
         while prompts:
             self._plan_prompt(prompts.popleft(), step)
         rows = list(step.rows.values())
         if rows and self._chooser is not None:
-            self._chooser.choose(rows, requests_wait=self._turns.num_waiting > 0)
+            self._chooser.choose(rows, requests_wait=self._queue.num_waiting > 0)
         return StepPlan(rows, is_followed(rows, self._draft_limits))
 
     def _draft_budget(self) -> int:
         """Tokens of the next step that drafts may take."""
         is_off = self._chooser is not None and self._chooser.plans_no_drafts
-        return 0 if is_off else draft_budget(self._draft_limits, self.config, self._turns)
+        return 0 if is_off else draft_budget(self._draft_limits, self.config, self._queue)
 
     def _plan_prompt(self, request: Request, step: StepBudget) -> None:
         """`_plan_row`, for one that may have given way meanwhile, and even have started again."""
@@ -182,16 +182,16 @@ class Scheduler:
 
     def _plan_row(self, request: Request, step: StepBudget) -> None:
         """Add the row of a running sequence, with blocks for it; less urgent ones give way if they must, or itself."""
-        while (budget := step.left_for(request, self._turns)) > 0:
+        while (budget := step.left_for(request, self._queue)) > 0:
             share = step.for_drafts
             if share:  # else nothing to divide, as it is without a drafter
-                share //= self._turns.num_running - len(step.rows)
+                share //= self._queue.num_running - len(step.rows)
             row = self._fit(request, budget, share)
             if row is not None:
                 step.add(row)
                 return
             step.was_short = True
-            victim = self._turns.least_urgent()
+            victim = self._queue.least_urgent()
             if self._is_under_way(victim):
                 step.num_left = 0  # nobody less urgent comes first
                 return
@@ -203,7 +203,7 @@ class Scheduler:
         """The largest row that budget, `draft_share` and free blocks allow: see `row_choices`."""
         for row, extra in row_choices(request, budget, draft_share, self._draft_limits, self.config.max_model_len):
             if self.pool.grow(request.blocks, -(-(row.end + extra) // self.prefix_cache.block_size)):
-                if not row.is_late:
+                if not row.awaits_token:
                     request.drafts = request.drafts.truncated(row.num_drafts) if row.num_drafts else NO_DRAFTS
                 return row
         return None
@@ -223,7 +223,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.status = Status.WAITING
         self._count_sibling(request, -1)
-        self._turns.stop(request)
+        self._queue.stop(request)
 
     def _take_back(self, request: Request) -> None:
         """Free the request's blocks: it has nothing computed any more."""
@@ -240,14 +240,14 @@ class Scheduler:
         """Start waiting sequences, but for those whose turn comes after one of the running `prompts`, which are planned
         before them. One that waits for something of its own lets others pass; one that waits for room does not."""
         self._reasons.clear()
-        for request in self._turns.candidates():
+        for request in self._queue.candidates():
             while prompts and prompts[0].order < request.order:
                 self._plan_prompt(prompts.popleft(), step)
             if step.was_short:
                 return
-            is_full = self._turns.num_running >= self.config.max_num_seqs
-            victim = self._turns.displaced_by(request) if is_full else None
-            held = step.num_left - step.left_for(request, self._turns)
+            is_full = self._queue.num_running >= self.config.max_num_seqs
+            victim = self._queue.displaced_by(request) if is_full else None
+            held = step.num_left - step.left_for(request, self._queue)
             if step.num_left <= held or (is_full and victim is None):
                 self._prefetch()
                 return
@@ -274,7 +274,7 @@ class Scheduler:
 
     def _prefetch(self) -> None:
         """Let the gates prepare for the next few sequences."""
-        for request in self._turns.upcoming(PREFETCHED):
+        for request in self._queue.upcoming(PREFETCHED):
             for gate in self._gates:
                 gate.prefetch(request)
 
@@ -318,16 +318,16 @@ class Scheduler:
             return None
         # Admitting a prompt of which only a part fits would only preempt it again a few steps later.
         whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
-        while whole > self.pool.num_free and self._turns.num_running:
-            victim = self._turns.displaced_by(request)
+        while whole > self.pool.num_free and self._queue.num_running:
+            victim = self._queue.displaced_by(request)
             if victim is None or self._is_under_way(victim):
                 return None
             self._preempt(victim, step)
-        share = step.for_drafts and self._draft_budget() // (self._turns.num_running + 1)
+        share = step.for_drafts and self._draft_budget() // (self._queue.num_running + 1)
         row = self._fit(request, step.num_left - held, share)
         if row is not None:
             self.prefix_cache.count(request, row.start)
-            self._turns.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
+            self._queue.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
             request.status = Status.RUNNING
             self._count_sibling(request, 1)
         return row
@@ -340,8 +340,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed`."""
         deltas, self._failed = self._failed, []
-        if self._pace is not None:
-            self._pace.took(plan, result.seconds)
+        if self._throttle is not None:
+            self._throttle.took(plan, result.seconds)
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
             request.land(row)
@@ -356,7 +356,7 @@ class Scheduler:
             if delta is None:
                 continue
             if self._is_metered:
-                self._turns.charge(request, len(delta.token_ids), row.num_drafts - got.num_accepted)
+                self._queue.charge(request, len(delta.token_ids), row.num_drafts - got.num_accepted)
             deltas.append(delta)
             if delta.finish_reason is not None or delta.error is not None:
                 self._finish(request)
@@ -364,7 +364,7 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""
-        self._turns.remove(request, running=request.status is Status.RUNNING)
+        self._queue.remove(request, running=request.status is Status.RUNNING)
         self._count_sibling(request, -(request.status is Status.RUNNING))
         request.status = Status.FINISHED
         if request.under_way:
@@ -388,13 +388,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, counts, queues and maps agree."""
-        running, waiting = self._turns.running, self._turns.waiting
+        running, waiting = self._queue.running, self._queue.waiting
         self.pool.check_integrity(request.blocks for request in (*running, *self._leaving))
         self.prefix_cache.check_integrity()
         assert not any(request.blocks or request.under_way for request in waiting), "a waiting sequence holds blocks"
         assert all(request.under_way for request in self._leaving), "a finished sequence holds blocks"
         assert set(self._requests.values()) == {*waiting, *running}
         assert +self._running_siblings == Counter(request.group or "" for request in running), "siblings are miscounted"
-        self._turns.check_integrity()
+        self._queue.check_integrity()
         grouped = {request for siblings in self._siblings.values() for request in siblings}
         assert grouped == {request for request in self._requests.values() if request.group is not None}

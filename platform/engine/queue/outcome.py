@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..core.batch import RowPlan, RowResult
-from ..core.messages import TokenDelta
-from ..core.request import NO_DRAFTS, Request
+from ...core.batch import RowPlan, RowResult
+from ...core.messages import TokenDelta
+from ...core.request import NO_DRAFTS, Request
 
 
 def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | None:
@@ -55,10 +55,10 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
 def ends_after(request: Request, max_model_len: int) -> bool:
     """Return whether what is under way brings the last token that `request` may have, whichever it is, if its drafts
     are right."""
-    params, coming = request.params, request.num_coming
-    outputs = request.num_output_tokens + coming
+    params, num_pending = request.params, request.num_pending
+    outputs = request.num_output_tokens + num_pending
     return (params.max_tokens is not None and outputs >= params.max_tokens) or (
-        len(request.tokens) + coming >= max_model_len
+        len(request.tokens) + num_pending >= max_model_len
     )
 
 

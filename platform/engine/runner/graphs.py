@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from ...kernels.graphs import CudaGraphs, GraphBackend
-from ...models.pass_graphs import MAX_TOKENS, PassGraphs, PassLimits, bucket
-from ..core.config import EngineConfig
-from ..core.request import Status
+from ....kernels.graphs import CudaGraphs, GraphBackend
+from ....models.pass_graphs import MAX_TOKENS, PassGraphs, PassLimits, bucket
+from ...core.config import EngineConfig
+from ...core.request import Status
+from ..queue.scheduler import Scheduler
 from .model_runner import ModelRunner
-from .scheduler import Scheduler
 from .warm_up import PROMPT, dummy, step
 
 SECONDS = 20.0

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..core.batch import RowPlan
-from ..core.request import Request
+from ...core.batch import RowPlan
+from ...core.request import Request
 
 
 class Gate(Protocol):
@@ -37,7 +37,7 @@ class DraftLimits(NamedTuple):
     """Whether the first drafter makes drafts on the device without the host, as many as were asked for."""
     max_positions: int = sys.maxsize
     """Positions of a sequence that it drafts for there."""
-    max_drafts_late: int = sys.maxsize
+    max_drafts_on_device: int = sys.maxsize
     """Most drafts of a row that it makes there."""
 
     def room(self, request: Request, least: int, most: int, max_model_len: int) -> int:

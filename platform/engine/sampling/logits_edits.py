@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...kernels.penalties import Penalised, penalise
-from ...kernels.staging import to_device
-from ...spec_decode.drafters.base import DraftRow
-from ..core.request import Request
-from ..core.sampling_params import SamplingParams
+from ....kernels.penalties import Penalised, penalise
+from ....kernels.staging import to_device
+from ....spec_decode.drafters.base import DraftRow
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
 from .bad_words import BadWords
 
 NEGATIVE_INFINITY = float("-inf")
@@ -31,12 +31,12 @@ class Seen(NamedTuple):
 
     entries: np.ndarray
     """[E], see `Penalised.entries`."""
-    late: tuple[Sequence[int], ...] = ()
+    on_device: tuple[Sequence[int], ...] = ()
     """More, which only the device knows; -1: none."""
 
     def after(self, tokens: Sequence[int]) -> Seen:
         """With more of these."""
-        return self._replace(late=(*self.late, tokens))
+        return self._replace(on_device=(*self.on_device, tokens))
 
 
 class LogitsRow(NamedTuple):
@@ -46,7 +46,7 @@ class LogitsRow(NamedTuple):
     """Row of the logits."""
     request: Request
     drafts: tuple[Sequence[int], ...]
-    """The drafts before this row, in some parts, which may be late; they count like generated tokens."""
+    """The drafts before this row, in some parts, which may be on the device alone; they count like generated tokens."""
     num_tokens: int | None = None
     """Tokens of the sequence, where the last one is still being sampled; None: those that it has."""
     seen: Seen | None = None
@@ -194,9 +194,9 @@ def _penalties(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
         sequences.append(
             Penalised(
                 places=[row.place for row in own],
-                num_after=[sum(map(len, seen.late)) + row.num_drafts for row in own],
+                num_after=[sum(map(len, seen.on_device)) + row.num_drafts for row in own],
                 entries=seen.entries,
-                after=(*seen.late, *last.drafts),
+                after=(*seen.on_device, *last.drafts),
                 repetition=params.repetition_penalty,
                 presence=params.presence_penalty,
                 frequency=params.frequency_penalty,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..core.batch import RowPlan
-from ..core.request import Request
-from .fair import Turns
+from ...core.batch import RowPlan
+from ...core.request import Request
+from .fair import RequestQueue
 
 
 class StepBudget:
@@ -23,10 +23,10 @@ class StepBudget:
         self.was_short = False
         """Whether running sequences found too few blocks."""
 
-    def left_for(self, request: Request, turns: Turns) -> int:
+    def left_for(self, request: Request, queue: RequestQueue) -> int:
         """How many tokens this sequence may have. Prompts leave time to those that decode, but for one whose account is
         behind: it need not spare those that are ahead."""
-        if self.for_prompts < self.num_left and turns.is_behind(request):
+        if self.for_prompts < self.num_left and queue.is_behind(request):
             return self.num_left
         return min(self.num_left, self.for_prompts)
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.device_outcome import DeviceOutcome
-from ...kernels.dispatch import use_triton
-from ...kernels.sampling import filter_logits, most_likely, row_stats, top_logprobs
-from ...kernels.staging import Download, upload
-from ...spec_decode.verify.synthetic import verify_synthetic
-from ...spec_decode.verify.verification import (
+from ....kernels.device_outcome import DeviceOutcome
+from ....kernels.dispatch import use_triton
+from ....kernels.sampling import filter_logits, most_likely, row_stats, top_logprobs
+from ....kernels.staging import Download, upload
+from ....spec_decode.verify.synthetic import verify_synthetic
+from ....spec_decode.verify.verification import (
     Rule,
     Verified,
     VerifyRow,
@@ -26,10 +26,10 @@ from ...spec_decode.verify.verification import (
     choose_rule,
     verify,
 )
-from ..core.errors import AdapterError, ErrorInfo, InvalidRequestError, OutriderError
-from ..core.messages import TokenLogprobs
-from ..core.request import Drafts, Request
-from ..core.sampling_params import SamplingParams
+from ...core.errors import AdapterError, ErrorInfo, InvalidRequestError, OutriderError
+from ...core.messages import TokenLogprobs
+from ...core.request import Drafts, Request
+from ...core.sampling_params import SamplingParams
 from .logits_edits import LogitsRow, Seen, apply_edits
 
 logger = logging.getLogger(__name__)

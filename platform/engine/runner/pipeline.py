@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ..core.batch import StepPlan, StepResult
-from ..core.messages import TokenDelta
+from ...core.batch import StepPlan, StepResult
+from ...core.messages import TokenDelta
+from ..queue.scheduler import Scheduler
 from .model_runner import Launched, ModelRunner
-from .scheduler import Scheduler
 
 IDLE_WAIT_SECONDS = 0.05
 """How long a step with nothing to compute waits for what the queued sequences wait for."""

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...kernels.device_outcome import DeviceIds, DeviceOutcome, DeviceTokens, device_tokens, host_ids
-from ...kernels.staging import to_device
-from ...models.batch import SequenceRows
-from ...spec_decode.drafters.base import DraftRow, Proposal
-from ..core.batch import RowPlan, StepPlan
-from ..core.request import NO_DRAFTS, Continued, Request
-from .logits_edits import Seen, token_entries
-from .sampler import SampleRow
+from ....kernels.device_outcome import DeviceIds, DeviceOutcome, DeviceTokens, device_tokens, host_ids
+from ....kernels.staging import to_device
+from ....models.batch import SequenceRows
+from ....spec_decode.drafters.base import DraftRow, Proposal
+from ...core.batch import RowPlan, StepPlan
+from ...core.request import NO_DRAFTS, Continued, Request
+from ..sampling.logits_edits import Seen, token_entries
+from ..sampling.sampler import SampleRow
 
 
 class Prepared(NamedTuple):
@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
     """The rows of `chosen`."""
     followed: list[int]
     """By row: the place of its sequence among the chosen rows of the step before, or their number where it is not
-    late. Empty: no row is."""
+    awaiting a token. Empty: no row is."""
     drafting: list[DraftRow]
     """The rows, where the device drafts without the host, or nobody does; else empty."""
 
@@ -54,7 +54,7 @@ def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
         end = first + row.num_tokens
         num_tokens = row.end - row.num_drafts if row.samples else len(request.tokens)
         rows.token_ids += _input_tokens(row)
-        if row.num_drafts and not row.is_late:
+        if row.num_drafts and not row.awaits_token:
             drafts.append((end - row.num_drafts, request.drafts.token_ids))
         rows.query_lens.append(row.num_tokens)
         rows.starts.append(row.start)
@@ -63,15 +63,15 @@ def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
         if row.samples:
             step.with_logits.extend(range(end - 1 - row.num_drafts, end))
             seen = Seen(token_entries(request)) if request.counts_tokens else None
-            step.chosen.append(SampleRow(request, NO_DRAFTS if row.is_late else request.drafts, num_tokens, seen))
+            step.chosen.append(SampleRow(request, NO_DRAFTS if row.awaits_token else request.drafts, num_tokens, seen))
             step.sampling.append(index)
-        if plan.drafts_late:
-            step.drafting.append(_late_row(row, first))
+        if plan.drafts_on_device:
+            step.drafting.append(_row_on_device(row, first))
         wanted = request.params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
         step.prompts.append(row if wanted else None)
     rows.device_tokens = device_tokens(drafts)
-    if any(row.is_late for row in plan.rows):
-        step.followed.extend(places[row.request] if row.is_late else len(places) for row in plan.rows)
+    if any(row.awaits_token for row in plan.rows):
+        step.followed.extend(places[row.request] if row.awaits_token else len(places) for row in plan.rows)
     return step
 
 
@@ -123,7 +123,7 @@ def of_rows(overshoot: Tensor | None, rows: list[int], count: int) -> Tensor | N
     return overshoot.index_select(0, to_device(np.array(rows), overshoot.device))
 
 
-def _late_row(row: RowPlan, first_index: int) -> DraftRow:
+def _row_on_device(row: RowPlan, first_index: int) -> DraftRow:
     """The row of a step whose drafts the device makes, as if all drafts that it verifies were right."""
     request = row.request
     return DraftRow(
@@ -144,6 +144,6 @@ def _late_row(row: RowPlan, first_index: int) -> DraftRow:
 def _input_tokens(row: RowPlan) -> list[int]:
     request, known_end = row.request, row.end - row.num_drafts
     tokens = request.tokens[row.start : known_end]
-    if row.is_late:
+    if row.awaits_token:
         return [0] * row.num_tokens  # the device has them
     return [*tokens, *host_ids(request.drafts.token_ids)] if row.num_drafts else tokens

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...spec_decode.control.policy import SpeculationPolicy
-from ..core.request import Request, Status
-from ..core.sampling_params import SamplingParams
+from ....spec_decode.control.policy import SpeculationPolicy
+from ...core.request import Request, Status
+from ...core.sampling_params import SamplingParams
+from ..queue.scheduler import Scheduler
 from .model_runner import ModelRunner
-from .scheduler import Scheduler
 
 SECONDS = 2.0
 _ROWS = (1, 4, 16, 32, 2, 8, 64, 24, 12, 48, 3, 6)

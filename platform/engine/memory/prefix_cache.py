@@ -23,7 +23,7 @@ from array import array
 from hashlib import blake2b
 from typing import NamedTuple
 
-from ..core.request import Request
+from ...core.request import Request
 from .block_pool import BlockPool
 
 # Personalizations of the hash.

@@ -1,6 +1,6 @@
 """In which order requests are served. A policy is two keys: whose account a request is, and its rank inside it.
 
-Accounts take turns by what they have been served (`fair`); a policy with one account for all is a plain sorted queue.
+Accounts alternate by the tokens that they got (`fair`); a policy with one account for all is a plain sorted queue.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..core.request import Request
+from ...core.request import Request
 
 
 class Policy(NamedTuple):

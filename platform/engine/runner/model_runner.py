@@ -12,27 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.device_outcome import DeviceOutcome
-from ...kernels.staging import to_device
-from ...models.batch import ForwardBatch, LayerKV, build_batch
-from ...models.decoder import Decoder, DecoderOutput
-from ...models.pass_graphs import PassGraphs, PassInputs
-from ...spec_decode.control.policy import SpeculationPolicy
-from ...spec_decode.drafters.base import (
-    AdapterPreparer,
-    DeviceStep,
-    Drafter,
-    DraftRow,
-    Proposal,
-    TargetOutput,
-)
-from ..core.batch import RowPlan, RowResult, StepPlan, StepResult
-from ..core.messages import TokenLogprobs
-from ..core.request import NO_DRAFTS, Continued, Request
+from ....kernels.device_outcome import DeviceOutcome
+from ....kernels.staging import to_device
+from ....models.batch import ForwardBatch, LayerKV, build_batch
+from ....models.decoder import Decoder, DecoderOutput
+from ....models.pass_graphs import PassGraphs, PassInputs
+from ....spec_decode.control.policy import SpeculationPolicy
+from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
+from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
+from ...core.messages import TokenLogprobs
+from ...core.request import NO_DRAFTS, Continued, Request
+from ..queue.outcome import until_stop
+from ..sampling.sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
 from .device_queue import AtOnce, DeviceQueue, Ticket
-from .outcome import until_stop
-from .prepared import Prepared, continued, drafting_rows, of_rows, prepare
-from .sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
+from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
 
 LOGITS_CHUNK = 128
 """Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
@@ -139,10 +132,10 @@ class ModelRunner:
         """Have a step computed after those launched before; `plan` has rows. Errors come out of `collect`.
 
         Args:
-            before: The step under way, whose tokens the late rows of `plan` continue.
+            before: The step under way, whose tokens the rows of `plan` continue.
         """
         prepared = prepare(plan, {} if before is None else before.places)
-        is_followed = plan.drafts_late or (self._queue.overlaps and not any(row.num_drafts for row in plan.rows))
+        is_followed = plan.drafts_on_device or (self._queue.overlaps and not any(row.num_drafts for row in plan.rows))
         earlier = before.ticket if before is not None and prepared.followed else None
         ticket = self._queue.submit(lambda: self._work(prepared, earlier, is_followed))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
@@ -205,7 +198,7 @@ class ModelRunner:
         """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
 
         Args:
-            before: The step that the late rows continue; its work is done.
+            before: The step that rows which await a token continue; its work is done.
             is_followed: Whether another step may follow before the host knows the outcome.
         """
         captured = self._capture_seconds
@@ -223,7 +216,7 @@ class ModelRunner:
             outcome = sampling.outcome(self._model.config.vocab_size)
             outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
         if prepared.drafting:
-            proposals = self._draft_late(prepared, computed.output, outcome, most)
+            proposals = self._draft_on_device(prepared, computed.output, outcome, most)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []
         offset = 0
         for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
@@ -233,7 +226,7 @@ class ModelRunner:
         seconds = self._capture_seconds - captured
         return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
 
-    def _draft_late(
+    def _draft_on_device(
         self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None, most: int
     ) -> list[Proposal]:
         """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""

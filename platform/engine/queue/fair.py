@@ -32,8 +32,8 @@ from functools import total_ordering
 from itertools import chain, count, zip_longest
 from typing import Any
 
-from ..core.config import FairConfig
-from ..core.request import Request, Status
+from ...core.config import FairConfig
+from ...core.request import Request, Status
 from .policies import Policy
 
 # Accounts kept, beside twice those in use, before idle ones are looked through.
@@ -86,7 +86,7 @@ def _in_turn(queues: list[list[Request]]) -> list[Request]:
     return queues[0] if len(queues) == 1 else list(chain.from_iterable(queues))
 
 
-class Turns:
+class RequestQueue:
     """The scheduler's queue and running set. A request is in the one or in the other from `add` to `remove`."""
 
     def __init__(self, policy: Policy, prices: FairConfig, max_num_batched_tokens: int) -> None:
@@ -119,7 +119,7 @@ class Turns:
         return max(self._served, key=_turn).running[-1]
 
     def candidates(self) -> Iterator[Request]:
-        """Waiting sequences in the order of their turns, each account's place looked up anew after every one. The
+        """Waiting sequences in order, each account's place looked up anew after every one. The
         sequence just given may have been started or removed when the next is asked for."""
         heap = [(account.turn, account, 0) for account in self._queued]
         heapq.heapify(heap)
