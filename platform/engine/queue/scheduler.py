@@ -6,7 +6,8 @@ each. A prompt chunk, a decode and the verification of k drafts differ only in t
 A step may be planned while another one runs (`launched`): a token that is being sampled has its place, and the device
 knows it (`RowPlan.awaits_token`). Drafts that are being verified count as right: blocks are there for that case, and
 the device knows where the row begins. What depends on the token, or takes from a sequence under way, waits for the
-commit."""
+commit.
+"""
 
 from __future__ import annotations
 
