@@ -22,21 +22,21 @@ from ..platform.core.errors import AdapterError, OutriderError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .aging import LOOK_SECONDS, Aging
-from .capacity import count_rows
-from .catalog import Catalog, ReadAdapter
-from .files import AdapterFiles
-from .layers import LoraBatch
-from .placing import Placer
-from .pool import RowPool
-from .preparing import PlanRows, StepAdapters
-from .registry import AdapterRegistry
-from .residency import LEAST_URGENT, Residency
-from .resolving import Resolver
-from .sites import AdapterHooks, make_sites
-from .stats import AdapterStats
-from .transfers import Read, Transfers, Written
-from .versions import AdapterVersion, Order, Refusal
+from .device.capacity import count_rows
+from .device.layers import LoraBatch
+from .device.pass_inputs import PlanRows, StepAdapters
+from .device.pool import RowPool
+from .device.sites import AdapterHooks, make_sites
+from .files.folder import AdapterFiles
+from .registry.catalog import Catalog, ReadAdapter
+from .registry.registry import AdapterRegistry
+from .registry.resolution import Resolver
+from .registry.versions import AdapterVersion, Order, Refusal
+from .tiers.residency import LEAST_URGENT, Residency
+from .tiers.row_writer import Placer
+from .tiers.starvation import LOOK_SECONDS, Aging
+from .tiers.stats import AdapterStats
+from .tiers.transfers import Read, Transfers, Written
 
 if TYPE_CHECKING:
     from ..models.layers.linear import Linear
@@ -294,21 +294,21 @@ class AdapterManager:
     # --- the runner's feature ---
 
     def prepare(self, rows: PlanRows) -> LoraBatch | None:
-        """What the target's forward pass needs for rows of (adapter of an admitted request, number of tokens); None
+        """Inputs of the target's forward pass for rows of (adapter of an admitted request, number of tokens); None
         when all are the base model's."""
         self._transfers.step(count for _, count in rows)
         return self._steps.prepare(rows)
 
     def prepare_head(self, rows: PlanRows) -> LoraBatch | None:
-        """The same for rows of logits; None when no adapter of theirs targets lm_head."""
+        """Inputs for rows of logits; None when no adapter of theirs targets lm_head."""
         return self._steps.prepare_head(rows)
 
     def prepare_draft(self, rows: PlanRows) -> LoraBatch | None:
-        """The same for the drafter's passes; None when no adapter of theirs has draft weights."""
+        """Inputs of the drafter's passes; None when no adapter of theirs has draft weights."""
         return self._steps.prepare_draft(rows)
 
     def namespace(self, request: Request) -> bytes:
-        """What keys an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
+        """Key of an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
         version: AdapterVersion | None = request.adapter
         if version is None:
             return b""

@@ -1,4 +1,4 @@
-// y = x / sqrt(|x|^2 + root^2) * scale for each row, as kernels/rms_norm/torch.py writes it.
+// y = x / sqrt(|x|^2 + root^2) * scale for each row; see kernels/rms_norm/torch.py.
 #include <cmath>
 #include <cstring>
 
@@ -8,7 +8,7 @@ using namespace outrider;
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 16;  // below, waking threads costs more than it saves
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 16;  // fewer do not pay for waking threads
 
 template <typename E>
 void norm_row(const E* x, const float* scale, float root, E* y, int64_t size) {
@@ -38,8 +38,8 @@ void norm(
 
 }  // namespace
 
-// x, y and copy [rows, size] contiguous; scale [repeats, size], row r using scale[r % repeats]. copy, unless it is
-// null, gets x as it is.
+// x, y and copy [rows, size] contiguous; scale [repeats, size], row r using scale[r % repeats]. x is copied to
+// copy, unless it is null.
 extern "C" void outrider_rms_norm(
     const void* x, const float* scale, float root, void* y, int64_t rows, int64_t size, int64_t repeats,
     int64_t dtype, void* copy) {

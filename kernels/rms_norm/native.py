@@ -1,4 +1,4 @@
-"""One C++ call; a row's result does not depend on the other rows, bit for bit."""
+"""RMS norm in one C++ call; a row's result does not depend, bit for bit, on other rows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def _function() -> Any:
 
 
 def can_copy(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `rms_norm_copying` serves tensors of this kind."""
+    """True when `rms_norm_copying` serves tensors of this kind."""
     return device.type == "cpu" and dtype in DTYPES and _function() is not None
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor | None:
-    """Normalise x [..., H] over its last dimension; None when that is not for this kernel."""
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H]; None when the kernel does not serve
+    x."""
     function = _function()
     size = x.shape[-1]
     repeats = weight.repeats
@@ -47,11 +48,10 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor | None:
 
 
 def rms_norm_copying(x: Tensor, weight: NormWeight, copy: int) -> Tensor:
-    """`rms_norm`, and the bits of `rms_norm_invariant`, of x [T, H] that `can_copy` says yes to.
+    """RMS norm of x [T, H], with the bits of `rms_norm_invariant`, and a copy of x; for x that `can_copy` accepts.
 
     Args:
-        copy: address of memory as large as x, which gets x as it is: to keep it in memory of one's own then costs next
-            to nothing.
+        copy: Address of memory as large as x, to which x is copied; this costs next to nothing.
     """
     return _run(_function(), x, weight, copy)
 

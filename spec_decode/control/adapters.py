@@ -10,24 +10,25 @@ from ...platform.core.request import Request
 from .acceptance import ADAPTER_MEMORY, REQUEST_MEMORY, AcceptanceRate, adapter_rates
 
 MAX_ADAPTERS = 4096
-"""Adapters that are remembered; the one that was used longest ago goes first."""
+"""Number of adapters that are remembered; the one that was used longest ago goes first. One takes some kilobytes."""
 TRIAL_ROUNDS = 4
-"""Rounds of a trial for each of its rows: enough to outweigh a request's prior."""
+"""Number of rounds of a trial for each of its rows: enough to outweigh a request's prior of three rounds."""
 TRIAL_ROWS = 2
-"""Rows of an adapter that take part in a trial."""
+"""Most rows of an adapter that take part in a trial, so that a large batch goes on as it was."""
 TRIAL_DRAFTS = 4
-"""Drafts of a row in a trial."""
+"""Most drafts of a row in a trial: later positions follow the first ones' acceptance."""
 TRIAL_SHARE = 0.01
-"""Share of the time that the trials of one adapter may cost."""
+"""Share of the time that the trials of one adapter may cost: the least that a measurement can tell from noise."""
 FIRST_TRIAL_SECONDS, MOST_TRIAL_SECONDS = 0.5, 60.0
-"""Least and most seconds between two trials of a drafter; a trial that changes nothing doubles them."""
+"""Least and most seconds between two trials of a drafter; a trial that changes nothing doubles them. A text changes
+within seconds, the requests of an adapter within minutes."""
 
 
 class AdapterKey(NamedTuple):
     """Requests that share an estimate."""
 
     digest: bytes
-    """Of the adapter's content; empty for the base model."""
+    """Digest of the adapter's content; empty for the base model."""
     is_greedy: bool
 
 

@@ -1,23 +1,25 @@
 """Costs: seconds of a target step by its rows and drafts, and what a round of drafting adds.
 
-Both are tables of measured means that forget, over classes of sizes (1, 2, 3, 4, 6, 8, 12, 16, ...), and linear between
-them. All means of step times share one drift factor, so that a machine that becomes slower or faster does not make the
+Both are tables of medians of recent measurements over classes of sizes (1, 2, 3, 4, 6, 8, 12, 16, ...), linear
+between them. All step times share one drift factor, so that a machine that becomes slower or faster does not make the
 sizes that were measured lately look worse than the others.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 
-_FORGETS = 0.1
-"""Least weight of a new measurement in its mean: a mean follows a change within about ten steps of its size."""
-_DRIFT = 0.02
-"""Exponent with which a step that took longer than expected raises all means."""
-_CLIP = 1.5
-"""A measurement counts for at most this multiple of the mean once the mean has `_SURE` measurements: longer ones come
-from other programs on the machine."""
+_REMEMBERED = 9
+"""Measurements of a size that are remembered: their median ignores up to four steps that other programs on the machine
+made longer, and follows a change of the machine within five steps."""
+_DRIFT = 0.2
+"""Exponent with which a step that took longer than expected raises all estimates: two thirds of a change of the machine
+are followed within five steps, before the median of the size in use has taken it for a change of that size."""
+_CLIP = 2.0
+"""Ratio to the expected time from which a step does not count as drift: other programs made it longer."""
 _SURE = 3
-"""Measurements after which a mean is taken for known."""
+"""Measurements after which the time of a size counts as known."""
 _FREE_SLOPE = 1.0 / 256
 """Cost of one more token, as a share of a step without drafts, where nothing was measured: decoding reads weights, so
 one more token costs little, and an optimist measures it soon."""
@@ -31,55 +33,57 @@ def size_class(size: int) -> int:
     return 2 * power - 1 + (size > 3 << (power - 2))
 
 
-class Mean:
-    """A mean of measurements at about one size, which forgets old ones."""
+class Recent:
+    """The last measurements at about one size."""
 
-    __slots__ = ("count", "seconds", "size")
+    __slots__ = ("_seconds", "count", "size")
 
     def __init__(self) -> None:
         self.size = 0.0
         """Mean of the sizes at which it was measured."""
-        self.seconds = 0.0
         self.count = -1
         """Measurements. The first one of a size is left out: kernels are prepared and memory is taken for it."""
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def add(self, size: float, seconds: float) -> None:
         """Take in one measurement."""
         self.count += 1
-        if self.count == 0:
-            self.size, self.seconds = size, seconds
-            return
-        if self.count >= _SURE:
-            seconds = min(seconds, _CLIP * self.seconds)
-        weight = max(1.0 / self.count, _FORGETS)
-        self.size += weight * (size - self.size)
-        self.seconds += weight * (seconds - self.seconds)
+        if self.count <= 1:
+            self._seconds.clear()
+            self.size = size
+        self._seconds.append(seconds)
+        self.size += (size - self.size) / min(max(self.count, 1), _REMEMBERED)
+
+    @property
+    def seconds(self) -> float:
+        """The lower median of the last measurements."""
+        return sorted(self._seconds)[(len(self._seconds) - 1) // 2]
 
 
 class Curve:
-    """Seconds as a function of one size, from means at a few sizes; never falling."""
+    """Seconds as a function of one size, from medians at a few sizes; never falling."""
 
     def __init__(self) -> None:
-        self._means: dict[int, Mean] = {}
+        self._sizes: dict[int, Recent] = {}
         self._points: tuple[list[float], list[float]] | None = None
 
     def add(self, size: int, seconds: float) -> None:
         """Take in one measurement."""
-        mean = self._means.get(size_class(size))
-        if mean is None:
-            mean = self._means[size_class(size)] = Mean()
-        mean.add(size, seconds)
+        known = self._sizes.get(size_class(size))
+        if known is None:
+            known = self._sizes[size_class(size)] = Recent()
+        known.add(size, seconds)
         self._points = None
 
     def is_known(self, size: int) -> bool:
         """Return whether this class of sizes was measured often enough."""
-        mean = self._means.get(size_class(size))
-        return mean is not None and mean.count >= _SURE
+        known = self._sizes.get(size_class(size))
+        return known is not None and known.count >= _SURE
 
     @property
     def is_empty(self) -> bool:
         """Return whether nothing was measured."""
-        return not self._means
+        return not self._sizes
 
     def at(self, size: float) -> float:
         """Seconds at a size: linear between measured sizes and beyond them. The curve is not empty."""
@@ -97,16 +101,16 @@ class Curve:
     def _fit(self) -> tuple[list[float], list[float]]:
         """Points whose seconds do not fall: neighbours that do are averaged (pool adjacent violators)."""
         pooled: list[tuple[float, float, int]] = []  # (seconds, weight, number of points)
-        means = sorted(self._means.values(), key=lambda mean: mean.size)
-        for mean in means:
-            value, weight, points = mean.seconds, float(min(max(mean.count, 1), 10)), 1
+        known = sorted(self._sizes.values(), key=lambda recent: recent.size)
+        for recent in known:
+            value, weight, points = recent.seconds, float(min(max(recent.count, 1), _REMEMBERED)), 1
             while pooled and pooled[-1][0] > value:
                 other, other_weight, other_points = pooled.pop()
                 value = (value * weight + other * other_weight) / (weight + other_weight)
                 weight, points = weight + other_weight, points + other_points
             pooled.append((value, weight, points))
         seconds = [value for value, _, points in pooled for _ in range(points)]
-        self._points = [mean.size for mean in means], seconds
+        self._points = [recent.size for recent in known], seconds
         return self._points
 
 

@@ -1,0 +1,88 @@
+"""Measured times of steps and of drafting."""
+
+import pytest
+
+from outrider.spec_decode.control.costs import DraftCosts, StepCosts, size_class
+
+
+def test_classes_of_sizes_grow_by_steps_of_a_half_at_most():
+    classes = [size_class(size) for size in range(200)]
+    assert classes == sorted(classes)
+    assert [size for size in range(1, 40) if size_class(size) != size_class(size - 1)] == [
+        1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33
+    ]  # fmt: skip
+
+
+def test_nothing_is_known_before_a_step_was_measured():
+    costs = StepCosts()
+    assert costs.seconds(4, 0) == 0.0
+    assert costs.curve(4) is None
+    assert DraftCosts().seconds(0, 4, 2) == 0.0
+
+
+def test_times_lie_on_a_line_between_measured_sizes_and_beyond_them():
+    costs = StepCosts()
+    for _ in range(4):
+        costs.add(1, 0, 0.010)
+        costs.add(1, 8, 0.018)
+    assert costs.seconds(1, 4) == pytest.approx(0.014)
+    assert costs.seconds(1, 16) == pytest.approx(0.026)
+    assert costs.seconds(3, 0) == pytest.approx(0.010), "the nearest number of rows"
+
+
+def test_a_number_of_drafts_that_was_never_measured_is_tried_since_it_seems_cheap():
+    costs = StepCosts()
+    for _ in range(4):
+        costs.add(1, 0, 0.010)
+    assert 0.010 < costs.seconds(1, 8) < 0.011
+
+
+def test_more_drafts_never_seem_cheaper():
+    costs = StepCosts()
+    for _ in range(6):
+        costs.add(1, 0, 0.012)
+        costs.add(1, 2, 0.010)
+        costs.add(1, 8, 0.020)
+    times = [costs.seconds(1, count) for count in range(12)]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("share", [3, 4])
+def test_steps_that_other_programs_made_longer_do_not_count(share):
+    """One in three or four takes twenty times as long."""
+    costs = StepCosts()
+    for number in range(40):
+        costs.add(2, 0, 0.2 if number % share == 0 else 0.01)
+    assert costs.seconds(2, 0) == pytest.approx(0.01, rel=0.05)
+
+
+def test_the_first_step_of_a_size_is_left_out():
+    costs = StepCosts()
+    costs.add(1, 4, 5.0)
+    costs.add(1, 4, 0.01)
+    assert costs.seconds(1, 4) == pytest.approx(0.01)
+
+
+def test_a_slower_machine_makes_all_sizes_slower():
+    """Those that were not measured since, too: else the ones in use look worse than they are."""
+    costs = StepCosts()
+    for _ in range(10):
+        costs.add(1, 0, 0.010)
+        costs.add(1, 8, 0.020)
+    for _ in range(300):
+        costs.add(1, 0, 0.014)
+    assert costs.seconds(1, 0) == pytest.approx(0.014, rel=0.05)
+    assert costs.seconds(1, 8) == pytest.approx(0.028, rel=0.15)
+
+
+def test_a_round_without_drafts_has_its_own_time():
+    costs = DraftCosts()
+    for _ in range(4):
+        costs.add(0, 2, 0, 0.0003)
+        costs.add(0, 2, 4, 0.004)
+        costs.add(1, 2, 4, 0.0005)
+    assert costs.seconds(0, 2, 0) == costs.seconds(1, 2, 0) == pytest.approx(0.0003)
+    assert costs.seconds(0, 2, 4) == pytest.approx(0.004)
+    assert costs.seconds(1, 2, 4) == pytest.approx(0.0005)
+    assert costs.is_known(1, 2, 4)
+    assert not costs.is_known(1, 2, 1)

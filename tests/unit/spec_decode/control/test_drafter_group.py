@@ -1,0 +1,73 @@
+"""Several drafters behind the contract of one, and what a configuration makes of it."""
+
+import pytest
+
+from outrider.platform.core.request import Drafts, Request
+from outrider.platform.core.sampling_params import SamplingParams
+from outrider.platform.core.speculative_config import parse_speculative
+from outrider.spec_decode.control.drafter_group import DrafterGroup
+from outrider.spec_decode.control.factory import make_speculation
+from outrider.spec_decode.drafters.base import Drafter, DraftRow, Proposal, TargetOutput
+
+
+class Noting(Drafter):
+    """Drafts its number, and notes its calls."""
+
+    def __init__(self, number):
+        self.number, self.calls = number, []
+
+    def propose(self, rows, target):
+        self.calls.append(("propose", [row.max_drafts for row in rows]))
+        return [Proposal(Drafts([self.number] * row.max_drafts), len(row.tokens)) for row in rows]
+
+    def watch(self, rows, target):
+        self.calls.append(("watch", len(rows)))
+
+    def forget_adapter(self, digest):
+        self.calls.append(("forget", digest))
+
+
+def row(drafter, count):
+    request = Request("r", [1, 2, 3], 3, SamplingParams(), seed_key=0)
+    return DraftRow(request, request.tokens, 3, 3, count, [], sampled=True, drafter=drafter)
+
+
+@pytest.fixture
+def drafters():
+    return [Noting(0), Noting(1)]
+
+
+def test_each_drafter_drafts_for_its_rows(drafters):
+    found = DrafterGroup(drafters).propose([row(0, 2), row(1, 3), row(0, 0)], TargetOutput())
+    assert [list(proposal.drafts.token_ids) for proposal in found] == [[0, 0], [1, 1, 1], []]
+    assert drafters[0].calls == [("propose", [2, 0, 0])], "the first sees all rows, to keep up"
+    assert drafters[1].calls == [("propose", [3])]
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_drafter_without_rows_only_watches(drafters, asked):
+    found = DrafterGroup(drafters).propose([row(asked, 1), row(asked, 2)], TargetOutput())
+    assert [len(proposal.drafts.token_ids) for proposal in found] == [1, 2]
+    assert drafters[1 - asked].calls == [("watch", 2)]
+
+
+def test_all_watch_and_all_forget(drafters):
+    group = DrafterGroup(drafters)
+    group.watch([row(0, 0)], TargetOutput())
+    group.forget_adapter(b"a")
+    assert drafters[0].calls == drafters[1].calls == [("watch", 1), ("forget", b"a")]
+
+
+def test_a_fixed_number_has_no_policy():
+    assert make_speculation(None, None).policy is None
+    assert make_speculation(parse_speculative({"method": "ngram", "num_speculative_tokens": 3}), None).policy is None
+
+
+def test_adaptive_prompt_lookup_may_make_sixteen_drafts():
+    """The policy is shown them, and makes as many as pay."""
+    policy = make_speculation(parse_speculative({"method": "ngram"}), None).policy
+    assert (0, 16) in policy.choices
+    policy = make_speculation(
+        parse_speculative({"method": "ngram", "adaptive": True, "num_speculative_tokens": 5}), None
+    )
+    assert max(policy.policy.choices) == (0, 5)

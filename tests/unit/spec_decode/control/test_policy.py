@@ -1,0 +1,171 @@
+"""SpeculationPolicy in simulated time: goodput beside fixed numbers of drafts, trials, hysteresis, adapters."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from outrider.platform.core.batch import RowPlan
+from outrider.platform.core.request import Status
+from outrider.platform.core.sampling_params import SamplingParams
+
+from .simulated import CURVES, LOOKUP, MAX_DRAFTS, Costs, World, bound, flat, long, short, stairs
+
+BASE = b""
+NEURAL = Costs(0.05, 2.0)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("p", [0.1, 0.8])
+@pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
+def test_goodput_is_near_that_of_the_best_fixed_number(curve, p, rows):
+    """And never much below that without drafts. A staircase of costs is drawn as a line between measured sizes."""
+    world = World(curve, {(BASE, 0): p}, [BASE] * rows, [Costs(0.05, 0.05 * curve(1, 1))]).warm_up()
+    goodput = world.run(600)
+    assert goodput > 0.96 * world.fixed(0, 0, 60)
+    assert goodput > (0.86 if curve is stairs else 0.9) * max(world.fixed(0, k, 60) for k in (0, 1, 2, 4, 8))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("curve", [flat, long], ids=["flat", "long"])
+def test_the_order_of_overlapping_steps_changes_nothing(curve, overlaps):
+    world = World(curve, {(BASE, 0): 0.8}, [BASE] * 4, [NEURAL], overlaps=overlaps).warm_up()
+    assert world.run(600) > 0.95 * max(world.fixed(0, k, 150) for k in (0, 1, 2, 4, 8))
+
+
+def test_where_drafts_are_wrong_steps_are_planned_without_them():
+    world = World(short, {(BASE, 0): 0.05}, [BASE] * 4, [NEURAL]).warm_up()
+    world.run(300)
+    world.counts.clear()
+    planned = []
+    for _ in range(400):
+        planned.append(world.policy.plans_no_drafts)
+        world.step()
+    assert sum(planned) > 300
+    assert sum(any(counts) for counts in world.counts) < 40, "trials alone"
+
+
+def test_trials_cost_little_and_find_that_drafts_have_become_right():
+    world = World(long, {(BASE, 0): 0.02}, [BASE] * 4, [NEURAL], length=10_000).warm_up()
+    world.run(200)
+    assert world.run(2000) > 0.98 * world.fixed(0, 0)
+    world.accept[BASE, 0] = 0.95
+    world.run(1000)
+    assert world.run(100) > 1.5 * world.fixed(0, 0)
+
+
+def test_each_adapter_gets_its_drafter():
+    """The network for one, prompt lookup for another, nothing for the third."""
+    accept = {(b"a", 0): 0.9, (b"a", 1): 0.1, (b"b", 0): 0.1, (b"b", 1): 0.8, (b"c", 0): 0.05, (b"c", 1): 0.05}
+    world = World(stairs, accept, [b"a", b"b", b"c"], [Costs(0.05, 0.6), LOOKUP]).warm_up()
+    world.run(3000)
+    world.counts.clear()
+    world.drafters_used.clear()
+    world.run(600)
+    counts = [sum(column) / 600 for column in zip(*world.counts, strict=True)]
+    used = [sum(column) / 600 for column in zip(*world.drafters_used, strict=True)]
+    assert counts[0] > 2
+    assert counts[1] > 2
+    assert counts[2] < 1
+    assert used[0] < 0.1
+    assert used[1] > 0.9
+
+
+def test_requests_of_one_adapter_are_told_apart():
+    """One that accepts gets more drafts than its neighbour."""
+    world = World(bound, {(BASE, 0): 0.5}, [BASE] * 2, [LOOKUP], length=100_000).warm_up()
+    verify = world.verify
+
+    def by_request(row):
+        world.accept[BASE, 0] = 0.97 if row.request is world.requests[0] else 0.05
+        return verify(row)
+
+    world.verify = by_request
+    world.run(300)
+    world.counts.clear()
+    world.run(200)
+    first, second = (sum(column) for column in zip(*world.counts, strict=True))
+    assert first > 3 * second
+
+
+def test_noise_does_not_switch_drafting_on_and_off():
+    world = World(long, {(BASE, 0): 0.5}, [BASE] * 8, [Costs(0.05, 6.0)], noise=0.03, length=10_000).warm_up()
+    world.run(200)
+    world.counts.clear()
+    world.run(800)
+    drafting = [sum(counts) > 0 for counts in world.counts]
+    assert sum(one != other for one, other in itertools.pairwise(drafting)) < 40
+
+
+def test_where_steps_are_short_a_class_of_batch_sizes_has_one_number():
+    """It is chosen about once a second, and the same for all rows of an adapter."""
+    world = World(short, {(BASE, 0): 0.8}, [BASE] * 4, [LOOKUP]).warm_up()
+    began = world.now
+    world.run(4000)
+    chosen = [counts[0] for counts in world.counts if len(set(counts)) == 1]
+    assert len(chosen) > 0.97 * len(world.counts)
+    changes = sum(one != other for one, other in itertools.pairwise(chosen))
+    assert changes < 10 + 2 * (world.now - began) / 1000
+
+
+def test_a_choice_only_lowers_what_there_is_room_for():
+    world = World(flat, {(BASE, 0): 0.95}, [BASE] * 2, [LOOKUP]).warm_up()
+    world.run(100)
+    rows = [
+        RowPlan(request, len(request.tokens) - 1, 1, 0, True, limit)
+        for request, limit in zip(world.requests, (0, 2), strict=True)
+    ]
+    world.policy.choose(rows)
+    assert [row.max_new_drafts for row in rows] == [0, 2]
+
+
+def test_drafts_of_quick_rows_are_worth_less_while_a_batch_drains():
+    """Nobody waits: the rows whose drafts are wrong decide when the batch is done."""
+    made = {}
+    for waiting in (True, False):
+        world = World(bound, {(b"a", 0): 0.85, (b"b", 0): 0.02}, [b"a", *[b"b"] * 7], [LOOKUP], waiting=waiting)
+        world.warm_up().run(400)
+        world.counts.clear()
+        world.run(200)
+        made[waiting] = sum(map(sum, world.counts))
+    assert made[False] <= made[True]
+
+
+def test_numbers_are_held_for_measuring_and_nothing_is_learned_meanwhile():
+    world = World(flat, {(BASE, 0): 0.0}, [BASE] * 2)
+    for drafter, count in world.policy.choices:
+        world.policy.hold(drafter, count)
+        world.run(3)
+        assert world.counts[-1] == [count, count]
+        assert not world.policy.plans_no_drafts
+    assert world.policy.choices[0] == (0, 0)
+    assert (0, MAX_DRAFTS) in world.policy.choices
+    world.policy.release()
+    assert world.policy.snapshot() == {}
+
+
+def test_acceptance_is_kept_by_adapter_and_kind_of_sampling_and_forgotten_with_the_adapter():
+    world = World(flat, {(b"a", 0): 0.9, (b"b", 0): 0.1}, [b"a", b"b"]).warm_up()
+    world.run(200)
+    world.params = SamplingParams(temperature=1.0)
+    for index, request in enumerate(world.requests):
+        request.status = Status.FINISHED
+        world.requests[index] = world.fresh(request.text_namespace[1])
+    world.run(200)
+    known = world.policy.snapshot()
+    assert set(known) == {"61 greedy", "61 sampled", "62 greedy", "62 sampled"}
+    assert known["61 greedy"]["acceptance"][0] > 0.8 > 0.3 > known["62 greedy"]["acceptance"][0]
+    world.policy.forget(b"a")
+    assert set(world.policy.snapshot()) == {"62 greedy", "62 sampled"}
+
+
+def test_a_new_request_starts_from_its_adapters_estimate():
+    world = World(long, {(b"a", 0): 0.02}, [b"a"] * 4, [NEURAL]).warm_up()
+    world.run(600)
+    for index, request in enumerate(world.requests):
+        request.status = Status.FINISHED
+        world.requests[index] = world.fresh(b"a")
+    world.counts.clear()
+    world.run(4)
+    assert sum(map(sum, world.counts)) <= 16, "at most a trial of two rows"
