@@ -35,7 +35,7 @@ class Read(NamedTuple):
 
 
 class _Mixed(NamedTuple):
-    """What came of a mix, as in `Read`."""
+    """Result of a mix, as in `Read`."""
 
     entry: HostEntry | None
     error: OutriderError | None
