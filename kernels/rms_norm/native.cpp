@@ -1,6 +1,5 @@
 // y = x / sqrt(|x|^2 + root^2) * scale for each row; see kernels/rms_norm/torch.py.
 #include <cmath>
-#include <cstring>
 
 #include "vector_math.h"
 
