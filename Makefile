@@ -49,15 +49,33 @@ lint: .venv/.dev.stamp ## Check format, rules, docstrings, types, layers and siz
 	$(BIN)/lint-imports --no-cache
 	MYPY=$(BIN)/mypy tools/mypy.sh
 
-# Machines with a GPU have torch 2.11 and its Triton, an older one than .venv's: its compiler uses registers differently.
-# It goes before .venv's on the path; its kernels for Hopper depend neither on torch's version nor on Python's.
+# Machines with a GPU have Python 3.12, torch 2.11 and Triton 3.6, whose compiler uses registers differently from .venv's.
+# The index has torch 2.11 only with CUDA, gigabytes. So the kernels are compiled in an environment of that Python and
+# Triton without torch, and launched, for their keys, by .venv's torch with that Triton. Where no Python 3.12 is found
+# (or GPU_PYTHON is empty), .venv's Python compiles, with that Triton.
+GPU_PYTHON ?= $(firstword $(wildcard $(addsuffix /bin/python3.12, $(HOME)/.pyenv/versions/3.12.* /usr/local /usr)))
+GPU_ENV := .venv/gpu
 GPU_TRITON := .venv/gpu-triton
 $(GPU_TRITON)/.stamp: | .venv/.dev.stamp
 	$(PIP_INSTALL) --no-deps --upgrade --target $(GPU_TRITON) 'triton==3.6.*'
 	@touch $@
 
+$(GPU_ENV)/.stamp: pyproject.toml
+	$(GPU_PYTHON) -I -m venv --clear $(GPU_ENV)
+	sed -n '/^dependencies = /,/^]/s/^ *"\(.*\)",.*/\1/p' pyproject.toml | grep -v '^torch' > $(GPU_ENV)/requirements.txt
+	$(GPU_ENV)/bin/python -m pip install --quiet --disable-pip-version-check 'triton==3.6.*' -r $(GPU_ENV)/requirements.txt
+	ln -sfn "$(CURDIR)" $(GPU_ENV)/lib/python3.12/site-packages/outrider
+	@touch $@
+
 kernels: $(GPU_TRITON)/.stamp ## Compile every Triton kernel as a machine with a GPU does
+ifneq ($(GPU_PYTHON),)
+	$(MAKE) $(GPU_ENV)/.stamp
+	$(GPU_ENV)/bin/python -I -c 'from outrider import LLM, EngineArgs, SamplingParams'
+	$(GPU_ENV)/bin/python tools/compile_kernels.py --arch 90 --jobs 2 $(ARGS)
+else
+	@echo "No Python 3.12 was found: $$($(BIN)/python -V) compiles; GPU_PYTHON=... names another."
 	PYTHONPATH=$(GPU_TRITON) $(BIN)/python tools/compile_kernels.py --arch 90 --jobs 2 $(ARGS)
+endif
 	PYTHONPATH=$(GPU_TRITON) TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_triton_specialisations.py
 
 format: .venv/.dev.stamp ## Format the code and apply the safe fixes

@@ -1,4 +1,4 @@
-"""What the compile check builds: every `kernels/<op>/triton.py` lists its kernels with representative constants."""
+"""Cases of the compile check: every `kernels/<op>/triton.py` lists its kernels with representative constants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class CompileCase(NamedTuple):
     """One kernel with one set of constants, as `triton.compile` takes it without a GPU."""
 
     name: str
-    """Unique; the op, the kernel and what is special."""
+    """Unique name: the op, the kernel and its special constants."""
     kernel: Any
     """The `triton.jit` function."""
     signature: dict[str, str]
@@ -18,6 +18,6 @@ class CompileCase(NamedTuple):
     num_warps: int = 4
     num_stages: int = 2
     archs: tuple[int, ...] = (80, 90, 100)
-    """Compute capabilities, times ten, that these constants are for."""
+    """Compute capabilities, times ten, for which these constants are meant."""
     ones: tuple[str, ...] = ()
-    """Integer arguments that are 1: Triton makes them constants of the kernel, unless they are not specialised."""
+    """Integer arguments that are 1: Triton compiles them as constants unless they are not specialised."""

@@ -1,4 +1,7 @@
-"""Numbers that a device is still computing when the host already works with their places."""
+"""Results of a step that are only on the device: the host plans the next step before it can read them.
+
+S is the number of rows of the step, R the number of their rows of logits.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .staging import upload
 
 
 class OnDevice:
-    """A tensor [S] of int64 that does not change any more once it is computed."""
+    """Tensor [S] of int64 on the device that is written once and read by the host at most once."""
 
     __slots__ = ("_known", "tensor")
 
@@ -22,19 +25,19 @@ class OnDevice:
         self._known: list[int] | None = None
 
     def known(self) -> list[int]:
-        """Its numbers; the host waits for them."""
+        """Numbers of the tensor on the host; the call waits for the device."""
         if self._known is None:
             self._known = self.tensor.tolist()
         return self._known
 
 
 class DeviceIds(Sequence[int]):
-    """Token ids that the device is computing. How many there are is known; to read one is to wait for all."""
+    """Sequence of token ids that are only on the device. Its length is known; reading an id waits for the device."""
 
     __slots__ = ("places", "source")
 
     def __init__(self, source: OnDevice, places: Sequence[int]) -> None:
-        """`places`: which of the source's numbers they are."""
+        """Choose the ids at `places` of `source`."""
         self.source = source
         self.places = places
 
@@ -54,43 +57,43 @@ class DeviceIds(Sequence[int]):
 
 
 class DeviceTokens(NamedTuple):
-    """Tokens among others that the host knows, which the device puts in their places."""
+    """Token ids on the device, and their places in a list whose other ids the host knows."""
 
     places: Sequence[int]
-    """[L], among all tokens."""
+    """[L] places in the list."""
     source: Tensor
-    """[S] int64 on the device; written before it is read here."""
+    """[S] int64 on the device; the device writes it before `fill` reads it."""
     origins: Sequence[int]
-    """[L], which of the source each is."""
+    """[L] index in `source` of each token."""
 
     def fill(self, token_ids: Tensor) -> None:
-        """Put them into `token_ids` [T or more] int64, on the device."""
+        """Write the tokens into `token_ids` [at least max(places) + 1] int64 on the device; mutated."""
         places, origins = upload(token_ids.device, np.asarray(self.places), np.asarray(self.origins))
         token_ids.index_copy_(0, places, self.source.index_select(0, origins))
 
 
 class DeviceOutcome(NamedTuple):
-    """What a step of S rows with R logits rows leaves on the device for the one that follows, planned as if all of its
-    drafts were right. Row s has 1 + k_s logits rows and accepts a_s drafts."""
+    """Outcome of a step, on the device. Row s had k_s drafts and 1 + k_s rows of logits; a_s of its drafts are
+    accepted. The next step is planned as if all drafts were accepted."""
 
     tokens: Tensor
-    """[R] int64: a row's accepted drafts and its next token; some tokens after these."""
+    """[R] int64: for each row its accepted drafts and the next token; what follows them has no meaning."""
     next_tokens: Tensor
-    """[S] int64"""
+    """[S] int64: the token after the accepted drafts."""
     accepted: Tensor
-    """[S] int64: a"""
+    """[S] int64: a, the number of accepted drafts."""
     rejected: Tensor | None
-    """[S + 1] int64: k - a, and a zero for rows that do not follow any of these; None: there were no drafts."""
+    """[S + 1] int64: k - a, and a zero that rows use which follow none of these; None when there were no drafts."""
     overshoot: Tensor | None = None
-    """[S] int64: by how many positions the step's own rows begin before where they were planned; None: nowhere."""
+    """[S] int64: number of positions by which the step's own rows start before their planned start; None: 0."""
     most_overshoot: int = 0
     most_rejected: int = 0
-    """No number is larger."""
+    """Upper bound of `rejected`, as `most_overshoot` is of `overshoot`."""
     counts: Sequence[int] = ()
-    """[S], each row's 1 + k, which is R together; empty: 1 each."""
+    """[S] 1 + k of each row, in sum R; empty: 1 each."""
 
     def generated(self) -> list[DeviceIds]:
-        """Of each of the S rows its 1 + k places in `tokens`: what was accepted and sampled, then -1."""
+        """Generated tokens of each of the S rows: 1 + k ids, with -1 after the accepted drafts and the next token."""
         tokens = self.tokens
         counts = np.array(self.counts or [1] * len(tokens))
         assert len(counts) == len(self.accepted), "of some rows `of` keeps the tokens of all"
@@ -103,7 +106,7 @@ class DeviceOutcome(NamedTuple):
         return [DeviceIds(source, range(start, end)) for start, end in zip(starts.tolist(), ends, strict=True)]
 
     def of(self, rows: Sequence[int]) -> DeviceOutcome:
-        """The same with numbers of these rows alone, but for `tokens` and `counts`."""
+        """Outcome of some rows; `tokens` and `counts` stay those of all rows."""
         if list(rows) == list(range(len(self.accepted))):
             return self
         index = upload(self.accepted.device, np.asarray(rows))[0]
@@ -117,12 +120,12 @@ class DeviceOutcome(NamedTuple):
 
     @property
     def unused(self) -> Tensor | None:
-        """[S] int64: `rejected`, of these rows alone."""
+        """[S] int64: `rejected` without the zero at its end."""
         return None if self.rejected is None else self.rejected[:-1]
 
     @property
     def total(self) -> Tensor | None:
-        """[S] int64: by how many positions the sequences' ends were planned too far; None: nowhere."""
+        """[S] int64: positions by which the ends of the sequences were planned too far; None: 0."""
         if self.unused is None or self.overshoot is None:
             return self.unused if self.overshoot is None else self.overshoot
         return self.unused + self.overshoot
@@ -136,10 +139,10 @@ def device_slots(
     overshoot: tuple[Tensor | None, int],
     device: torch.device,
 ) -> Tensor:
-    """Where B rows lie in the cache: slots [T] int64 of positions [start - overshoot, start - overshoot + count).
+    """Cache slots [T] int64 of B rows of consecutive positions [start - overshoot, start - overshoot + count).
 
     Args:
-        overshoot: [B] int64 on the device, and the most that it can be; None: 0.
+        overshoot: [B] int64 on the device (None: 0), and its upper bound.
     """
     early, most = overshoot
     first = np.maximum(np.asarray(starts) - most, 0) // block_size
@@ -158,12 +161,12 @@ def device_slots(
 
 
 def host_ids(ids: Sequence[int]) -> Sequence[int]:
-    """`ids`, or zeros that hold the places of those that are late."""
+    """`ids`, or as many zeros when the ids are only on the device."""
     return [0] * len(ids) if isinstance(ids, DeviceIds) else ids
 
 
 def device_tokens(parts: Iterable[tuple[int, Sequence[int]]]) -> list[DeviceTokens]:
-    """What is late of these: (place of the first, ids), one for each source."""
+    """Tokens of `parts` that are only on the device, grouped by source. A part is (place of its first token, ids)."""
     by_source: dict[OnDevice, tuple[list[int], list[int]]] = {}
     for first, ids in parts:
         if isinstance(ids, DeviceIds):

@@ -1,4 +1,4 @@
-"""Which tensors have Triton kernels."""
+"""Choice between Triton and PyTorch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed; it is not imported."""
+    """True when Triton is installed; the call does not import it."""
     return find_spec("triton") is not None
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether an operation on `x` runs in Triton: on a CUDA device, if Triton is installed."""
+    """True when an operation on `x` runs in Triton: `x` is on a CUDA device and Triton is installed."""
     return x.is_cuda and has_triton()

@@ -1,8 +1,7 @@
-"""Device work that is recorded once and launched again as a whole: one launch in place of hundreds.
+"""Recording of device work, which is then replayed with one launch instead of hundreds.
 
-A recording holds addresses and numbers. Whatever differs from one replay to the next must therefore stand in tensors
-that stay where they are; tensors that the work makes are the recording's own, and their memory serves other recordings
-too as soon as nothing refers to them.
+A recording holds addresses and constants. Inputs that differ between replays must be in tensors that keep their
+addresses. Tensors that the work allocates belong to the recordings, which share one pool of memory.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ Work = Callable[[], tuple[Tensor, ...]]
 
 
 class Captured(NamedTuple):
-    """Recorded work."""
+    """Recorded work and its outputs."""
 
     outputs: tuple[Tensor, ...]
-    """What it returned. A replay writes them anew; they are good until the next replay of any recording of the backend,
-    which may use the same memory."""
+    """Tensors that the work returned. A replay writes them again; the next replay of any recording of the backend may
+    overwrite them."""
     replay: Callable[[], None]
-    """Does it again, with what the tensors it reads hold then. The host does not wait."""
+    """Run the work again with the present contents of its inputs. The host does not wait."""
 
 
 class GraphBackend(Protocol):
-    """How work is recorded."""
+    """Method of recording work on a device."""
 
     def capture(self, work: Work) -> Captured:
-        """Do `work` and record it: it may run more than once, and `outputs` hold its results only after a replay.
+        """Record `work`. It may run several times meanwhile; `outputs` are valid after a replay only.
 
         Raises:
             RuntimeError: it cannot be recorded, or there is no memory for it.
@@ -40,7 +39,7 @@ class GraphBackend(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs whose memory is one pool: they run one after the other, in one stream."""
+    """CUDA graphs that share one pool of memory; they run one after the other in one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -48,7 +47,8 @@ class CudaGraphs:
 
     def capture(self, work: Work) -> Captured:
         """See GraphBackend."""
-        # Once without recording: kernels are compiled and libraries take their workspaces, which a capture forbids.
+        # The first run is not recorded: kernels are compiled and libraries allocate workspaces, which a capture
+        # forbids.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
@@ -58,7 +58,7 @@ class CudaGraphs:
         gc.disable()  # what it frees may call the driver in the middle of a capture
         try:
             with torch.cuda.stream(self._stream):
-                # Other threads load adapters: what they ask of the driver meanwhile is no error.
+                # Calls of other threads to the driver, which load adapters meanwhile, do not fail the capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     outputs = work()

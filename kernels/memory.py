@@ -1,4 +1,4 @@
-"""Large memory that no start waits for."""
+"""Memory that the system provides when it is used first, so that no start waits for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """A tensor of zeros. On a CPU the system provides its pages when they are first written to, huge ones where it has
-    any: what is never used takes no memory, and nobody waits until gigabytes are cleared."""
+    """Tensor of zeros. On a CPU the system provides its pages at the first write, huge pages where it has any: unused
+    parts take no memory, and nothing waits until gigabytes are cleared."""
     device, shape = torch.device(device), tuple(shape)
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0:

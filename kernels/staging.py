@@ -1,4 +1,4 @@
-"""Small arrays of a step on their way to the device and back: one copy for all, which the host need not wait for."""
+"""Copies of a step's small arrays to the device and back: one copy for all, for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
-    """Host arrays [n_i] of int64 or float64 as tensors on `device`, in one copy.
+    """Copy host arrays [n_i] of int64 or float64 to `device` in one copy; return a tensor for each.
 
-    Each begins at a multiple of 16 bytes, whatever the lengths before it: Triton compiles a kernel anew for pointers
-    that are aligned differently. The pinned memory is the caching allocator's, which keeps it until the copy is over.
+    Each tensor begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that are aligned
+    differently. The pinned memory is the caching allocator's, which keeps it until the copy is over.
     """
     sizes = [(array.size + 1) // 2 * 2 for array in arrays]
     starts = list(accumulate(sizes, initial=0))
@@ -31,23 +31,23 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
 
 
 def staged(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host array of any type as `device` can fetch it while the host goes on."""
+    """Host tensor of an array of any dtype, in memory from which `device` can copy while the host goes on."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """One host array of any type on `device`, without waiting for the copy; on a CPU it is the same memory."""
+    """Copy one host array of any dtype to `device` without waiting; on a CPU the tensor shares the array's memory."""
     if device.type == "cpu":
         return torch.from_numpy(array)
     return staged(array, device).to(device, non_blocking=True)
 
 
 class Download:
-    """Tensors of int64 and float32 on their way to the host, in one copy."""
+    """Copy of int64 and float32 tensors to the host, all in one."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        """`parts` are on one device, of any shapes."""
+        """Start the copy of `parts`, which are on one device and of any shapes."""
         self._shapes = [(part.shape, part.is_floating_point()) for part in parts]
         # float64 holds float32 exactly, and has int64's size.
         flat = [part.double().view(torch.int64) if part.is_floating_point() else part for part in parts]
@@ -57,7 +57,7 @@ class Download:
         self._done = torch.cuda.current_stream(there.device).record_event() if there.is_cuda else None
 
     def wait(self) -> list[list[Any]]:
-        """What has arrived, as nested lists; waits for it."""
+        """Wait for the copy; return the tensors as nested lists."""
         if self._done is not None:
             self._done.synchronize()
         arrived = self._host.split([shape.numel() for shape, _ in self._shapes])

@@ -22,9 +22,9 @@ import torch
 from ..platform.core.adapter_files import CONFIG_FILE, WEIGHT_FILES
 from ..platform.core.errors import AdapterError
 from ..platform.core.speculative_config import MODEL_METHODS
-from .peft_config import adapter_error, shown
-from .plans import ReadPlans
-from .weights import DRAFTER, FolderWeights, LoraWeights, ModuleShape, read_weights
+from .files.peft_config import adapter_error, shown
+from .files.read_plan import ReadPlans
+from .files.weights import DRAFTER, FolderWeights, LoraWeights, ModuleShape, read_weights
 
 __all__ = ["Adapter", "AdapterSource", "DraftTarget", "LoraWeights", "ModuleShape", "parse"]
 
@@ -43,15 +43,16 @@ class AdapterSource(NamedTuple):
     """Digest of the files as another server registered them (`files_digest`); None: no server did."""
 
     def matches(self, asked: AdapterSource) -> bool:
-        """Whether a request that asks for `asked` means this; without a draft path it means the one registered."""
+        """Return whether a request that asks for `asked` means this; without a draft path it means the one
+        registered."""
         return self.path == asked.path and asked.draft_path in (None, self.draft_path)
 
 
 class DraftTarget(NamedTuple):
-    """What draft weights are for: the engine's drafter."""
+    """Purpose of draft weights: the engine's drafter."""
 
     method: str
-    """Of `speculative_config`."""
+    """Method of `speculative_config`."""
     modules: Mapping[str, ModuleShape]
 
 
@@ -179,7 +180,7 @@ def _find_draft(source: AdapterSource, method: str) -> str | None:
 
 
 def _is_folder(path: str) -> bool:
-    """Whether it is one; AdapterError when something else has its name, or a link that leads to no folder."""
+    """Return whether it is one; AdapterError when something else has its name, or a link that leads to no folder."""
     if os.path.isdir(path):
         return True
     try:

@@ -22,21 +22,21 @@ from ..platform.core.errors import AdapterError, OutriderError, error_from_info
 from ..platform.core.lora_request import LoRARequest
 from ..platform.core.messages import AdapterInfo
 from ..platform.core.request import Request
-from .aging import LOOK_SECONDS, Aging
-from .capacity import count_rows
-from .catalog import Catalog, ReadAdapter
-from .files import AdapterFiles
-from .layers import LoraBatch
-from .placing import Placer
-from .pool import RowPool
-from .preparing import PlanRows, StepAdapters
-from .registry import AdapterRegistry
-from .residency import LEAST_URGENT, Residency
-from .resolving import Resolver
-from .sites import AdapterHooks, make_sites
-from .stats import AdapterStats
-from .transfers import Read, Transfers, Written
-from .versions import AdapterVersion, Order, Refusal
+from .device.capacity import count_rows
+from .device.layers import LoraBatch
+from .device.pass_inputs import PlanRows, StepAdapters
+from .device.pool import RowPool
+from .device.sites import AdapterHooks, make_sites
+from .files.folder import AdapterFiles
+from .registry.catalog import Catalog, ReadAdapter
+from .registry.registry import AdapterRegistry
+from .registry.resolution import Resolver
+from .registry.versions import AdapterVersion, Order, Refusal
+from .tiers.residency import LEAST_URGENT, Residency
+from .tiers.row_writer import Placer
+from .tiers.starvation import LOOK_SECONDS, Aging
+from .tiers.stats import AdapterStats
+from .tiers.transfers import Read, Transfers, Written
 
 if TYPE_CHECKING:
     from ..models.layers.linear import Linear
@@ -110,10 +110,10 @@ class AdapterManager:
         when this returns."""
         self._poll()
         info = self._catalog.load(request, load_inplace=load_inplace, pinned=pinned, read=read)
-        return self._settled(request.name, info) if read is None else info
+        return self._wait_if_pinned(request.name, info) if read is None else info
 
-    def _settled(self, name: str, info: AdapterInfo) -> AdapterInfo:
-        """When the rows of a pinned adapter are written."""
+    def _wait_if_pinned(self, name: str, info: AdapterInfo) -> AdapterInfo:
+        """Return the info once the rows of a pinned adapter are written; at once for others."""
         if not info.pinned:
             return info
         version = self._registry.get(name)
@@ -142,7 +142,7 @@ class AdapterManager:
         """Keep a registered adapter on the device; see `Catalog.pin`."""
         self._poll()
         info = self._catalog.pin(name, read)
-        return self._settled(name, info) if read is None else info
+        return self._wait_if_pinned(name, info) if read is None else info
 
     def unpin(self, name: str) -> AdapterInfo:
         """Let a registered adapter make way for others again; NotFoundError when unknown."""
@@ -294,21 +294,21 @@ class AdapterManager:
     # --- the runner's feature ---
 
     def prepare(self, rows: PlanRows) -> LoraBatch | None:
-        """What the target's forward pass needs for rows of (adapter of an admitted request, number of tokens); None
+        """Inputs of the target's forward pass for rows of (adapter of an admitted request, number of tokens); None
         when all are the base model's."""
         self._transfers.step(count for _, count in rows)
         return self._steps.prepare(rows)
 
     def prepare_head(self, rows: PlanRows) -> LoraBatch | None:
-        """The same for rows of logits; None when no adapter of theirs targets lm_head."""
+        """Inputs for rows of logits; None when no adapter of theirs targets lm_head."""
         return self._steps.prepare_head(rows)
 
     def prepare_draft(self, rows: PlanRows) -> LoraBatch | None:
-        """The same for the drafter's passes; None when no adapter of theirs has draft weights."""
+        """Inputs of the drafter's passes; None when no adapter of theirs has draft weights."""
         return self._steps.prepare_draft(rows)
 
     def namespace(self, request: Request) -> bytes:
-        """What keys an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
+        """Key of an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
         version: AdapterVersion | None = request.adapter
         if version is None:
             return b""
@@ -361,7 +361,8 @@ class AdapterManager:
         self._take(read if error is None or read.error is not None else read._replace(error=error), num_reads)
 
     def _take(self, read: Read, num_reads: int) -> OutriderError | None:
-        """What was read is the version's content, kept where there is room beside `num_reads` to come; or why not."""
+        """Give the version the content that was read, kept where there is room beside `num_reads` to come; return the
+        error, if any."""
         version, entry = read.version, read.entry
         error = self._catalog.error_of(version, entry, read.error)
         if error is not None or entry is None:
@@ -378,7 +379,7 @@ class AdapterManager:
         return None
 
     def _fail(self, version: AdapterVersion, error: OutriderError) -> None:
-        """Those who wait for the version get the error; later requests try again."""
+        """Pass the error to the requests that wait for the version; later requests try again."""
         version.error = error.info()
         self._registry.fail(version)
 

@@ -1,4 +1,4 @@
-"""What a forward pass is given: ragged rows of tokens and where their KV lies."""
+"""Input of a forward pass: ragged rows of tokens and the places of their KV."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ __all__ = [
 
 
 READY_BYTES = 1 << 26
-"""Of the cache of a CPU, which its start waits for: hundredths of a second, or a tenth where a virtual machine
-must first get the memory."""
+"""Bytes of a CPU's cache that get memory at the start: this takes hundredths of a second, or a tenth where a virtual
+machine must get the memory first."""
 
 
 class KVLayerSpec(NamedTuple):
-    """What one layer keeps of a token: a key and a value of `head_dim` for each KV head."""
+    """Cache of one layer for a token: a key and a value of `head_dim` for each KV head."""
 
     num_kv_heads: int
     head_dim: int
     is_attention: bool = True
-    """Whether attention reads it; what else lies in a layer of the cache is never rounded to fewer bits."""
+    """True when attention reads it; other contents of a layer of the cache are never rounded to fewer bits."""
 
     @property
     def num_elements(self) -> int:
-        """Elements a token, keys and values together."""
+        """Elements for each token, keys and values together."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -56,26 +56,26 @@ class Rope(Protocol):
     """Cosines and sines of positions."""
 
     def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
-        """For `positions` [T], all below `end`; unless it `gathers` their angles, with tables of all positions."""
+        """Rotation of `positions` [T], all below `end`. Without `gathers` it holds tables of all positions."""
         ...
 
 
 class PagedModel(Protocol):
-    """What a batch is built for: a decoder, or a head with layers of its own."""
+    """Model for which a batch is built: a decoder, or a head with layers of its own."""
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device on which it runs."""
         ...
 
     @property
     def rope(self) -> Rope:
-        """Its rotary embedding."""
+        """Rotary embedding of its layers."""
         ...
 
     @property
     def attention(self) -> AttentionBackend:
-        """The backend of all of its layers."""
+        """Attention backend of its layers."""
         ...
 
 
@@ -88,22 +88,22 @@ class SequenceRows:
     query_lens: list[int]
     """[B], each at least 1."""
     starts: list[int]
-    """[B], the first position of each row; the KV of all positions before is in the cache."""
+    """[B], the first position of each row; the KV of all earlier positions is in the cache."""
     block_tables: list[list[int]]
-    """[B], blocks in order; at least enough for start + query_len positions."""
+    """[B], blocks in order, enough for start + query_len positions."""
     first_key: int = 0
-    """Positions before it hold no keys, and no query looks there; for layers that begin later than the tokens."""
+    """First position that holds keys, for layers that begin later than the tokens; no query sees earlier ones."""
     device_tokens: Sequence[DeviceTokens] = ()
-    """Stand in for those of `token_ids` at their places."""
+    """Tokens on the device that replace those of `token_ids` at their places."""
     overshoot: Tensor | None = None
-    """[B] int64 on the device: by how many positions each row begins before `starts`, which was planned before it was
-    known. None: nowhere."""
+    """[B] int64 on the device: number of positions by which each row starts before `starts`, which was planned before
+    the start was known. None: 0."""
     unused: Tensor | None = None
-    """[B] int64 on the device: how many tokens at a row's end count for nothing, so that its last one stands before
-    them; for passes that give something of each row's last token. None: none."""
+    """[B] int64 on the device: tokens at each row's end that do not count, so that its last token stands before them;
+    for passes with a result for each row's last token. None: 0."""
 
     def settled(self) -> SequenceRows:
-        """The same where the host knows the starts; it waits for them, but on a CPU, which computes in order."""
+        """Rows whose starts the host knows. The host waits for them, except on a CPU, which computes in order."""
         if self.overshoot is None:
             return self
         early = self.overshoot.tolist()
@@ -111,7 +111,7 @@ class SequenceRows:
         return replace(self, starts=starts, overshoot=None)
 
     def last_of(self, *states: Tensor) -> Sequence[Tensor]:
-        """[B, H] each: those of each row's last token, of states [T, H]."""
+        """States [B, H] of each row's last token, for each of `states` [T, H]."""
         if self.unused is None:  # an index takes longer than all else that a short pass asks of the host
             if len(self.token_ids) == len(self.query_lens):
                 return states
@@ -121,32 +121,32 @@ class SequenceRows:
         return [of_all.index_select(0, index) for of_all in states]
 
     def last_tokens(self, device: torch.device) -> Tensor:
-        """[B] int64: each row's last token."""
+        """Index [B] int64 of each row's last token."""
         last = to_device(np.array([*accumulate(self.query_lens)], dtype=np.int64) - 1, device)
         return last if self.unused is None else last - self.unused
 
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """The same on the device, with everything that all layers share. Made by `build_batch`, used for one pass."""
+    """Rows on the device, with all that the layers share. Made by `build_batch`, used for one pass."""
 
     input_ids: Tensor
     """[T] int64"""
     positions: Tensor
     """[T] int64"""
     rotation: Rotation
-    """In the model's dtype."""
+    """Angles in the model's dtype."""
     attention: Any
-    """The attention backend's plan."""
+    """Plan of the attention backend."""
     kv: Sequence[LayerKV]
-    """This model's layers of the cache."""
+    """Layers of the cache that belong to this model."""
     adapters: Any = None
-    """What the LoRA sites of linears and embeddings need (lora.layers.LoraBatch), for these T tokens; None when no row
+    """Input of the LoRA sites of linears and embeddings (lora.layers.LoraBatch) for these T tokens; None when no row
     has an adapter."""
 
 
 def kv_dtype(dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
-    """What the attention of a model of `dtype` keeps, where the option is "auto" or "fp8"."""
+    """Dtype in which the attention of a model of `dtype` keeps KV, for the option's value "auto" or "fp8"."""
     return dtype if kv_cache_dtype == "auto" else CACHE_FLOAT8
 
 
@@ -158,11 +158,11 @@ def allocate_kv(
     device: torch.device | str = "cpu",
     kv_cache_dtype: str = "auto",
 ) -> list[LayerKV]:
-    """A zeroed cache of `num_blocks` blocks for each layer; zeros because attention reads slots never written to.
+    """Cache of `num_blocks` zeroed blocks for each layer; zeros because attention reads slots that were never written.
 
     `dtype` is the model's; for `kv_cache_dtype` see `kv_dtype`.
 
-    On a CPU the first blocks have memory at once, and the others, of which there may be gigabytes, when they are used.
+    On a CPU the first blocks get memory at once, and the others, which may be gigabytes, at their first use.
     """
     layers = []
     for spec in specs:
@@ -184,8 +184,8 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
     block_size = kv[0].k.shape[2]
     if rows.overshoot is not None and not isinstance(model.attention, ReplayableAttention):
         rows = rows.settled()
-    # Few calls of numpy and torch: between two steps, with cold caches, each takes microseconds. Lists take longer only
-    # where there are many rows, or prompts, and the step takes far longer still.
+    # Few calls of numpy and torch are made: between two steps, with cold caches, each takes microseconds. Lists are
+    # slower only for many rows, or for prompts, whose step takes far longer still.
     places: list[int] = []
     end = 0
     for start, count in zip(rows.starts, rows.query_lens, strict=True):

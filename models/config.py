@@ -1,4 +1,4 @@
-"""What a model is: a frozen config, read from a HF `config.json` once and checked there."""
+"""Frozen config of a decoder, read from a HF `config.json` once and checked there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..platform.core.errors import UnsupportedModelError
+from .families import FAMILIES, FamilyTraits, supported_architectures
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -19,7 +20,7 @@ DTYPES: dict[str, torch.dtype] = {
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 ACTIVATIONS = ("silu", "swish")
 
-# The largest integer that a field may have: what is beyond is a damaged file, and would take all memory, or time.
+# Largest integer that a field may have: a larger one is a damaged file, and would take all memory, or all time.
 _MOST = {
     "num_hidden_layers": 1 << 12,
     "num_attention_heads": 1 << 14,
@@ -46,18 +47,18 @@ class RopeConfig:
     """Bound of the smooth band; used by "llama3", as `high_freq_factor`."""
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
-    """Dimensions that turn more often in the original context keep their frequency; used by "yarn"."""
+    """Turns in the original context above which a dimension keeps its frequency; used by "yarn"."""
     beta_slow: float = 1.0
-    """Dimensions that turn less often are divided by the factor; used by "yarn"."""
+    """Turns in the original context below which a dimension's frequency is divided by the factor; used by "yarn"."""
     truncate: bool = True
-    """Both bounds are rounded to whole dimensions; used by "yarn"."""
+    """True: both bounds are rounded to whole dimensions; used by "yarn"."""
     attention_factor: float = 1.0
     """Factor of cosines and sines; used by "yarn"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder of the Llama shape; the families differ in these fields only."""
+    """Decoder of the Llama shape; families differ in these fields only."""
 
     architecture: str
     vocab_size: int
@@ -78,11 +79,11 @@ class DecoderConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Whether queries and keys are normalised for each head before the rotation."""
+    """True: queries and keys of each head are normalised before the rotation."""
     dtype: torch.dtype
-    """Of weights, activations and KV."""
+    """Dtype of weights, activations and KV."""
     batch_invariant: bool = False
-    """Whether every result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
+    """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
 
     @property
     def sliding_window(self) -> int | None:
@@ -91,23 +92,8 @@ class DecoderConfig:
         return distinct.pop() if len(distinct) == 1 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyTraits:
-    """How a family reads its config.json: the values of keys that are absent, and what is not in the file."""
-
-    defaults: Mapping[str, Any]
-    attention_bias: bool | None = None
-    """Bias of q, k and v; None: the file's `attention_bias` decides, for o too."""
-    mlp_bias: bool | None = None
-    """None: the file's `mlp_bias` decides."""
-    qk_norm: bool = False
-    window_switch: bool = False
-    """Whether a window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
-    has_window: bool = True
-
-
 def named_architectures(raw: Mapping[str, Any]) -> list[str]:
-    """The `architectures` of a config.json; an absent one, or null, names none.
+    """Names in the `architectures` of a config.json; an absent list, or null, names none.
 
     Raises:
         UnsupportedModelError: it is no list of names.
@@ -121,7 +107,7 @@ def named_architectures(raw: Mapping[str, Any]) -> list[str]:
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:
-    """The dtype that config.json names, "float32" when it names none.
+    """Dtype that config.json names; "float32" when it names none.
 
     Raises:
         UnsupportedModelError: it is none of DTYPES.
@@ -134,15 +120,42 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
     return name
 
 
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The first supported architecture that a HF config names.
+
+    Raises:
+        UnsupportedModelError: it names none, or its `architectures` are no list of names; the message lists the
+            supported ones.
+    """
+    named = named_architectures(raw)
+    for name in named:
+        if name in FAMILIES:
+            return name
+    what = ", ".join(named) or f"none (model_type {raw.get('model_type')!r})"
+    raise UnsupportedModelError(
+        f"unsupported architecture: {what}; supported are {', '.join(supported_architectures())}", param="model"
+    )
+
+
+def config_from_hf(raw: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
+    """The config of a model that runs in `dtype`, from its config.json.
+
+    Raises:
+        UnsupportedModelError: the architecture or one of its fields is not supported; `param` names the field.
+    """
+    architecture = architecture_of(raw)
+    return decoder_config(raw, architecture, dtype, FAMILIES[architecture])
+
+
 def decoder_config(
     raw: Mapping[str, Any], architecture: str, dtype: torch.dtype, traits: FamilyTraits
 ) -> DecoderConfig:
-    """Read a HF config. Pure.
+    """Config of a decoder from a HF config; a pure function.
 
     Raises:
         UnsupportedModelError: something this decoder does not do, or a wrong value; `param` names the field.
     """
-    # A key with null is an absent one, but the family's default is for absent keys only: null means no window, and as
+    # A key with null counts as absent, but the family's default is for absent keys only: null means no window, and as
     # many KV heads as heads.
     values = {key: value for key, value in {**traits.defaults, **raw}.items() if value is not None}
     _refuse_unsupported(values)
@@ -184,7 +197,7 @@ def _wrong(field: str, problem: str) -> UnsupportedModelError:
 
 
 def _shown(value: object) -> str:
-    """`value` in an error: a file may hold a number of thousands of digits."""
+    """Text of `value` for an error, cut short: a file may hold a number of thousands of digits."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -199,7 +212,7 @@ def _positive(values: Mapping[str, Any], field: str, default: int | None = None)
 
 
 def _number(field: str, name: str, value: object) -> float:
-    """`value` as a positive number; `name` says which one of the object `field`."""
+    """`value` as a positive number; in an error `field` is the object and `name` its key."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:  # so no NaN
         said = f"{name} must be" if name else "must be"
         raise _wrong(field, f"{said} a positive number of at most {_LARGEST:g}, got {_shown(value)}")
@@ -219,12 +232,12 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
 
 
 def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+    """Config of the rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
     given = values.get(field, {})
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise _wrong(field, "must be one flat object for all layers")
-    # `type` is what the key was called at first.
+    # `type` is the key's old name.
     rope_type = given.get("rope_type", given.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise _wrong(field, f"of type {_shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
@@ -256,7 +269,7 @@ _ROPE_FIELDS = {
 
 
 def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Scale of queries and keys (YaRN, Peng et al. 2023, section 3.4), of DeepSeek's two scales if given."""
+    """Scale of queries and keys (YaRN, Peng et al. 2023, section 3.4), from DeepSeek's two scales if given."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -265,10 +278,10 @@ def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: 
 
 
 def _context_length(num_positions: int, rope: RopeConfig) -> int:
-    """Tokens that the embedding reaches.
+    """Context length in tokens.
 
     config.json has the scaled number for "llama3", the unscaled one for "linear", and either for "yarn", whose scaling
-    has the unscaled one beside it. With "dynamic" it is the unscaled one: beyond it each token changes all keys.
+    has the unscaled one beside it. For "dynamic" it is the unscaled one: beyond it each token would change all keys.
     """
     if rope.rope_type == "linear":
         reach = num_positions * rope.factor

@@ -1,15 +1,14 @@
-"""The decoder that all supported families share; they differ in their DecoderConfig alone."""
+"""Decoder of all supported families, which differ in their DecoderConfig alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.rms_norm import adds_residuals, can_copy
+from ..kernels.rms_norm import adds_residuals
 from ..kernels.silu_mul import silu_mul, silu_mul_invariant
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
@@ -20,16 +19,14 @@ from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
 from .layers.weights import WeightSlot
 
-NO_COPIES: Mapping[int, int] = MappingProxyType({})
-
 
 class DecoderOutput(NamedTuple):
-    """What a forward pass gives."""
+    """Result of a forward pass."""
 
     hidden: Tensor
-    """[T, H] after the final norm."""
+    """[T, H] hidden states after the final norm."""
     aux: tuple[Tensor, ...]
-    """[T, H] each, before the layers that were asked for; none where they were copied."""
+    """[T, H] each: hidden states that enter the requested layers; empty when they were copied."""
 
 
 class DecoderLayer:
@@ -65,9 +62,9 @@ class DecoderLayer:
             repeats = [config.num_heads, config.num_kv_heads]
             self.qk_norm = norm(["self_attn.q_norm", "self_attn.k_norm"], config.head_dim, repeats)
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV, copy: int | None = None) -> Tensor:
-        """hidden [T, H] to the next layer's [T, H]. `copy`: an address where `hidden` is copied to."""
-        qkv = self.qkv.forward(self.input_norm(hidden, copy), batch)
+    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """Compute the next layer's hidden [T, H] from hidden [T, H]."""
+        qkv = self.qkv.forward(self.input_norm(hidden), batch)
         attended = self._attention.forward_qkv(qkv, batch.rotation, self.qk_norm, kv, batch.attention, self._window)
         hidden = self.o.forward(attended, batch, residual=hidden)
         inner = self._silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
@@ -76,7 +73,7 @@ class DecoderLayer:
     def forward_deferred(
         self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV
     ) -> tuple[Tensor, Tensor]:
-        """`forward` where a norm adds what the projection before it gave: of hidden + delta [T, H], as such a pair."""
+        """Compute the layer for hidden + delta [T, H]; return such a pair, which the next norm adds."""
         if delta is None:
             normed = self.input_norm(hidden)
         else:
@@ -87,19 +84,12 @@ class DecoderLayer:
         return hidden, self.down.forward(self._silu_mul(self.gate_up.forward(normed, batch)), batch)
 
     def linears(self) -> list[Linear]:
-        """In the order of the computation."""
+        """Linear layers in the order of the computation."""
         return [self.qkv, self.o, self.gate_up, self.down]
 
     def norms(self) -> list[RMSNorm]:
-        """All of them, in one order."""
+        """Norms in a fixed order."""
         return [norm for norm in (self.input_norm, self.post_norm, self.qk_norm) if norm is not None]
-
-    def share(self, other: DecoderLayer) -> None:
-        """Take the weights of `other`, which is loaded."""
-        for linear, its_linear in zip(self.linears(), other.linears(), strict=True):
-            linear.share(its_linear)
-        for norm, its_norm in zip(self.norms(), other.norms(), strict=True):
-            norm.share(its_norm)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
@@ -112,7 +102,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model. Built without weights: fill every slot of `weight_slots`, then run it."""
+    """Causal language model. It is built without weights: fill every slot of `weight_slots`, then run it."""
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
         self.config = config
@@ -138,25 +128,10 @@ class Decoder:
         )
         self._final_norm = RMSNorm(["model.norm.weight"], config.hidden_size, config.rms_norm_eps, **common)
 
-    def twin(self) -> Decoder:
-        """Another model with the weights of this one, once they are loaded, in the same memory; its adapters are its
-        own. For engines side by side."""
-        twin = Decoder(self.config, self.device)
-        for layer, its_layer in zip(twin.layers, self.layers, strict=True):
-            layer.share(its_layer)
-        twin._embedding.share(self._embedding)
-        twin._final_norm.share(self._final_norm)
-        return twin
-
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
-        """What each layer keeps of a token, in order."""
+        """Cache of each layer for a token, in order."""
         return [KVLayerSpec(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
-
-    @property
-    def can_copy(self) -> bool:
-        """Whether `forward` can copy hidden states."""
-        return can_copy(self.config.dtype, self.device)
 
     @property
     def num_parameters(self) -> int:
@@ -164,32 +139,27 @@ class Decoder:
         return sum(torch.Size(slot.shape).numel() for slot in self.weight_slots().values())
 
     @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, aux_layers: Sequence[int] = (), copies: Mapping[int, int] = NO_COPIES
-    ) -> DecoderOutput:
+    def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
         """Compute a batch; the tokens' KV is written to `batch.kv`.
 
         Args:
-            aux_layers: layers whose entering hidden states are wanted too; the number of layers stands for what leaves
-                the last one. They cost nothing but the memory.
-            copies: for some layers the address of memory [T, H], in the model's dtype, that gets their entering hidden
-                states; only where `can_copy` says so.
+            aux_layers: Layers whose entering hidden states are returned too; the number of layers means the output of
+                the last one. They cost nothing but memory.
         """
         hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
-        if self._adds_in_norms and not copies:
+        if self._adds_in_norms:
             return self._forward_deferred(hidden, batch, aux_layers)
-        assert not copies or hidden.dtype == self.config.dtype, "what takes the copies counts on it"
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
             if index in aux_layers:
                 entering[index] = hidden
-            hidden = layer.forward(hidden, batch, kv, copies.get(index))
+            hidden = layer.forward(hidden, batch, kv)
         last = len(self.layers)
         entering[last] = hidden
-        return DecoderOutput(self._final_norm(hidden, copies.get(last)), tuple(map(entering.__getitem__, aux_layers)))
+        return DecoderOutput(self._final_norm(hidden), tuple(map(entering.__getitem__, aux_layers)))
 
     def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
-        """`forward` with a launch less a projection: norms add the residual stream."""
+        """Compute a batch with one launch less for each projection: norms add the residual stream."""
         entering: dict[int, Tensor] = {}
         delta: Tensor | None = None
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
@@ -203,21 +173,21 @@ class Decoder:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
-        """[R, H] to float32 logits [R, vocab_size], in `out` if given. `adapters`: what the head's LoRA site needs for
-        these R rows, made for them alone; None when none of them has an adapter there."""
+        """Logits [R, vocab_size] float32 of hidden [R, H], in `out` if given. `adapters` is the input of the head's
+        LoRA site for these R rows alone; None when none of them has an adapter there."""
         return self._embedding.logits(hidden, adapters, out)
 
     @property
     def embedding(self) -> Embedding:
-        """The token embeddings and the head."""
+        """Token embeddings and the head."""
         return self._embedding
 
     def linears(self) -> list[Linear]:
-        """All projections that adapters may target."""
+        """Linear layers that adapters may target."""
         return [linear for layer in self.layers for linear in layer.linears()]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Every tensor the model needs, by its name in HF checkpoints."""
+        """Slots of all tensors that the model needs, by their names in HF checkpoints."""
         slots = self._embedding.weight_slots()
         for layer in self.layers:
             slots.update(layer.weight_slots())

@@ -1,12 +1,13 @@
 """Forward passes that are replayed from captured graphs: decodes, verifications, and the passes of drafters.
 
-    rows  --bucket-->  PassShape  --inputs into tensors that stay where they are-->  replay  -->  outputs
+    rows  --bucket-->  PassShape  --inputs into tensors at fixed addresses-->  replay  -->  outputs
+
 
 A pass is a graph when its rows are few and short. Rows may differ in length (drafts that were cut short): the attention
-plan says where each begins, everything else sees tokens. What is missing to the shape are padding tokens, which have no
-slot in the cache, belong to no row and no adapter, and whose outputs nobody reads.
+plan holds each row's start, and all else sees tokens only. Padding tokens fill the shape. They have no slot in the
+cache and belong to no row and no adapter, and nothing reads their outputs.
 
-A shape is captured when it first comes, by the very pass that is then replayed: no other code than that of a step runs.
+A shape is captured at its first use, by the same code that a step runs without graphs.
 """
 
 from __future__ import annotations
@@ -31,37 +32,37 @@ from .batch import ForwardBatch, LayerKV, PagedModel, SequenceRows
 log = logging.getLogger(__name__)
 
 MAX_TOKENS = 512
-"""Of a captured pass. Beyond that the device has so much to do that the host keeps ahead of it."""
+"""Most tokens of a captured pass. With more tokens the device has so much to do that the host keeps ahead of it."""
 MAX_GRAPHS = 128
-"""Of all passes: each takes some megabytes of the driver's memory."""
+"""Most graphs of all passes: each takes some megabytes of the driver's memory."""
 OFTEN = 3
-"""Of the last quarter, a shape gets one when it has come so many times: rare ones, as ragged numbers of drafts and
-adapters bring, leave room for those that come again and again."""
+"""Uses after which a shape gets one of the last quarter of the graphs: rare shapes, as ragged numbers of drafts and
+adapters bring, leave room for common ones."""
 
 Preparer = Callable[[Sequence[tuple[Any, int]]], Any]
-"""From each row's (adapter handle, number of tokens) to what the adapters' layers need; its `replayable` says whether
-captured launches serve it."""
+"""Function from each row's (adapter handle, number of tokens) to the input of the adapters' layers, whose `replayable`
+is True when captured launches serve it."""
 
 
 class PassShape(NamedTuple):
-    """What a pass is padded to."""
+    """Shape to which a pass is padded."""
 
     rows: int
     queries: int
-    """Of a row, at most."""
+    """Most queries in a row."""
     tokens: int
-    """Of all rows together."""
+    """Tokens of all rows together."""
 
 
 def bucket(count: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `count`."""
+    """Smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `count`."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
 
 def shape_of(query_lens: Sequence[int], max_queries: int, max_tokens: int = MAX_TOKENS) -> PassShape | None:
-    """The shape for these rows; None when they are too many or too long. Few shapes serve all: a number of rows, and
-    how many tokens they have at most and on average."""
+    """Shape for these rows; None when they are too many or too long. Few shapes serve all rows: a shape is a number of
+    rows, and their most and average tokens."""
     longest = max(query_lens)
     rows = bucket(len(query_lens))
     tokens = rows * -(-sum(query_lens) // rows)
@@ -71,11 +72,11 @@ def shape_of(query_lens: Sequence[int], max_queries: int, max_tokens: int = MAX_
 
 
 class PassLimits(NamedTuple):
-    """What captured passes are sized for."""
+    """Limits that captured passes are sized for."""
 
     max_rows: int
     max_positions: int
-    """Of a sequence."""
+    """Most positions of a sequence."""
     max_tokens: int = MAX_TOKENS
     max_graphs: int = MAX_GRAPHS
 
@@ -85,18 +86,18 @@ K = TypeVar("K")
 
 @dataclass(slots=True)
 class PassGraphs:
-    """What all captured passes of an engine share, and how often they came."""
+    """Captured passes of an engine: their shared memory and the use of their shapes."""
 
     backend: GraphBackend
     limits: PassLimits
     num_captured: int = 0
     num_replayed: int = 0
     capture_seconds: float = 0.0
-    """Spent on capturing so far."""
+    """Seconds spent on capturing so far."""
     disabled: bool = field(default=False)
-    """A capture has failed, or there are enough: what is captured goes on, and nothing is added."""
+    """True after a failed capture, or when there are enough graphs: captured ones serve on, and none is added."""
     _come: dict[tuple[int, Any], int] = field(default_factory=dict)
-    """How often shapes came that are not captured yet."""
+    """Uses of shapes that are not captured yet."""
 
     def of(
         self,
@@ -106,27 +107,27 @@ class PassGraphs:
         preparers: Sequence[Preparer],
         options: PassOptions | None = None,
     ) -> GraphedPass | None:
-        """The passes of a model over its layers `kv`; None when its attention cannot be captured."""
+        """Passes of a model over its layers `kv`; None when its attention cannot be captured."""
         attention = model.attention
         if not isinstance(attention, ReplayableAttention):
             return None
         return GraphedPass(self, model, attention, kv, compute, preparers, options or PassOptions())
 
     def captures(self, model: PagedModel) -> bool:
-        """Whether `of` gives passes for it."""
+        """True when `of` gives passes for the model."""
         return isinstance(model.attention, ReplayableAttention)
 
     def row_logits(self, vocab_size: int, device: torch.device) -> Tensor:
-        """[rows of the largest shape, vocab_size] float32: where passes put logits of their rows' last tokens, so that
-        each graph need not keep its own. To be made before the KV cache, which gets what memory is left."""
+        """Memory [rows of the largest shape, vocab_size] float32 for the logits of rows' last tokens, so that graphs
+        share it. Call it before the KV cache is allocated, which gets the memory that is left."""
         return torch.empty(bucket(self.limits.max_rows), vocab_size, dtype=torch.float32, device=device)
 
     def token_logits(self, vocab_size: int, device: torch.device) -> Tensor:
-        """[tokens of the largest shape, vocab_size] float32: the same for passes that want those of all tokens."""
+        """Memory [tokens of the largest shape, vocab_size] float32 for logits of all tokens, shared by the graphs."""
         return torch.empty(self.limits.max_tokens, vocab_size, dtype=torch.float32, device=device)
 
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
-        """`work` as a graph; None when there are enough of them, or it could not be captured: said once, in the log."""
+        """Capture `work`; None when there are enough graphs, or it cannot be captured, which is logged once."""
         if self.disabled:
             return None
         if self.num_captured >= self.limits.max_graphs:
@@ -149,7 +150,7 @@ class PassGraphs:
         return captured
 
     def _comes_often(self, owner: int, key: Any) -> bool:
-        """Whether a shape is worth one of the graphs that are left; counts that it came."""
+        """Count a use of a shape; True when the shape is worth one of the graphs that are left."""
         if 4 * self.num_captured < 3 * self.limits.max_graphs or self.disabled:
             return True
         self._come[owner, key] = times = self._come.get((owner, key), 0) + 1
@@ -159,8 +160,7 @@ class PassGraphs:
         return True
 
     def run(self, kept: dict[K, Captured], key: K, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
-        """What the graph of this key in `kept` gives, captured from `work` if it is not there yet; None when it cannot
-        be."""
+        """Outputs of the graph of `key` in `kept`, which is captured from `work` at first; None when it cannot be."""
         captured = kept.get(key)
         if captured is None:
             captured = self._capture(work) if self._comes_often(id(kept), key) else None
@@ -173,33 +173,34 @@ class PassGraphs:
 
 
 class PassOptions(NamedTuple):
-    """What differs between a decoder's passes and those of a drafter's head."""
+    """Differences between a decoder's passes and those of a drafter's head."""
 
     first_key: int = 0
-    """Positions before it hold no keys."""
+    """First position that holds keys."""
     state_size: int = 0
-    """Elements a token of the states that the pass reads beside tokens; 0: none."""
+    """Elements for each token of the states that the pass reads beside tokens; 0: none."""
     state_dtype: torch.dtype = torch.float32
 
 
 class PassInputs(NamedTuple):
-    """What `Compute` may read beside the batch; tensors that stay where they are."""
+    """Inputs of `Compute` beside the batch, in tensors at fixed addresses."""
 
     last: Tensor
-    """[rows] int64: each row's last token."""
+    """[rows] int64: last token of each row."""
     states: Tensor | None
     """[tokens, state_size]"""
     adapters: tuple[Any, ...]
-    """What each of the preparers gave; the first is the batch's."""
+    """Result of each of the preparers; the first is the batch's."""
 
 
 Compute = Callable[[ForwardBatch, PassInputs], tuple[Tensor, ...]]
-"""The pass itself, [tokens, ...] or [rows, ...] each. It reads no host value that may differ the next time."""
+"""Function that computes the pass; its outputs are [tokens, ...] or [rows, ...] each. It reads no host value that may
+differ the next time."""
 
 
 class GraphedRows:
-    """Work on rows of states alone, captured for each number of rows when it first comes: what heads without layers of
-    their own do. Not thread-safe, and one at a time."""
+    """Work on rows of states alone, captured for each number of rows at its first use, as heads without layers need it.
+    Not thread-safe, and one at a time."""
 
     def __init__(
         self,
@@ -208,22 +209,23 @@ class GraphedRows:
         compute: Callable[[Tensor, Any, int], tuple[Tensor, ...]],
         prepare: Preparer,
     ) -> None:
-        """
+        """Prepare work on up to as many rows as `states` has.
+
         Args:
             states: [max rows, H], where the work finds its rows: the first of them.
             compute: The work, from states [rows, H], their adapters, and how many parts of it are wanted. It reads no
                 host value that may differ the next time.
-            prepare: For the rows' adapters.
+            prepare: Preparer of the rows' adapters.
         """
         self._graphs, self._states, self._compute, self._prepare = graphs, states, compute, prepare
         self._captured: dict[tuple[int, int, bool], Captured] = {}
 
     def run(self, states: Tensor, adapters: Sequence[Any], count: int) -> tuple[Tensor, ...] | None:
-        """The work on `states` [B, H] of rows with these adapters, padded; None, and nothing is done, when it must run
-        without a graph.
+        """Do the work on `states` [B, H] of rows with these adapters, padded. None, and nothing is done, when it must
+        run without a graph.
 
         Returns:
-            What `compute` gave, good until the next time. Entries beyond the rows mean nothing.
+            Results of `compute`, valid until the next call. Entries beyond the rows have no meaning.
         """
         num_rows, rows = len(states), bucket(len(states))
         if rows > len(self._states):
@@ -237,15 +239,15 @@ class GraphedRows:
 
 
 class _Key(NamedTuple):
-    """Passes of one key launch the same."""
+    """Key of passes that launch the same work."""
 
     shape: PassShape
     adapted: tuple[bool, ...]
-    """Whether each of the preparers gave anything."""
+    """True for each of the preparers that gave a result."""
 
 
 class GraphedPass:
-    """Passes of one model, each captured when its shape first comes. Not thread-safe, and one pass at a time."""
+    """Passes of one model, each captured at the first use of its shape. Not thread-safe, and one pass at a time."""
 
     def __init__(
         self,
@@ -277,14 +279,14 @@ class GraphedPass:
     def run(
         self, rows: SequenceRows, handles: Sequence[tuple[Any, int]], states: Tensor | None = None
     ) -> tuple[Tensor, ...] | None:
-        """The pass over `rows`, padded; None, and nothing is done, when it must run without a graph.
+        """Run the pass over `rows`, padded. None, and nothing is done, when it must run without a graph.
 
         Args:
             handles: (adapter, number of tokens) of each row.
-            states: [T, state_size], of passes that read some.
+            states: [T, state_size], for passes that read states.
 
         Returns:
-            What `Compute` gave, good until the next pass. Entries beyond the rows and their tokens mean nothing.
+            Results of `Compute`, valid until the next pass. Entries beyond the rows and their tokens have no meaning.
         """
         shape = self._shape(rows)
         if shape is None:
@@ -307,7 +309,7 @@ class GraphedPass:
         return shape_of(rows.query_lens, self._attention.max_queries, self._max_tokens)
 
     def _fill(self, shape: PassShape, rows: SequenceRows, states: Tensor | None) -> None:
-        """Put the rows where the graphs of this shape read them, in two copies that the host does not wait for."""
+        """Copy the rows to where the graphs of this shape read them, in two copies for which the host does not wait."""
         num_tokens, tokens = len(rows.token_ids), shape.tokens
         tables = RowTables(rows, self._block_size)
         positions = np.arange(num_tokens) + np.repeat(tables.starts - tables.token_starts, tables.query_lens)
@@ -333,13 +335,14 @@ class GraphedPass:
         if shape not in self._plans:
             capacity = Capacity(shape.rows, shape.queries, shape.tokens, shape.rows * self._blocks_per_row)
             plan = self._attention.reserve(capacity, self._block_size, self._options.first_key, self._storage)
-            # Without rows this does nothing: its kernel is compiled now, not by the first step that is planned too far.
+            # Without rows this does nothing, but compiles the kernel now instead of in the first step that is planned
+            # too far.
             plan.settle(self._numbers.new_zeros(1), self._numbers)
             self._plans[shape] = plan
         return self._plans[shape]
 
     def _work(self, shape: PassShape, adapters: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """The pass over what `_fill` has put in place."""
+        """Compute the pass over the inputs that `_fill` has copied."""
         ids, positions, last = self._numbers[: 2 * shape.tokens + shape.rows].split(
             [shape.tokens, shape.tokens, shape.rows]
         )

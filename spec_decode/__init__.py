@@ -1,1 +1,7 @@
-"""Speculative decoding: proposers, verification rules and the controller of draft lengths."""
+"""Speculative decoding: drafters propose tokens, and the target verifies them all in its next step.
+
+control     chooses, before a step is planned, who drafts for each request and how many tokens
+drafters    propose them: n-gram, suffix, draft model, EAGLE, Medusa
+verify      draws drafts from a drafter's distribution, and accepts or rejects them without a change of the text's
+training    trains draft heads and adapters' draft weights
+"""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-CHECKED_FOLDERS = ("benchmarks", "platform/cli", "tools")
+CHECKED_FOLDERS = ("benchmarks", "kernels", "lora", "models", "platform", "spec_decode", "tools")
 """Folders whose docstrings keep the rule. When all do, this becomes the root."""
 CONTINUATION = re.compile(r"(Of|Those|That|So|What|The same)\b|\.\.\.|…|[a-z]+(?![\w.`]| ?[\[=])")
 """First words of a docstring that continues something. Lower case is allowed for a tensor, as in `hidden [T, H]`."""

@@ -18,7 +18,7 @@ from outrider.models.demo import demo_adapters, demo_draft_path, demo_eagle3_pat
 from outrider.platform.core.batch import StepPlan
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.platform.engine.model_runner import Launched
+from outrider.platform.engine.runner.model_runner import Launched
 
 from .load import random_prompt
 from .models import TINY, running

@@ -12,7 +12,7 @@ from lora_models import COMMON, SHAPES, TOKENS, make_model, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.checkpoint.json_files import read_json
-from outrider.models.families import config_from_hf
+from outrider.models.config import config_from_hf
 from outrider.platform.cli.bench.lora.adapters import AdapterWriter
 
 from .worker import NUM_ADAPTERS

@@ -1,4 +1,4 @@
-"""Matrices as a file has them, in the form in which they are served, and side by side in rows."""
+"""Conversion of stored matrices to the dtype in which they are used, and their placement side by side in rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def convert(out: Tensor, matrices: Sequence[Matrix]) -> bool:
         matrices: Contiguous, on the CPU.
 
     Returns:
-        Whether everything is finite in `out`; if not, its content means nothing.
+        True when all of `out` is finite; otherwise its content has no meaning.
     """
     convert = _native.convert if _native.serves(out) else _torch.convert
     return convert(out, matrices)

@@ -1,4 +1,4 @@
-// Matrices from a file's dtype to the served one, scaled, as they are or transposed; and side by side into rows.
+// Conversion of stored matrices to the dtype in use, scaled and maybe transposed; their placement side by side in rows.
 #include <algorithm>
 
 #include "vector_math.h"
@@ -9,7 +9,7 @@ namespace {
 
 struct Matrix {
     const void* values;
-    int64_t rows, columns;       // as they are stored
+    int64_t rows, columns;       // of the stored matrix
     int64_t dtype;
     int64_t transposed;
     double scale;
@@ -20,7 +20,7 @@ struct Part {                    // of the rows: all counts in bytes
     int64_t rows, bytes, offset;
 };
 
-// As `store` rounds, but with subnormal numbers too: as torch does on every machine.
+// Rounds like `store`, and subnormal numbers too, as torch does on every machine.
 inline VecU32 rounded(Vec value) {
     const VecU32 bits = (VecU32)value;
     return bits + 0x7fff + ((bits >> 16) & 1);
@@ -58,7 +58,7 @@ inline void turn(Vec* x) {
     }
 }
 
-// to[j, i] = from[i, j] * scale, in squares; in blocks of LANES rows where these are half as long, as of rank 8.
+// to[j, i] = from[i, j] * scale, in squares; in blocks of LANES rows when rows are half as long, as for rank 8.
 template <typename From, typename To>
 VecU32 transposed(const From* from, int64_t rows, int64_t columns, float scale, To* to) {
     constexpr int HALF = LANES / 2;
@@ -101,7 +101,7 @@ bool convert(const Matrix* matrices, int64_t count, To* to) {
 
 }  // namespace
 
-// Whether all numbers are finite in `dtype`.
+// True when all numbers are finite in `dtype`.
 extern "C" int64_t outrider_convert(const Matrix* matrices, int64_t count, void* to, int64_t dtype) {
     return dtype == BFLOAT16 ? convert(matrices, count, (bf16*)to) : convert(matrices, count, (float*)to);
 }

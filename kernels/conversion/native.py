@@ -1,4 +1,4 @@
-"""All matrices in one C++ call."""
+"""Conversion of all matrices in one C++ call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART = np.dtype([(name, np.int64) for name in ("values", "rows", "bytes", "offse
 
 @functools.cache
 def functions() -> tuple[Any, Any] | None:
-    """`outrider_convert` and `outrider_place`; None: there are no kernels."""
+    """Functions `outrider_convert` and `outrider_place`; None when there are no native kernels."""
     kernels = loaded()
     if kernels is None:
         return None
@@ -33,7 +33,7 @@ def functions() -> tuple[Any, Any] | None:
 
 
 def serves(out: Tensor) -> bool:
-    """Whether the kernels are there, for this result."""
+    """True when the native kernels can write `out`."""
     return loaded() is not None and out.dtype in DTYPES and out.is_cpu and out.is_contiguous()
 
 
@@ -41,7 +41,7 @@ def convert(out: Tensor, matrices: Sequence[Matrix]) -> bool:
     """See the package."""
     found = functions()
     assert found is not None, "serves says when this may be called"
-    # In another dtype than the kernel's: the product is made here.
+    # The matrix has another dtype than the kernel's, so torch computes the product here.
     matrices = [m if m.values.dtype in DTYPES else m._replace(values=m.scaled().float(), scale=1.0) for m in matrices]
     table = np.array(
         [(v.data_ptr(), *v.shape, DTYPES[v.dtype], transposed, scale) for v, transposed, scale in matrices], MATRIX

@@ -1,6 +1,6 @@
-"""From a file's bytes to rows, a few neighbouring matrices at a time, in the processor's cache: for many files alike.
+"""Conversion of a file's bytes to rows, group by group, so that each group stays in the processor's cache.
 
-file's bytes --convert--> M_0 | M_1ᵀ | ... --place--> columns of the rows
+bytes of the file --convert--> M_0 | M_1ᵀ | ... --place--> columns of the rows
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from .native import MATRIX, PART, functions, serves
 
 
 class StoredMatrix(NamedTuple):
-    """One matrix as it lies in the bytes of its group, and where it is to be."""
+    """One matrix in the bytes of its group, and its place in the rows."""
 
     offset: int
-    """Its first byte."""
+    """Position of its first byte in the group."""
     rows: int
     columns: int
     dtype: torch.dtype
-    """One of `native.DTYPES`."""
+    """Dtype in the file, one of `native.DTYPES`."""
     transposed: bool
     target: int
-    """Its first column in the rows."""
+    """First column of the matrix in the rows."""
 
     @property
     def num_bytes(self) -> int:
-        """As it is stored."""
+        """Bytes of the matrix in the file."""
         return self.rows * self.columns * self.dtype.itemsize
 
 
 class StoredGroups:
-    """Groups of matrices, and where they go. Never changed."""
+    """Groups of matrices and their places in the rows; immutable, and used for many files of one layout."""
 
     def __init__(self, groups: Sequence[Sequence[StoredMatrix]], dtype: torch.dtype, shape: tuple[int, int]) -> None:
-        """For results in `dtype` and rows of this shape; `serves(dtype)` must hold."""
+        """Plan conversions to `dtype` into rows of `shape`; `serves_stored(dtype)` must be True."""
         self._dtype = dtype
         self._shape = shape
         self.num_bytes = [max(m.offset + m.num_bytes for m in group) for group in groups]
-        """Of each group, to be read."""
+        """Bytes of each group in the file."""
         matrices, parts, self._numbers = [], [], []
         for group in groups:
             end = 0
@@ -60,7 +60,7 @@ class StoredGroups:
         self._spans = list(zip([0, *ends], [len(group) for group in groups], strict=False))
 
     def start(self, scales: Sequence[float], rows: Tensor) -> Conversion:
-        """Begin with one file, whose matrices have these scales, to fill these rows."""
+        """Start the conversion of one file into `rows`; `scales` has one factor for each matrix."""
         assert tuple(rows.shape) == self._shape
         assert rows.dtype == self._dtype
         assert rows.is_contiguous()
@@ -68,7 +68,7 @@ class StoredGroups:
 
 
 class Conversion:
-    """One file's. Group after group: fill `buffer`, `convert`, look at `result`, `place`."""
+    """Conversion of one file. For each group in turn: fill `buffer`, call `convert`, look at `result`, call `place`."""
 
     def __init__(self, groups: StoredGroups, scales: Sequence[float], rows: Tensor) -> None:
         self._groups, self._rows = groups, rows
@@ -80,21 +80,21 @@ class Conversion:
         self._parts["values"] += self._result.ctypes.data
 
     def buffer(self, group: int) -> memoryview:
-        """For a group's bytes."""
+        """Memory that the caller fills with the bytes of a group."""
         return self._buffer.data[: self._groups.num_bytes[group]]
 
     def convert(self, group: int) -> bool:
-        """Whether the results are finite."""
+        """Convert the group in the buffer; True when all results are finite."""
         first, count = self._groups._spans[group]
         table = self._matrices.ctypes.data + first * MATRIX.itemsize
         return bool(_convert(table, count, self._result.ctypes.data, DTYPES[self._groups._dtype]))
 
     def result(self, group: int) -> memoryview:
-        """The bytes of its results, one after another, until the next is converted."""
+        """Bytes of the results of a group, valid until the next `convert`."""
         return self._result.data[: self._groups._numbers[group] * self._groups._dtype.itemsize]
 
     def place(self, group: int) -> None:
-        """Copy them to the rows."""
+        """Copy the results of a group to the rows."""
         first, count = self._groups._spans[group]
         table = self._parts.ctypes.data + first * PART.itemsize
         _place(table, count, self._rows.data_ptr(), self._rows.shape[1] * self._rows.itemsize)
@@ -113,5 +113,5 @@ def _place(*arguments: int) -> None:
 
 
 def serves_stored(dtype: torch.dtype) -> bool:
-    """Whether the kernels are there, for results of this dtype."""
+    """True when the native kernels can convert to this dtype."""
     return serves(torch.empty(0, dtype=dtype))

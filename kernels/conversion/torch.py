@@ -1,4 +1,4 @@
-"""The reference."""
+"""Reference conversion in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class Matrix(NamedTuple):
-    """One to be converted."""
+    """One matrix to convert."""
 
     values: Tensor
     """[n, m]."""
     transposed: bool = False
-    """Whether the result is [m, n]."""
+    """True: the result is the transpose, [m, n]."""
     scale: float = 1.0
 
     def scaled(self) -> Tensor:
-        """The product, [n, m] in float32 or float64."""
+        """Product of scale and values, [n, m] in float32 or float64."""
         return self.values.to(torch.promote_types(self.values.dtype, torch.float32)) * self.scale
 
 
@@ -33,8 +33,8 @@ def convert(out: Tensor, matrices: Sequence[Matrix]) -> bool:
             values.t() if matrix.transposed else values
         )
         start += values.numel()
-    # No sum with an infinity or a NaN in it is finite. In its own dtype: asked for float32, torch takes forty times as
-    # long, and where the sum of finite weights overflows, they are looked at one by one.
+    # A sum with an infinity or a NaN in it is not finite. It is taken in the dtype itself: float32 sums take torch
+    # forty times as long. Where the sum of finite weights overflows, the weights are checked one by one.
     return bool(out.sum().isfinite()) or bool(out.isfinite().all())
 
 

@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b (+ residual), with the weight brought once into the form that the machine reads fastest."""
+"""y = x Wᵀ + b (+ residual), with the weight packed once into the layout that the machine reads fastest."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["InvariantLinear", "NativeLinear", "PackedLinear", "pack", "pack_inva
 
 
 Weight: TypeAlias = Tensor | Sequence[Tensor]
-"""[out, in], or the blocks of rows that make it up, one after the other."""
+"""Weight [out, in], or the blocks of rows that make it up, in order."""
 
 
 def pack(weight: Weight, bias: Tensor | None = None) -> PackedLinear | NativeLinear:
-    """Pack `weight` [out, in] and `bias` [out]; on a CPU the packed copy is independent of `weight`, which may go."""
+    """Pack `weight` [out, in] and `bias` [out]. On a CPU the result is a copy, so that `weight` may be freed."""
     blocks = _blocks(weight)
     return NativeLinear(blocks, bias) if all(map(is_native, blocks)) else _pack(_whole(blocks), bias)
 
 
 def pack_invariant(weight: Weight, bias: Tensor | None = None) -> InvariantLinear | NativeLinear:
-    """`pack`, so that the result for a row does not depend on the other rows, bit for bit."""
+    """Pack a weight for products in which a row's result does not depend, bit for bit, on other rows."""
     blocks = _blocks(weight)
     return NativeLinear(blocks, bias) if all(map(is_native, blocks)) else _pack_invariant(_whole(blocks), bias)
 
 
 def row_squares(weight: Tensor) -> Tensor:
-    """[out] float32: the squared norm of each row of a weight [out, in]. torch alone takes longer for those of a model
-    than for reading its file."""
+    """Squared norm of each row of a weight [out, in]: [out] float32. The native kernel is used because torch needs
+    longer than the file takes to read."""
     squares = _row_squares(weight)
     return _slow_row_squares(weight) if squares is None else squares
 

@@ -1,8 +1,8 @@
-"""Products whose result for a row does not depend, bit for bit, on the other rows: fixed shapes, tested before use.
+"""Products in which a row's result does not depend, bit for bit, on other rows: fixed shapes, tested before use.
 
-A library sums K in another order when the number of rows changes (oneDNN does from K = 2048 on, for example), but the
-same shape is always computed in the same way. So rows go through in pieces of a few sizes, padded, and a size is used
-only if, on this machine and with this number of threads, it gives the bits that pieces of `BASE` rows give.
+A library changes the order of a sum over K with the number of rows (oneDNN does from K = 2048 on, for example), but
+computes equal shapes in the same way. Rows are therefore computed in pieces of a few sizes, padded. A size is used only
+if, on this machine and with this number of threads, it gives the bits of pieces of `BASE` rows.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from .torch import PackedLinear, pack
 
 BASE = 8
-"""Rows of the piece that defines the result."""
+"""Rows of the piece whose result is the reference."""
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Up to so many rows a product takes the time of reading the weights: padding costs next to nothing.
+# Most rows for which a product takes the time of reading the weights, so that padding is nearly free.
 _CHEAP = 32
 _ALIGNMENT = 64
-# Elements of the largest result that is tried out.
+# Most elements of a result in a trial.
 _MAX_TRIAL = 1 << 24
-# Distinct rows of a trial's weight, repeated: what matters is its shape.
+# Distinct rows of a trial's weight, which are repeated: the shape alone matters.
 _TRIAL_ROWS = 512
 
 
 def pieces(num_rows: int, sizes: tuple[int, ...], cheap: int = _CHEAP) -> list[tuple[int, int]]:
-    """(rows, size of the piece that holds them) for `num_rows` rows in order; `sizes` ascending, not empty.
+    """Pieces (rows, size of the padded piece) that cover `num_rows` rows in order; `sizes` ascend and are not empty.
 
     Padding is preferred to another piece up to a size of `cheap`, and up to half of the rows.
     """
@@ -44,7 +44,7 @@ def pieces(num_rows: int, sizes: tuple[int, ...], cheap: int = _CHEAP) -> list[t
 
 
 class InvariantLinear:
-    """A PackedLinear whose results for a row do not depend on the other rows. Made by `pack_invariant`."""
+    """Packed weight whose results for a row do not depend on other rows. Made by `pack_invariant`."""
 
     __slots__ = ("_packed", "_sizes", "in_features", "out_features")
 
@@ -66,14 +66,14 @@ class InvariantLinear:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """x Wᵀ [T, out]; here a row may depend on the others."""
+        """Product x Wᵀ [T, out]; in this product a row may depend on other rows."""
         return self._packed.without_bias(x)
 
 
 def padded(x: Tensor, size: int) -> Tensor:
-    """x [n, ...] with zeros to [size, ...]; x itself when there is nothing to add.
+    """x [n, ...] padded with zeros to [size, ...]; x itself when nothing is missing.
 
-    On a cache line, as a new tensor: a library may begin at an odd address with a short loop.
+    The copy starts at a cache line: a library may use a short loop for the first elements at an odd address.
     """
     if x.shape[0] == size and not x.data_ptr() % _ALIGNMENT:
         return x
@@ -84,7 +84,7 @@ def padded(x: Tensor, size: int) -> Tensor:
 
 @torch.inference_mode()
 def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinear:
-    """`pack`, and for the first weight of each shape a trial that takes the memory of one more such weight."""
+    """Pack a weight and try out its shape. The trial of a new shape needs memory for one more weight of that shape."""
     packed = pack(weight, bias)
     out_features, in_features = weight.shape
     with_bias = bias is not None
@@ -93,7 +93,7 @@ def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinea
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, for weights that are used once: invariant, and not packed."""
+    """Product of x [T, in] and the transpose of weight [out, in], invariant and not packed: for weights used once."""
     out_features, in_features = weight.shape
     threads = torch.get_num_threads()
     sizes = trusted_sizes(in_features, out_features, weight.dtype, weight.device, False, threads, prepacked=False)
@@ -102,11 +102,11 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def trial_operands(left: tuple[int, ...], right: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random float32 `left` [..., K] and `right` [..., K] whose products over K tell the order of the summation.
+    """Random float32 `left` [..., K] and `right` [..., K] whose products over K reveal the order of the summation.
 
-    `right` holds every number twice, at random places, and half of the rows of `left` too, the second time with the
-    other sign. Such a product is zero but for rounding, so its bits tell how it was summed in any dtype; rounding to
-    bfloat16 mostly hides that of a product of plain numbers. With a K of a few numbers it is the other way round.
+    `right` holds every number twice, at random places; so does half of the rows of `left`, the second time negated.
+    Such a product is zero but for rounding, and its bits show the order of the sum in any dtype. Rounding to bfloat16
+    mostly hides the order for plain random numbers. For a K of a few numbers the other half of the rows shows more.
     """
     inner = left[-1]
     order = torch.randperm(inner, generator=generator)
@@ -131,9 +131,9 @@ def trusted_sizes(
     *,
     prepacked: bool = True,
 ) -> tuple[int, ...]:
-    """The piece sizes that give the bits of pieces of BASE rows, with and without a residual; ascending.
+    """Sizes of pieces that give the bits of pieces of BASE rows, with and without a residual; ascending.
 
-    Where even those depend on a row's place or company, (1,): each row by itself.
+    The result is (1,), each row by itself, when even pieces of BASE rows depend on a row's place or on other rows.
     """
     generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
     most = max((size for size in _SIZES if size * out_features <= _MAX_TRIAL), default=BASE)
@@ -163,7 +163,7 @@ def _by_base(packed: PackedLinear, x: Tensor, residual: Tensor | None) -> Tensor
 
 
 def _agrees(packed: PackedLinear, x: Tensor, small: Tensor, expected: tuple[Tensor, Tensor], size: int) -> bool:
-    """Whether pieces of `size` rows, of the first 32 and at the end, give what is expected."""
+    """True when pieces of `size` rows, from the first 32 rows and at the end, give `expected`."""
     starts = [*range(0, max(1, min(32, x.shape[0]) - size + 1), size), x.shape[0] - size]
     return all(
         torch.equal(packed(x[rows]), expected[0][rows]) and torch.equal(packed(x[rows], small[rows]), expected[1][rows])

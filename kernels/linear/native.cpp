@@ -25,20 +25,20 @@ struct Call {
 constexpr int64_t PANEL = 64;
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it saves
 
-// With tiles oneDNN is faster; with threads it is where the compiler has none for us.
+// oneDNN is faster on processors with AMX tiles, and with several threads if the compiler has no OpenMP.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && defined(_OPENMP)
 
 constexpr int64_t VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
-constexpr int ROWS = 6;                 // ROWS * VECS sums, which fit into the registers beside a step's operands
-constexpr int64_t BLOCK_ROWS = 192;     // that go through a panel before the next one, their inputs being in the cache...
-constexpr int64_t BLOCK_PAIRS = 512;    // ...as is so much of a panel
-constexpr int64_t AHEAD = 4096;         // bytes: of a weight that is read once, what is asked for in advance
+constexpr int ROWS = 6;                 // ROWS * VECS sums fit into the registers beside a step's operands
+constexpr int64_t BLOCK_ROWS = 192;     // rows that use a panel before the next one; their inputs stay in the cache
+constexpr int64_t BLOCK_PAIRS = 512;    // pairs of a panel that stay in the cache
+constexpr int64_t AHEAD = 4096;         // bytes of the weight that are prefetched
 constexpr int64_t LINE = 64;            // bytes
-constexpr int64_t PAIR_LINES = 2 * PANEL * int64_t(sizeof(bf16)) / LINE;  // of a panel's pair
-constexpr int64_t MOST_FETCHED = 512 << 10;  // bytes of adapters' rows that are asked for while the weight is multiplied...
-constexpr int FETCHED = 2;              // ...and lines of them with each pair of inputs
+constexpr int64_t PAIR_LINES = 2 * PANEL * int64_t(sizeof(bf16)) / LINE;  // lines of a panel's pair
+constexpr int64_t MOST_FETCHED = 512 << 10;  // most bytes of adapters' rows prefetched during a product
+constexpr int FETCHED = 2;              // lines of them with each pair of inputs
 
-// Asks for memory that is wanted soon, line by line.
+// Prefetches memory line by line.
 class Fetch {
   public:
     explicit Fetch(const std::vector<Span>& spans) : span_(spans.data()), end_(span_ + spans.size()) {
@@ -68,7 +68,7 @@ class Fetch {
 };
 
 // sums[r * PANEL + i] (+)= x[r] . panel[i] over `pairs` pairs of inputs, for R rows. With each pair LINES lines from
-// `next` on are asked for, and with FETCH FETCHED of `fetch`.
+// `next` on are prefetched, and with FETCH also FETCHED lines of `fetch`.
 template <int R, bool FIRST, int LINES, bool FETCH>
 inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, const char* next,
                  Fetch* fetch) {
@@ -113,7 +113,7 @@ inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, 
         tiles<ROWS, LINES, false>(rows, x, x_stride, panel, pairs, sums, first, next, nullptr);
 }
 
-// Rows [begin, end) of a panel's outputs. `is_last`: the thread reads no weights behind it.
+// Computes rows [begin, end) of a panel's outputs. `is_last`: the thread reads no further weights.
 void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool is_last, Fetch* fetch) {
     static thread_local float sums[BLOCK_ROWS * PANEL];
     const int64_t in = call.weight->in_features, out = call.weight->out_features, num_pairs = in / 2;
@@ -122,8 +122,8 @@ void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool i
     for (int64_t k = 0; k < num_pairs; k += BLOCK_PAIRS) {
         const bf16* weights = call.weight->panels + (panel * num_pairs + k) * 2 * PANEL;
         const int64_t pairs = std::min(BLOCK_PAIRS, num_pairs - k);
-        // Only the first tile waits for the memory, which would idle while the others find the weights in the cache: so
-        // these ask for the next block. One tile alone asks for what it reads next.
+        // The first tile waits for the memory; the others find the weights in the cache, and the memory would idle.
+        // So they prefetch the next block. A single tile prefetches its own next weights.
         const char* next = (const char*)weights + (num_tiles == 1 ? AHEAD : pairs * PAIR_LINES * LINE);
         const int lines = is_last && k + pairs == num_pairs ? 0 : num_tiles == 1 ? PAIR_LINES : num_tiles < 4 ? 2 : 1;
         for (int64_t t = 0; t < num_tiles; t++) {
@@ -131,7 +131,7 @@ void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool i
             const int height = int(last - first);
             const bf16* x = call.x + (begin + first) * in + 2 * k;
             float* to = sums + first * PANEL;
-            const bool asks = t < PAIR_LINES / std::max(lines, 1);  // else all of the block is asked for
+            const bool asks = t < PAIR_LINES / std::max(lines, 1);  // else all of the block is prefetched
             if (!asks || !lines) tiles<0>(height, x, in, weights, pairs, to, k == 0, next, fetch);
             else if (lines == 1) tiles<1>(height, x, in, weights, pairs, to, k == 0, next, fetch);
             else if (lines == 2) tiles<2>(height, x, in, weights, pairs, to, k == 0, next, fetch);
@@ -149,7 +149,7 @@ void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool i
         }
 }
 
-// Panels [first, last), with what `fetch` asks for during the last ones.
+// Computes panels [first, last); `fetch` prefetches during the last ones.
 void multiply(const Call& call, int64_t rows, int64_t first, int64_t last, Fetch* fetch) {
     const int64_t pairs = call.weight->in_features / 2 * ((rows + ROWS - 1) / ROWS);  // of a panel
     for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
@@ -159,14 +159,14 @@ void multiply(const Call& call, int64_t rows, int64_t first, int64_t last, Fetch
         }
 }
 
-// One thread's part.
+// The part of one thread.
 void multiply(const Call& call, int64_t rows, const Adapters<bf16>* adapters, int number, int team) {
     static thread_local std::vector<Span> spans;
     const int64_t out = call.weight->out_features, num_panels = (out + PANEL - 1) / PANEL;
     const int64_t first = num_panels * number / team, last = num_panels * (number + 1) / team;
     if (!adapters) return multiply(call, rows, first, last, nullptr);
     spans.clear();
-    // One tile alone leaves the memory no time for more.
+    // A single tile leaves the memory no time for more.
     if (rows > ROWS && adapters->are_few())
         adapters->spans(number, team, first * PANEL, std::min(last * PANEL, out), MOST_FETCHED, spans);
     Fetch fetch(spans);
@@ -180,7 +180,7 @@ void multiply(const Call& call, int64_t rows, const Adapters<bf16>* adapters) {
     multiply(call, rows, adapters, thread_number(), team_size());
 }
 
-// `weight` [rows, in], the outputs from `first` on, which begins a panel, to panels.
+// Packs `weight` [rows, in] as the outputs from `first` on, where a panel begins.
 void pack(const Weight& to, const bf16* weight, int64_t first, int64_t rows) {
     const int64_t in = to.in_features, num_pairs = in / 2;
     const int64_t num_panels = (rows + PANEL - 1) / PANEL;
@@ -209,7 +209,7 @@ void pack(const Weight&, const bf16*, int64_t, int64_t) {}
 
 #endif
 
-// out[r] = the sum of weight[r][i]^2; on every processor.
+// out[r] = sum over i of weight[r][i]^2; for every processor.
 template <typename E>
 void row_squares(const E* weight, int64_t rows, int64_t in, float* out) {
 #pragma omp parallel for if (rows * in >= MIN_PARALLEL_WORK && num_threads() > 1)
@@ -232,14 +232,14 @@ extern "C" void outrider_row_squares(const void* weight, int64_t rows, int64_t i
         row_squares((const float*)weight, rows, in, out);
 }
 
-// The outputs that a panel has; 0 where the processor is not for this kernel.
+// Outputs of a panel; 0 when the processor does not support this kernel.
 extern "C" int64_t outrider_linear_panel() { return SERVED ? PANEL : 0; }
 
 extern "C" void outrider_linear_pack(const Weight* to, const void* weight, int64_t first, int64_t rows) {
     pack(*to, (const bf16*)weight, first, rows);
 }
 
-// `site`: of the adapters whose deltas are added after that, or null.
+// `site`: rank rows of the adapters whose deltas are added afterwards, or null.
 extern "C" void outrider_linear(const Weight* weight, const void* x, const void* residual, void* y, int64_t rows,
                                 const Site* site, const Step* step) {
     const Call call{weight, (const bf16*)x, (const bf16*)residual, (bf16*)y};

@@ -1,7 +1,7 @@
-"""bfloat16 on processors with AVX512-BF16: one C++ call that reads the packed weight once, at the memory's speed.
+"""bfloat16 products on processors with AVX512-BF16: one C++ call that reads the packed weight once, at memory speed.
 
-oneDNN's product takes 1.1 to 1.5 times as long where few rows meet the weight, and its results may depend on their
-number; these do not, bit for bit.
+oneDNN's product takes 1.1 to 1.5 times as long for few rows, and its results may depend on their number. Here a row's
+result does not depend on other rows, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..native import DTYPES, library
 
 RELEASING_WORK = 1 << 28
-"""Multiply-adds from which a call gives up Python's lock: about a millisecond."""
+"""Multiply-adds from which a call releases Python's lock: about a millisecond."""
 
 
 class _Weight(ctypes.Structure):
@@ -30,20 +30,20 @@ class _Weight(ctypes.Structure):
 
 
 class AdapterTokens(Protocol):
-    """Which tokens of a step use which adapter rows: `kernels.lora.native.RowSegments`."""
+    """Tokens of a step that use adapters, and their rank rows: `kernels.lora.native.RowSegments`."""
 
     address: int
     stop: int
-    """Token after the last one of them."""
+    """Token after the last one with an adapter."""
 
 
 class _Functions(NamedTuple):
     product: Any
     releasing: Any
-    """The same, without Python's lock."""
+    """`product`, without Python's lock during the call."""
     pack: Any
     panel: int
-    """Outputs of a panel."""
+    """Outputs in a panel of the packed weight."""
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _functions() -> _Functions | None:
 
 
 def is_native(weight: Tensor) -> bool:
-    """Whether `NativeLinear` serves this weight [out, in] on this machine."""
+    """True when `NativeLinear` can hold this weight [out, in] on this machine."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -75,7 +75,7 @@ def is_native(weight: Tensor) -> bool:
 
 
 def row_squares(weight: Tensor) -> Tensor | None:
-    """See the package; None where there is no kernel for it."""
+    """Squared norm of each row: [out] float32; None when there is no kernel for the weight."""
     kernels = library()
     if kernels is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return None
@@ -89,12 +89,13 @@ def row_squares(weight: Tensor) -> Tensor | None:
 
 
 class NativeLinear:
-    """A weight [out, in] and its bias [out], packed; immutable. A result's bits do not depend on the other rows."""
+    """Packed weight [out, in] and bias [out]; immutable. A row's result does not depend on other rows, bit for bit."""
 
     __slots__ = ("_base", "_kept", "_releasing", "_weight", "in_features", "out_features")
 
     def __init__(self, blocks: Sequence[Tensor], bias: Tensor | None) -> None:
-        """`blocks`: the weight's rows, each block as `is_native` has it; the packed copy is independent of them."""
+        """Pack `blocks`, the rows of the weight in order, each a tensor for which `is_native` is True; they may be
+        freed."""
         functions = _functions()
         assert functions is not None, "is_native says when this may be made"
         if any(len(block) % functions.panel for block in blocks[:-1]):
@@ -105,7 +106,7 @@ class NativeLinear:
         )
         bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
         shape = (self.in_features, self.out_features, packed.data_ptr())
-        # Without the bias, and with it.
+        # Function without bias, and function with bias.
         self._base = _Weight(*shape, None)
         self._weight = self._base if bias is None else _Weight(*shape, bias.data_ptr())
         self._kept = (packed, bias)
@@ -133,7 +134,7 @@ class NativeLinear:
         return self._product(self._weight, x, residual, site, step)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """x Wᵀ [T, out]."""
+        """Product x Wᵀ [T, out]."""
         return self._product(self._base, x, None)
 
     def _product(

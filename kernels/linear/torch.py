@@ -1,4 +1,4 @@
-"""oneDNN with prepacked weights, on a CPU where it knows the dtype. Elsewhere, and on a GPU, plain `F.linear`."""
+"""oneDNN with prepacked weights on a CPU that supports the dtype; `F.linear` elsewhere and on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def _prepacks(weight: Tensor) -> bool:
-    """Whether oneDNN has a prepacked product for this weight on this machine."""
+    """True when oneDNN has a prepacked product for this weight on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.float32:
@@ -21,7 +21,7 @@ def _prepacks(weight: Tensor) -> bool:
 
 
 class PackedLinear:
-    """A weight [out, in] and its bias [out], ready for use; immutable. Made by `pack`."""
+    """Packed weight [out, in] and bias [out]; immutable. Made by `pack`."""
 
     __slots__ = ("_bias", "_prepacked", "_weight", "in_features", "out_features")
 
@@ -46,23 +46,23 @@ class PackedLinear:
         return y if residual is None else y.add_(residual)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """x Wᵀ [T, out]."""
+        """Product x Wᵀ [T, out]."""
         if self._prepacked:
             return _pointwise(x, self._weight, None, "none", (), "")
         return F.linear(x, self._weight)
 
 
 if torch.backends.mkldnn.is_available():
-    # Overloads looked up once: a lookup takes as long as a small product.
+    # The operator's overloads are looked up once: a lookup takes as long as a small product.
     _pointwise = torch.ops.mkldnn._linear_pointwise.default
     _pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
 @torch.inference_mode()
 def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    """Pack `weight` [out, in] and `bias` [out]. On CPU the packed copy is independent of `weight`, which may be freed.
+    """Pack `weight` [out, in] and `bias` [out]. On a CPU the result is a copy, so that `weight` may be freed.
 
-    oneDNN reads prepacked weights without packing them on every call, as `F.linear` does.
+    oneDNN reads a prepacked weight without packing it in every call, as `F.linear` does.
     """
     shape = (weight.shape[0], weight.shape[1])
     if not _prepacks(weight):

@@ -1,4 +1,4 @@
-"""The adapters' part of a projection, for a whole batch at once: y += ((x Aᵀ) ∘ M) B over the rank rows in use."""
+"""Adapters' part of a projection for a whole batch: y += ((x Aᵀ) ∘ M) B over the rank rows in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a site of a CUDA device launches; the kernels are in `triton.py`, the step's array in `groups.py`."""
+"""Launches of the adapters' Triton kernels (`triton.py`) for one projection, over a step's groups (`groups.py`)."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from .triton import (
 )
 
 _MIN_CHUNK = 256
-"""Inputs of a shrink's part."""
+"""Fewest inputs in a part of a shrink's sums."""
 _WANTED_UNITS = 512
-"""Of a shrink, to keep a large device's memory busy."""
+"""Units of work of a shrink that keep the memory of a large device busy."""
 _PROGRAMS = 8
-"""A multiprocessor, at most."""
+"""Most programs for each multiprocessor."""
 
 
 @functools.cache
 def _num_programs(device: torch.device, per_processor: int) -> int:
-    """The most that a launch has; few for the interpreter, so that programs walk over several units there too."""
+    """Most programs of a launch. The interpreter gets few, so that there too a program takes several units."""
     if device.type != "cuda":
         return 3
     return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _output_blocks(slice_sizes: Sequence[int], block: int, device: torch.device) -> Tensor:
-    """[num_blocks, 4] int32: slice, first output, output after the slice's last, nothing."""
+    """Table of output blocks [num_blocks, 4] int32: slice, first output, output after the slice's last, 0."""
     table = []
     first = 0
     for index, size in enumerate(slice_sizes):
@@ -51,27 +51,28 @@ def _output_blocks(slice_sizes: Sequence[int], block: int, device: torch.device)
 
 
 def default_shrink_config(tile: int) -> LoRAShrinkConfig:
-    """For tiles of so many tokens."""
+    """Default config of the shrink for tiles of `tile` tokens."""
     blocks = BLOCKS[tile]
     return LoRAShrinkConfig(blocks.inputs, blocks.dot_inputs, NUM_WARPS, SHRINK_STAGES, _WANTED_UNITS, _PROGRAMS)
 
 
 def default_expand_config(tile: int) -> LoRAExpandConfig:
-    """For tiles of so many tokens."""
+    """Default config of the expand for tiles of `tile` tokens."""
     return LoRAExpandConfig(BLOCKS[tile].outputs, NUM_WARPS, EXPAND_STAGES, _PROGRAMS)
 
 
 def num_splits(num_tokens: int, num_slices: int, in_features: int, wanted_units: int = _WANTED_UNITS) -> int:
-    """Parts of a shrink's sums: enough to keep the memory busy, and none too short; from the step's size alone."""
+    """Parts of a shrink's sums: enough to keep the memory busy, none too short, and fixed by the step's size."""
     wanted = triton.next_power_of_2(-(-wanted_units // max(1, num_tokens * num_slices)))
     return max(1, min(wanted, MAX_SPLITS, in_features // _MIN_CHUNK))
 
 
 class TritonRows:
-    """The pools of one projection, or of a token embedding, as the kernels see them; views of the owner's tensors."""
+    """Rank rows of one projection or of the token embeddings, as the kernels read them; views of the pool's tensors."""
 
     def __init__(self, a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Tensor) -> None:
-        """
+        """Store the rows, and choose the launch configs.
+
         Args:
             a: [R, S, in], contiguous but for its first stride, which is that of `b`.
             b: [R, sum(slice_sizes)], the slices side by side, the scale folded in.
@@ -104,15 +105,15 @@ class TritonRows:
         }
 
     def add(self, y: Tensor, x: Tensor, groups: RowGroups) -> None:
-        """For the tokens of each group and each slice s, `y[:, s] += (x a[rows, s]ᵀ) b[rows, s]`.
+        """y[:, s] += (x a[rows, s]ᵀ) b[rows, s] for the tokens of each group and each slice s; y is mutated.
 
-        Products of several tokens round the values between shrink and expand to the rows' dtype, as a matrix product
-        of its own would.
+        Products of several tokens round the values between shrink and expand to the rows' dtype, as two separate
+        matrix products would.
 
         Args:
             y: [T, out], rows contiguous; mutated.
             x: [T, in].
-            groups: Of these T tokens.
+            groups: Groups of these T tokens.
 
         Raises:
             ValueError: shapes or dtypes that do not go together.
@@ -147,7 +148,7 @@ class TritonRows:
         self._expand(y, groups, h, None, splits)
 
     def add_embeddings(self, y: Tensor, ids: Tensor, groups: RowGroups) -> None:
-        """For the tokens of each group, `y[t] += a[rows, 0, ids[t]] b[rows]`: one slice, y [T, out], ids [T] integers.
+        """y[t] += a[rows, 0, ids[t]] b[rows] for the tokens of each group: one slice, ids [T]; y [T, out] is mutated.
 
         Raises:
             ValueError: shapes or dtypes that do not go together.

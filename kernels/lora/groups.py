@@ -1,4 +1,4 @@
-"""Which tokens of a step use which rank rows, as the Triton kernels read it: one int32 array, copied once a step.
+"""Tokens of a step grouped by adapter, as the Triton kernels read them: one int32 array, copied once a step.
 
     header  | tiles | items | order | rows          offsets of the last three, and the counts, are in the header
 
@@ -23,19 +23,20 @@ from ..dispatch import has_triton
 from ..staging import staged
 
 BLOCK_ROWS = 16
-"""Rank rows of an item: the least that a tensor core takes."""
+"""Rank rows of an item: the fewest that a tensor core takes."""
 HEADER = ENTRY = 8
-"""int32 values of the header, and of a tile or an item."""
+"""Numbers of int32 in the header, and in a tile or an item."""
 SMALL_STEP = 1024
-"""Tokens up to which a step is cut into small tiles: decodes and verifications."""
+"""Most tokens of a step that is cut into small tiles, as decodes and verifications are."""
 
 Segment = tuple[int, int, Sequence[int] | NDArray[np.int32]]
-"""(first token, token after the last, rank rows). Lists of rows that begin alike are the same: a row has one owner."""
+"""Run of tokens: (first token, token after the last, rank rows). Segments whose first row is equal have equal rows,
+since a row belongs to one adapter."""
 Ints = NDArray[np.int64]
 
 
 def is_grouped(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `device_rows.TritonRows` serves rows of this dtype there."""
+    """True when `device_rows.TritonRows` serves rows of this dtype on this device."""
     return device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16) and has_triton()
 
 
@@ -48,14 +49,14 @@ class GroupBuffer:
     """Device memory at one address for the groups of all small steps, so that captured graphs find them."""
 
     def __init__(self, num_rows: int, max_rank: int, device: torch.device) -> None:
-        """For adapters of up to `max_rank` of the pool's `num_rows` rank rows."""
+        """Allocate memory for adapters of up to `max_rank` of the pool's `num_rows` rank rows."""
         entries = SMALL_STEP * (1 + -(-max_rank // BLOCK_ROWS))
         self.max_rank = max_rank
         self.data = torch.zeros(HEADER + ENTRY * entries + SMALL_STEP + num_rows, dtype=torch.int32, device=device)
 
 
 class RowGroups:
-    """One step's groups on the device. Valid until the next one is written into the same buffer."""
+    """Groups of one step on the device, valid until the next step is written into the same buffer."""
 
     def __init__(
         self,
@@ -64,10 +65,11 @@ class RowGroups:
         device: torch.device,
         buffer: GroupBuffer | None = None,
     ) -> None:
-        """
+        """Group the tokens of a step, and copy the array to the device.
+
         Args:
-            segments: Disjoint runs of tokens with their rows; tokens of none keep what they have.
-            num_tokens: Of the step.
+            segments: Disjoint runs of tokens with their rows; tokens without a segment keep their values.
+            num_tokens: Tokens of the step.
             device: Where the kernels run.
             buffer: Used if the step is small and has no larger ranks. Bounds of launches depend on `num_tokens` then,
                 not on the segments.
@@ -85,7 +87,7 @@ class RowGroups:
         if buffer is not None and (num_tokens > SMALL_STEP or rank > buffer.max_rank):
             buffer = None
         self.replayable = buffer is not None
-        """Whether launches captured in a graph, with the buffer and as many tokens or more, serve this step."""
+        """True when launches captured with the buffer, for as many tokens or more, serve this step."""
         if buffer is not None:
             self.max_tiles, self.max_items = num_tokens, num_tokens * -(-buffer.max_rank // BLOCK_ROWS)
             self.h_size = num_tokens * buffer.max_rank
@@ -95,8 +97,10 @@ class RowGroups:
 
 
 def _array(segments: Sequence[Segment], tile: int) -> tuple[NDArray[np.int32], tuple[int, int, int]]:
-    """The array, and (number of tiles, of items, of values between shrink and expand). No loop over segments or tokens
-    but to read the arguments: this is on every step's path."""
+    """Build the array; return it with the numbers of tiles, of items and of values between shrink and expand.
+
+    Every step calls this, so it loops over segments and tokens only to read the arguments.
+    """
     segments = [segment for segment in segments if segment[1] > segment[0] and len(segment[2])]
     if not segments:
         return np.array([0, 0, HEADER, HEADER, HEADER, 0, 0, 0], np.int32), (0, 0, 0)
@@ -124,15 +128,15 @@ def _starts(lengths: Ints) -> Ints:
 
 
 def _split(sizes: Ints, piece: int) -> tuple[Ints, Ints]:
-    """(index into `sizes`, first of its elements) of all pieces of at most `piece`."""
+    """Pieces of at most `piece` elements: (index into `sizes`, first of its elements) of each."""
     pieces = -(-sizes // piece)
     owner = np.repeat(np.arange(len(sizes)), pieces)
     return owner, (np.arange(len(owner)) - _starts(pieces)[owner]) * piece
 
 
 def _tiles(counts: Ints, ranks: Ints, places: tuple[Ints, Ints, Ints], tile: int) -> Ints:
-    """[tiles, ENTRY]: first token in `order`, tokens, first row in `rows`, rows, first value between shrink and expand,
-    values of a token."""
+    """Tiles [tiles, ENTRY]: first token in `order`, tokens, first row in `rows`, rows, first value between shrink and
+    expand, values of a token."""
     group, offset = _split(counts, tile)
     tokens, rows, values = (place[group] for place in places)
     rank = ranks[group]
@@ -144,7 +148,7 @@ def _tiles(counts: Ints, ranks: Ints, places: tuple[Ints, Ints, Ints], tile: int
 
 
 def _items(tiles: Ints) -> Ints:
-    """[items, ENTRY], as tiles with at most BLOCK_ROWS rows."""
+    """Items [items, ENTRY]: tiles with at most BLOCK_ROWS rows each."""
     tile, offset = _split(tiles[:, 3], BLOCK_ROWS)
     entries = tiles[tile]
     entries[:, 2] += offset

@@ -1,7 +1,7 @@
-"""An adapter's part of a projection whose result for a token does not depend, bit for bit, on the other tokens.
+"""Adapters' part of a projection in which a token's result does not depend, bit for bit, on other tokens.
 
-The masked product over several adapters' rows sums over rows of all of them, so here each adapter's tokens go by
-themselves, with that adapter's rows alone, in pieces of trusted sizes (see `kernels.linear.invariant`).
+The masked product over several adapters' rows would sum over rows of all of them. So each adapter's tokens are computed
+separately, with its rows alone, in pieces of trusted sizes (see `kernels.linear.invariant`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ..linear.invariant import product
 
 
 def shrink_expand_invariant(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor]) -> None:
-    """`shrink_expand` for tokens of one adapter: for slice s, `y[:, s] += (x a[:, s]ᵀ) b[s]`; y is mutated."""
+    """Add the deltas of one adapter to its tokens, as `shrink_expand` does: `y[:, s] += (x a[:, s]ᵀ) b[s]` for slice s;
+    y is mutated."""
     num_rows, num_slices, in_features = a.shape
     h = product(x, a.reshape(num_rows * num_slices, in_features)).view(-1, num_rows, num_slices)
     start = 0
@@ -24,8 +25,9 @@ def shrink_expand_invariant(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor]
 
 
 def expand_invariant(y: Tensor, h: Tensor, b: Tensor) -> None:
-    """y [T, out] += h [T, n] b [n, out]; the product is rounded before it is added.
+    """y [T, out] += h [T, n] b [n, out]; the product is rounded before it is added; y is mutated.
 
-    In float32: a sum of a few numbers rounded to bfloat16 hides its order from the trial that chooses the sizes.
+    The product is computed in float32: a sum of a few numbers in bfloat16 would hide its order from the trial that
+    chooses the sizes.
     """
     y.add_(product(h.float(), b.t().float().contiguous()).to(y.dtype))

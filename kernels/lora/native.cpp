@@ -1,11 +1,11 @@
-// The adapters of a step at one projection, for all tokens in one call: see rank_rows.h.
+// Deltas of a step's adapters for one projection, for all tokens in one call: see rank_rows.h.
 #include "rank_rows.h"
 
 using namespace outrider;
 
 namespace {
 
-constexpr int64_t UNIT = 64;   // outputs: a thread has a multiple of them
+constexpr int64_t UNIT = 64;   // outputs; a thread computes a multiple of them
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it saves
 
 template <typename E>

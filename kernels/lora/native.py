@@ -1,4 +1,4 @@
-"""All adapters of a step at one projection in one C++ call, straight from the rows where they lie."""
+"""Deltas of all adapters of a step for one projection in one C++ call, which reads the rank rows in place."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class _Step(ctypes.Structure):
 
 
 def is_native(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `NativeRows` serves rows of this dtype there."""
+    """True when `NativeRows` serves rows of this dtype on this device."""
     return device.type == "cpu" and dtype in DTYPES and library() is not None
 
 
 class RowSegments:
-    """Which tokens of a step use which rows, as the kernel reads it."""
+    """Tokens of a step and their rank rows, as the kernel reads them."""
 
     def __init__(self, segments: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """`segments`: (first token, token after the last, rank rows of their adapter), disjoint."""
+        """Store segments (first token, token after the last, rank rows of their adapter), which are disjoint."""
         runs: dict[tuple[int, ...], list[range]] = {}  # of an adapter: its tokens share the reading of its rows
         for start, stop, own in segments:
             runs.setdefault(tuple(own), []).append(range(start, stop))
@@ -62,18 +62,19 @@ class RowSegments:
         self._table = np.array(table, dtype=np.int32).reshape(-1, 4)
         self._tokens, self._rows = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32)
         self.stop = max((stop for _, stop, _ in segments), default=0)
-        # The addresses are looked up once: that takes as long as a small projection's rows.
+        # Addresses are looked up once: a lookup takes as long as the rows of a small projection.
         self._step = _Step(self._table.ctypes.data, len(table), self._tokens.ctypes.data, self._rows.ctypes.data)
         self.address = ctypes.addressof(self._step)
         self.checked: dict[NativeRows, int] = {}
-        """The sites that were given tensors which fit, and of how many tokens."""
+        """Number of tokens with which each site's tensors have been checked."""
 
 
 class NativeRows:
-    """The pools of one projection as the kernel sees them; views of the owner's tensors, which it keeps alive."""
+    """Rank rows of one projection as the kernel reads them: views of the pool's tensors, which they keep alive."""
 
     def __init__(self, a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: np.ndarray[Any, np.dtype[np.uint8]]):
-        """
+        """Store the rows' addresses for the kernel.
+
         Args:
             a: [R, S, in], contiguous but for its first stride, which is that of `b`.
             b: [R, sum(slice_sizes)], the slices side by side, the scale folded in.
@@ -109,19 +110,19 @@ class NativeRows:
         self._add.restype = None
         self._add.argtypes = (ctypes.c_void_p,) * 4
         self.address = ctypes.addressof(self._site)
-        """For `kernels.linear.NativeLinear`, whose calls may take in `add`."""
+        """Address that `kernels.linear.NativeLinear` takes to do `add` within its own call."""
 
     def add(self, y: Tensor, x: Tensor, segments: RowSegments) -> None:
-        """For the tokens of each segment and each slice s, `y[:, s] += (x a[rows, s]ᵀ) b[rows, s]`.
+        """y[:, s] += (x a[rows, s]ᵀ) b[rows, s] for the tokens of each segment and each slice s; y is mutated.
 
         A token's result does not depend on the other tokens, bit for bit.
 
         Args:
             y: [T, out], contiguous; mutated.
             x: [T, in], contiguous.
-            segments: Of these T tokens. What comes with the same ones again, and as many tokens, has the same form:
-                checking it costs as much as a small projection, since the weights have swept Python's own memory from
-                the caches.
+            segments: Segments of these T tokens. Tensors are checked at the first call with these segments and as many
+                tokens, and not again: a check costs as much as a small projection, because the weights have swept
+                Python's memory from the caches.
         """
         num_tokens = len(x)
         if segments.checked.get(self) != num_tokens:

@@ -1,8 +1,8 @@
-"""Shrink and expand for all adapters of a step in two launches a projection, straight from the rows where they lie:
-Punica's SGMV and BGMV (Chen et al. 2023) with ragged ranks (S-LoRA, Sheng et al. 2023).
+"""Shrink and expand for all adapters of a step in two launches a projection, reading the rank rows in place: Punica's
+SGMV and BGMV (Chen et al. 2023) with ragged ranks (S-LoRA, Sheng et al. 2023).
 
-Programs walk over the units of work that the step's array lists (`groups.py`). A unit with one token is memory-bound
-and goes through multiply-adds; one with several goes through tensor cores and reads its weights once for all of them.
+Programs walk over the units of work that the step's array lists (`groups.py`). A unit with one token is bound by memory
+and uses multiply-adds; a unit with several tokens uses tensor cores and reads its weights once for all.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from ..compile_case import CompileCase
 from .groups import BLOCK_ROWS
 
 MAX_SPLITS = 16
-"""Parts of a shrink's sums, added up by the expand."""
+"""Most parts of a shrink's sums; the expand adds them up."""
 NUM_WARPS = 4
 SHRINK_STAGES, EXPAND_STAGES = 3, 2
 GAIN_BLOCK = 1024
 
 
 class Blocks(NamedTuple):
-    """What programs take at a time."""
+    """Sizes of the blocks that a program loads at once."""
 
     inputs: int
-    """Of one token."""
+    """Inputs of a shrink's block in a unit with one token."""
     dot_inputs: int
-    """Of several tokens."""
+    """Inputs of a shrink's block in a unit with several tokens."""
     outputs: int
 
 
 BLOCKS = {16: Blocks(256, 128, 256), 64: Blocks(128, 64, 128)}
-"""By the tokens of a tile; see `groups.tile_tokens`."""
+"""Block sizes by the number of tokens in a tile (`groups.tile_tokens`)."""
 
 
 @triton.jit
 def _rows_of(pool_rows, first, num_rows, live, live_stride, part_slice, ROWS: tl.constexpr):
-    """Places `first`... in a group's list of rows, the pool's rows there, and which of them have weights."""
+    """Places `first` to `first + ROWS` in a group's list of rows, the pool's rows there, and a mask of those that have
+    weights."""
     r = first + tl.arange(0, ROWS)
     row = tl.load(pool_rows + r, mask=r < num_rows, other=0).to(tl.int64)
     alive = tl.load(live + row * live_stride + part_slice, mask=r < num_rows, other=0) != 0
@@ -47,7 +48,7 @@ def _rows_of(pool_rows, first, num_rows, live, live_stride, part_slice, ROWS: tl
 
 @triton.jit
 def _shrink_token(x, weights, alive, start, stop, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS] products of one token's inputs [start, stop) with rows of A."""
+    """Products [ROWS] of one token's inputs [start, stop) with rows of A."""
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(start, stop, BLOCK, loop_unroll_factor=2):
         k = first + tl.arange(0, BLOCK)
@@ -71,7 +72,7 @@ def _shrink_tile(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[TILE, ROWS] products of the inputs [start, stop) of tokens at `x` [TILE] with rows of A."""
+    """Products [TILE, ROWS] of the inputs [start, stop) of the tokens at `x` [TILE] with rows of A."""
     products = tl.zeros([TILE, ROWS], tl.float32)
     for first in tl.range(start, stop, BLOCK):
         k = first + tl.arange(0, BLOCK)
@@ -137,8 +138,8 @@ def shrink_kernel(
 
 @triton.jit
 def _sum_splits(h, mask, h_stride, splits, TILE: tl.constexpr, SPLITS: tl.constexpr):
-    """Values between shrink and expand at `h` [TILE, ROWS]. Of one token all parts of the sum are read at once; of more
-    that would take registers from the products."""
+    """Values between shrink and expand at `h` [TILE, ROWS], summed over the splits. The parts of one token are loaded
+    at once; for several tokens that would take registers from the products."""
     if SPLITS == 1:
         total = tl.load(h, mask=mask, other=0.0)
     elif TILE == 1:
@@ -158,7 +159,7 @@ def _expand_tile(
     y_stride, row_stride, live_stride, h_stride, splits,
     TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, EMBEDDING: tl.constexpr,
 ):  # fmt: skip
-    """Outputs `n` of up to TILE tokens, over all rows of their adapter."""
+    """Add to y [T, out] the outputs `n` of up to TILE tokens, over all rank rows of their adapter; y is mutated."""
     m = tl.arange(0, TILE)
     known = m < num_tokens
     token = tl.load(token_ids + m, mask=known, other=0).to(tl.int64)
@@ -212,7 +213,7 @@ def expand_kernel(
     SPLITS: tl.constexpr,  # at least `splits`, a power of two
     EMBEDDING: tl.constexpr,
 ):
-    """y[t, n] += sum of h[s, :, place] B[row, n] over all rows of the token's adapter."""
+    """y[t, n] += sum of h[s, :, place] B[row, n] over all rank rows of the token's adapter; y [T, out] is mutated."""
     order = groups + tl.load(groups + 3)
     pool_rows = groups + tl.load(groups + 4)
     for unit in tl.range(tl.program_id(0), tl.load(groups) * num_blocks, tl.num_programs(0)):
@@ -255,7 +256,7 @@ def gain_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """y[t] += (y[t] - bias - residual[t]) * excess[slots[t]], for tokens with a slot."""
+    """y[t] += (y[t] - bias - residual[t]) · excess[slots[t]] for tokens with a slot; y [T, OUT] is mutated."""
     token = (tl.program_id(0) // tl.cdiv(OUT, BLOCK)).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -278,7 +279,7 @@ def _case(name: str, kernel: Any, tensors: dict[str, str], constants: dict[str, 
 
 
 def compile_cases() -> list[CompileCase]:
-    """Both tiles of both kernels, each dtype, merged slices, an odd width, and embeddings."""
+    """Cases of both tiles of both kernels: each dtype, merged slices, an odd width, and embeddings."""
     cases = []
     for dtype, features, tile in [
         *(("bf16", 4096, tile) for tile in (16, 64)),

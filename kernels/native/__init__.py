@@ -1,7 +1,7 @@
-"""The CPU kernels written in C++, built with the machine's own compiler at first use.
+"""CPU kernels in C++, built with the machine's own compiler at first use.
 
 Sources are `kernels/<op>/native.cpp` with a plain C interface (pointers and integers) over the helpers in `simd.h`; the
-wrappers beside them check shapes. Where there is no compiler, the torch paths serve.
+wrappers beside them check shapes. Without a compiler the torch paths serve.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["DTYPES", "FLOAT8", "library", "loaded"]
 logger = logging.getLogger(__name__)
 
 SWITCH = "OUTRIDER_NATIVE"
-"""Environment variable: "0" keeps to the torch paths."""
+"""Environment variable; "0" disables the native kernels."""
 
-# The dtypes that the kernels know, by the code that they are told.
+# Codes by which the kernels know the dtypes.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 FLOAT8 = 2
-"""The code of float8 e4m3, for the KV cache alone."""
+"""Code of float8 e4m3, which the KV cache alone uses."""
 
 
 @functools.cache
 def library() -> ctypes.PyDLL | None:
-    """The kernels, or None: switched off, or not to be built here (said once, in the log).
+    """The loaded kernels; None when they are switched off or cannot be built here (logged once).
 
-    Calls keep Python's lock: giving it up would let other threads in between two layers. Long
-    products give it up all the same (`kernels.linear.native`). The first
-    call may take seconds, to compile; the result is kept in the user's cache folder.
+    Calls keep Python's lock: releasing it would let other threads run between two layers. Long products release it all
+    the same (`kernels.linear.native`). The first call may take seconds to compile; the result is kept in the user's
+    cache folder.
     """
     if os.environ.get(SWITCH) == "0":
         return None
@@ -46,5 +46,5 @@ def library() -> ctypes.PyDLL | None:
 
 
 def loaded() -> ctypes.PyDLL | None:
-    """The kernels if something has needed them before: who could do without them does not wait for the compiler."""
+    """The kernels if an earlier call has loaded them, else None: the caller does not wait for the compiler."""
     return library() if library.cache_info().currsize else None

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels into one shared library, once for each machine, compiler and version of the sources."""
+"""Compilation of the C++ kernels into a shared library, once for each machine, compiler and version of the sources."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp
 
 
 class BuildError(RuntimeError):
-    """No compiler, or it failed."""
+    """Failure to build: there is no compiler, or it reported an error."""
 
 
 def sources() -> list[Path]:
-    """The C++ files, in a fixed order."""
+    """C++ source files in a fixed order."""
     return sorted(KERNELS.glob("*/native.cpp"))
 
 
 def build(cache: Path | None = None) -> Path:
-    """The shared library, compiled unless the cache has it.
+    """Path of the shared library, which is compiled unless the cache has it.
 
     Args:
         cache: Where it is kept; None: `outrider/native` in the user's cache folder.
@@ -66,7 +66,7 @@ def _compiler() -> list[str]:
 
 
 def _key(compiler: list[str]) -> str:
-    """Of everything that the library depends on: sources, compiler, flags and the processor's abilities."""
+    """Digest of everything that the library depends on: sources, compiler, flags and the processor's features."""
     digest = hashlib.sha256(repr((compiler, FLAGS, _run([*compiler, "--version"]), os.uname().machine)).encode())
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

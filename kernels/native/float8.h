@@ -14,7 +14,7 @@ typedef uint8_t Bytes __attribute__((vector_size(2 * OUTRIDER_LANES)));
 typedef uint16_t Words __attribute__((vector_size(4 * OUTRIDER_LANES)));  // a register of bfloat16
 constexpr int WORDS = 2 * LANES;
 
-// To the nearest, ties to even; what is too large becomes the largest. Not for NaN.
+// Rounds to the nearest, ties to even; too large numbers become the largest. x must not be NaN.
 inline void store(fp8* p, Vec value) {
     const VecU32 sign = ((VecU32)value >> 24) & 0x80, all_bits = (VecU32)value & 0x7fffffffu;
     const VecU32 most = (VecU32)all(448.0f), is_large = (VecU32)(all_bits > most);
@@ -26,7 +26,7 @@ inline void store(fp8* p, Vec value) {
     std::memcpy(p, &bytes, sizeof bytes);
 }
 
-// WORDS numbers as bfloat16, which holds each exactly. NaN is not among them.
+// WORDS numbers as bfloat16, which holds each exactly; none may be NaN.
 inline Words widened(const fp8* p) {
     // A fraction below 2^-6 has no leading one: each power of two among these seven eighths has an exponent of its own.
 #if OUTRIDER_LANES == 16 && defined(__AVX512BW__)

@@ -1,5 +1,5 @@
-// The two products of adapters' rank rows: shrink, which takes tokens to a few numbers each, and expand, which takes these to
-// outputs. Every sum goes in the same order whatever is computed beside it.
+// The two products of adapters' rank rows: shrink reduces each token to a few numbers, and expand turns these into
+// outputs. The order of a sum does not depend on other tokens and rows.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 namespace outrider {
 namespace {  // of each source its own
 
-constexpr int TOKENS = 4;        // that share a load of the weights
+constexpr int TOKENS = 4;        // tokens that share a load of the weights
 
-// h[t * h_stride + j] = the sum of sums[t * J + j].
+// h[t * h_stride + j] = sum of the lanes of sums[t * J + j].
 template <int T, int J, typename E>
 inline void put_sums(const Vec* sums, E* h, int64_t h_stride) {
     constexpr int N = T * J < LANES ? T * J : LANES;
@@ -22,8 +22,8 @@ inline void put_sums(const Vec* sums, E* h, int64_t h_stride) {
     }
 }
 
-// h[t * h_stride + j] = x[t] . a[j] over n elements, for T tokens and J rows: each sum by itself, in the same order
-// whatever T and J are.
+// h[t * h_stride + j] = x[t] . a[j] over n elements, for T tokens and J rows; the order of a sum does not
+// depend on T and J.
 template <int T, int J, typename E>
 inline void dots(const E* const* x, const E* const* a, int64_t n, E* h, int64_t h_stride) {
     Vec sums[T * J];
@@ -76,7 +76,7 @@ inline __m512i load_pairs(const bf16* p, int64_t count) {
     return result;
 }
 
-// 32 products of bfloat16 at once, in pairs.
+// 32 products of bfloat16 at once, added in pairs.
 template <int T, int J>
 inline void dots(const bf16* const* x, const bf16* const* a, int64_t n, bf16* h, int64_t h_stride) {
     __m512 sums[T * J];
@@ -98,7 +98,7 @@ inline void dots(const bf16* const* x, const bf16* const* a, int64_t n, bf16* h,
 template <>
 constexpr int WIDTH<bf16> = 2 * LANES;
 
-// Of two rows at once, their outputs brought together in pairs: 4 of each row from the lower and 4 from the upper half of
+// Expands two rows at once, with their outputs interleaved: 4 of each row from the lower and 4 from the upper half of
 // every 16 bytes.
 template <int T, int BLOCKS>
 inline void accumulate_at(bf16* const* y, const bf16* h, int64_t h_stride, const bf16* const* b, int count, int64_t i,
@@ -151,7 +151,7 @@ inline void all_dots(const E* const* x, const E* const* a, int count, int64_t n,
     for (; j < count; j++) dots<T, 1>(x, a + j, n, h + j, h_stride);
 }
 
-// Outputs [first, last).
+// Expands to outputs [first, last).
 template <int T, typename E>
 inline void accumulate(E* const* y, const E* h, int64_t h_stride, const E* const* b, int count, int64_t first,
                        int64_t last) {

@@ -1,9 +1,9 @@
-// The adapters of a step at one projection: y[t] += sum_j (x[t] . A[row_j, s]) B[row_j, s] for each slice s, over the rank
-// rows of token t's adapter. First `shrink`, then `expand`; threads share out both.
+// Adapters' deltas for one projection: y[t] += sum_j (x[t] . A[row_j, s]) B[row_j, s] for each slice s, over the rank
+// rows of token t's adapter. First `shrink`, then `expand`; threads share the work of both.
 //
-// A token's sums run over its own adapter's rows in their order, each lane by itself: the result does not depend on the
-// tokens beside it, nor on the threads, nor on how outputs are cut. Sums are in float32; what is shrunk is rounded to the
-// dtype, as PEFT's is, so that bfloat16 is multiplied in pairs.
+// A token's sums run over its adapter's rows in order, lane by lane: the result does not depend on other tokens, on the
+// number of threads, or on the division of outputs. Sums are in float32; the shrunk values are rounded to the
+// dtype, as in PEFT, so that bfloat16 is multiplied in pairs.
 #pragma once
 
 #include <iterator>
@@ -16,13 +16,13 @@ namespace {  // of each source its own
 
 struct Site {                    // one projection's place in the rows' arena; counts in elements
     int64_t in_features;
-    int64_t out_features;        // of all slices
+    int64_t out_features;        // outputs of all slices
     int64_t num_slices;
     int64_t row_stride;
     const void* a;               // row 0: [num_slices, in_features]
     const void* b;               // row 0: [out_features]
     const int64_t* slice_starts; // [num_slices + 1], within out_features
-    const uint8_t* live;         // [slice, row]: whether the adapter has weights there
+    const uint8_t* live;         // [slice, row]: 1 when the adapter has weights there
     int64_t live_stride;
     int64_t dtype;
 
@@ -47,23 +47,23 @@ struct Step {                    // which tokens use which rows
 
 constexpr int TILE = 16;         // tokens that a thread shrinks at once
 constexpr int SHARE = 8;         // rows of few tokens that a thread shrinks at once
-constexpr int64_t OUTPUTS = 256; // of a part of the rows that many tokens are expanded with one after the other
-constexpr int64_t FEW = 64;      // tokens for whom the rows' way from memory counts, not the arithmetic
+constexpr int64_t OUTPUTS = 256; // outputs of a part of the rows that stays in the cache for many tokens
+constexpr int64_t FEW = 64;      // tokens up to which loads of the rows take longer than the arithmetic
 
 template <typename E>
 struct Piece {                   // of a segment, in one slice: that has weights there
     int64_t slice;
     int32_t begin, end;          // in the list of tokens
     const int32_t* rows;
-    int64_t live, padded;        // how many rows, and the next even number
-    E* h;                        // [end - begin, padded]: 0 behind the live ones
+    int64_t live, padded;        // number of rows with weights, and the next even number
+    E* h;                        // [end - begin, padded]: 0 after the live rows
 
     int64_t work() const { return (end - begin) * live; }
 };
 
 template <typename E>
 struct Tile {                    // of many tokens
-    const Piece<E>*first, *last; // those of a segment
+    const Piece<E>*first, *last; // pieces of a segment
     int32_t begin, end;
 };
 
@@ -74,7 +74,7 @@ struct Span {                    // of memory
 template <typename E>
 class Adapters {
   public:
-    // Of memory that the calling thread keeps until it makes the next one.
+    // Uses memory that the calling thread keeps until its next step.
     Adapters(const Site& site, const Step& step, const E* x, E* y) : site_(site), step_(step), x_(x), y_(y) {
         static thread_local std::vector<Piece<E>> pieces;
         static thread_local std::vector<std::vector<int32_t>> few(1);
@@ -112,19 +112,19 @@ class Adapters {
         if (!are_few()) cut();
     }
 
-    // Row j of a piece; where they are odd in number, the last one again.
+    // Row j of a piece; after an odd number of rows the last one again.
     const E* a_of(const Piece<E>& piece, int64_t j) const { return site_.template a_of<E>(piece.rows[j], piece.slice); }
     const E* b_of(const Piece<E>& piece, int64_t j) const {
         return site_.template b_of<E>(piece.rows[std::min(j, piece.live - 1)], piece.slice);
     }
 
-    // Multiply-adds, about.
+    // Approximate number of multiply-adds.
     int64_t work() const { return work_ * (site_.in_features + site_.out_features / site_.num_slices); }
 
     bool are_few() const { return num_tokens_ <= FEW; }
 
-    // What thread `number` of a team does, after the outputs of others are there; each has its own outputs of `unit` and
-    // a multiple, or, where there are many tokens, its own tokens.
+    // The work of thread `number` of a team. Each thread has its own outputs, a multiple of `unit`, or, for many
+    // tokens, its own tokens.
     void add(int number, int team, int64_t unit) const {
         if (are_few()) {
             const int64_t out = site_.out_features, units = (out + unit - 1) / unit;
@@ -145,14 +145,14 @@ class Adapters {
         }
     }
 
-    // Thread `number`'s share of what all threads of the team shrink.
+    // The share of thread `number` in the team's shrink.
     void shrink(int number, int team) const {
         share(TILE, number, team, [&](const Piece<E>& piece, int32_t begin, int32_t end, int64_t first, int64_t last) {
             shrink(piece, begin, end, first, last);
         });
     }
 
-    // Outputs [first, last) of all tokens, once everything is shrunk.
+    // Expands to outputs [first, last) of all tokens, after the shrink.
     void expand(int64_t first, int64_t last) const {
         for (const Piece<E>* piece = pieces_; piece < pieces_end_; piece++) {
             const int64_t start = site_.slice_starts[piece->slice], stop = site_.slice_starts[piece->slice + 1];
@@ -161,7 +161,7 @@ class Adapters {
         }
     }
 
-    // What `shrink` and `expand` of these outputs read of the rows, in that order, up to `most` bytes.
+    // Rows that `shrink` and `expand` of these outputs read, in this order, up to `most` bytes.
     void spans(int number, int team, int64_t first, int64_t last, int64_t most, std::vector<Span>& found) const {
         found.clear();
         auto add = [&](const E* p, int64_t count) {
@@ -169,7 +169,7 @@ class Adapters {
             most -= count * sizeof(E);
         };
         share(TILE, number, team, [&](const Piece<E>& piece, int32_t begin, int32_t, int64_t from, int64_t to) {
-            if (begin > piece.begin) return;  // others' rows
+            if (begin > piece.begin) return;  // rows of other threads
             for (int64_t j = from; j < to; j++) add(a_of(piece, j), site_.in_features);
         });
         for (const Piece<E>* piece = pieces_; piece < pieces_end_; piece++) {
@@ -180,8 +180,8 @@ class Adapters {
     }
 
   private:
-    // f(piece, begin, end, first, last) for tokens [begin, end) of the list and rows [first, last): a part of all the work
-    // of which each thread of the team has its own. Of fewer than `most` tokens a thread has only SHARE rows.
+    // Calls f(piece, begin, end, first, last) for tokens [begin, end) of the list and rows [first, last). Each thread of
+    // the team gets its own part of the work; with fewer than `most` tokens a part has only SHARE rows.
     template <typename F>
     void share(int most, int number, int team, F f) const {
         int64_t done = 0;
@@ -230,13 +230,13 @@ class Adapters {
         }
     }
 
-    // Outputs [first, last) of the slice, which begins at `out`.
+    // Expands to outputs [first, last) of the slice, which begins at `out`.
     void expand(const Piece<E>& piece, int32_t begin, int32_t end, E* out, int64_t first, int64_t last) const {
         const int64_t stride = piece.padded;
         const E** const b = pointers(stride);
         for (int64_t j = 0; j < stride; j++) b[j] = b_of(piece, j);
         E* y[TOKENS];
-        // One group of tokens reads the rows to their end, more read them in parts, which stay in the cache for the next.
+        // One group of tokens reads whole rows; several groups read parts, which stay in the cache for the next group.
         const int64_t most = end - begin > TOKENS ? OUTPUTS : last - first;
         for (int64_t from = first; from < last; from += most) {
             const int64_t to = std::min(from + most, last);

@@ -1,7 +1,7 @@
-// What the kernels share: vectors of LANES floats, and numbers read and written as float32 or bfloat16.
+// Vectors of LANES floats for all kernels, and loads and stores of float32 and bfloat16.
 //
-// GCC's vector extensions become AVX-512, AVX2, NEON... as the machine has it. All arithmetic is in float32. A vector is
-// a register of the machine: GCC keeps wider ones in memory, at a tenth of the speed.
+// GCC's vector extensions compile to AVX-512, AVX2 or NEON, whatever the machine has. All arithmetic is in float32. A
+// vector is a register of the machine: GCC keeps wider ones in memory, at a tenth of the speed.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ inline float to_float(bf16 value) {
     return result;
 }
 
-// To the nearest, ties to even, as torch rounds; a NaN stays one.
+// Rounds to the nearest, ties to even, as torch does; a NaN stays a NaN.
 inline uint16_t round_bits(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -87,7 +87,7 @@ inline void store(bf16* p, Vec value) {
 #endif
 }
 
-// The lanes in a fixed order, by halves.
+// Sums the lanes in a fixed order, by halves.
 inline float sum(Vec value) {
 #if OUTRIDER_LANES == 16
     return _mm512_reduce_add_ps((__m512)value);
@@ -108,7 +108,7 @@ inline int num_threads() {
 #endif
 }
 
-// Within a parallel region.
+// To be called within a parallel region.
 inline int thread_number() {
 #ifdef _OPENMP
     return omp_get_thread_num();

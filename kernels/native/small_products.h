@@ -1,6 +1,6 @@
-// Products of a few float32 rows with rows that lie anywhere in memory, float32 or bfloat16; rows as columns.
+// Products of a few float32 rows with float32 or bfloat16 rows at any addresses; transposition of rows to columns.
 //
-// Every element is summed one term after the other, whatever is computed beside it: its bits depend on its operands.
+// Each element is summed term by term in a fixed order: its bits depend on its operands alone.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace outrider {
 
-// Results that are kept in registers: ROWS * VECS vectors.
+// ROWS * VECS vectors of results are kept in registers.
 #ifdef __AVX512F__
-constexpr int ROWS = 6, VECS = 4;  // of 32
+constexpr int ROWS = 6, VECS = 4;  // of 32 registers
 #else
-constexpr int ROWS = 4, VECS = 2;  // of 16
+constexpr int ROWS = 4, VECS = 2;  // of 16 registers
 #endif
 
 // LANES vectors as columns: zipping those that are half of all apart moves each element by one bit of its place.
@@ -38,7 +38,7 @@ inline void put_columns(const float* const* rows, int64_t dim, float* columns, i
     }
 }
 
-// In pairs: half as many shuffles.
+// Transposes pairs, with half as many shuffles.
 inline void put_columns(const bf16* const* rows, int64_t dim, float* columns, int64_t stride) {
     for (int64_t d = 0; d < dim; d += 2 * LANES) {
         Vec x[LANES];
@@ -60,7 +60,7 @@ inline void put_columns(const bf16* const* rows, int64_t dim, float* columns, in
     }
 }
 
-// out[row, j] (+)= sum over i of left[row, i] * right[i][j] for N rows and V vectors of j, one i after the other.
+// out[row, j] (+)= sum over i of left[row, i] * right[i][j] for N rows and V vectors of j, in the order of i.
 template <int N, int V, bool ADD, typename E, typename Rows>
 inline void product_part(const float* left, int64_t left_stride, Rows right, int64_t count, int64_t j, float* out,
                          int64_t out_stride) {
@@ -89,7 +89,7 @@ inline void product_rows(const float* left, int64_t left_stride, Rows right, int
     for (; j < width; j += LANES) product_part<N, 1, ADD, E>(left, left_stride, right, count, j, out, out_stride);
 }
 
-// For all `num_rows` rows, in parts of about equal size; `width` is a multiple of LANES.
+// Multiplies all `num_rows` rows, in parts of about equal size; `width` is a multiple of LANES.
 template <bool ADD, typename E, typename Rows>
 void product(const float* left, int64_t left_stride, Rows right, int64_t count, int64_t width, float* out,
              int64_t out_stride, int64_t num_rows) {

@@ -1,4 +1,4 @@
-// More on the vectors of simd.h: comparisons, shuffles, rows whose length is no multiple of LANES, the exponential.
+// More operations on the vectors of simd.h: comparisons, shuffles, ends of rows, the exponential.
 #pragma once
 
 #include "simd.h"
@@ -7,7 +7,7 @@ namespace outrider {
 
 typedef int32_t VecI32 __attribute__((vector_size(4 * OUTRIDER_LANES)));
 
-// The lanes of two vectors in turn, of their lower or their upper halves: a0 b0 a1 b1...
+// Interleaves the lower or the upper halves of two vectors: a0 b0 a1 b1...
 #if OUTRIDER_LANES == 16
 #define OUTRIDER_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define OUTRIDER_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
@@ -30,10 +30,10 @@ inline Vec zip_low(Vec a, Vec b) { return __builtin_shuffle(a, b, VecI32{OUTRIDE
 inline Vec zip_high(Vec a, Vec b) { return __builtin_shuffle(a, b, VecI32{OUTRIDER_HIGH}); }
 #endif
 
-// The lanes of each vector become fewer by half: those of `a` and `b` in turn, each the sum of two half a vector apart.
+// Halves the lanes of `a` and `b`: each result is the sum of two lanes half a vector apart, `a` and `b` interleaved.
 inline Vec fold(Vec a, Vec b) { return zip_low(a, b) + zip_high(a, b); }
 
-// What is left of v[0], v[apart]... v[(N - 1) * apart], in turn, after log2(N) times.
+// Halves v[0], v[apart]... v[(N - 1) * apart] log2(N) times, interleaved.
 template <int N>
 inline Vec folded(const Vec* v, int apart = 1) {
     if constexpr (N == 1)
@@ -52,12 +52,12 @@ inline Vec sums_of(const Vec* v) {
 
 inline VecI32 lane_numbers() { return VecI32{OUTRIDER_COUNT}; }
 
-// `yes` in the lanes where `condition`, a comparison's result, holds.
+// `yes` in the lanes for which `condition`, a comparison's result, is true.
 inline Vec select(VecI32 condition, Vec yes, Vec no) {
     return (Vec)((condition & (VecI32)yes) | (~condition & (VecI32)no));
 }
 
-// The largest lane. A NaN may be lost: who must not lose it looks elsewhere.
+// The largest lane. A NaN may be lost.
 inline float largest(Vec value) {
     float lanes[LANES];
     for (int width = LANES; width > 2; width /= 2) {  // each zip brings together what is half a vector apart
@@ -68,7 +68,7 @@ inline float largest(Vec value) {
     return lanes[0] > lanes[LANES - 1] ? lanes[0] : lanes[LANES - 1];
 }
 
-// The first `count` elements with zeros behind them: the same arithmetic for the end of a row as for its beginning.
+// Loads `count` elements followed by zeros, so that the end of a row is computed like its beginning.
 template <typename E>
 inline Vec load(const E* p, int64_t count) {
     if (count >= LANES) return load(p);
@@ -87,7 +87,7 @@ inline void store(E* p, Vec value, int64_t count) {
 
 // e^x to 2 units in the last place (Cephes' expf): 1 at 0, 0 below -87, infinity above 88, NaN for NaN.
 inline Vec exponential(Vec x) {
-    const Vec round = all(12582912.0f);  // 1.5 * 2^23: what is added to it becomes an integer
+    const Vec round = all(12582912.0f);  // 1.5 * 2^23: a number added to it becomes an integer
     VecI32 low = x < -87.0f, high = x > 88.0f;
     Vec bounded = select(low, all(-87.0f), select(high, all(88.0f), x));
     Vec shifted = bounded * 1.44269504f + round;

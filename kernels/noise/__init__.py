@@ -36,16 +36,16 @@ from .native import gumbel_argmax as _native_argmax
 
 
 class Stream(enum.IntEnum):
-    """What a random number is for; streams of one position are independent of each other."""
+    """Purpose of a random number; the streams of one position are independent of each other."""
 
     TARGET = 0
-    """Choice of the token; the drafter of a deterministic request uses it too, and is thereby coupled to the target."""
+    """Choice of the token. The drafter of a deterministic request uses it too, which couples it to the target."""
     ACCEPT = 1
-    """Rejection sampling's accept test."""
+    """Accept test of rejection sampling."""
     RESIDUAL = 2
-    """Rejection sampling's choice from the residual, and of the bonus token."""
+    """Choice from the residual, and of the bonus token, in rejection sampling."""
     DRAFT = 3
-    """Drafts that rejection sampling verifies: they must not know the noise of the verification."""
+    """Drafts that rejection sampling verifies: they must not depend on the noise of the verification."""
 
 
 def row_keys(seed_keys: Sequence[int], positions: Sequence[int], stream: Stream) -> Tensor:
@@ -70,7 +70,7 @@ def row_keys(seed_keys: Sequence[int], positions: Sequence[int], stream: Stream)
 
 
 def device_row_keys(seed_keys: Sequence[int], positions: Tensor, stream: Stream) -> Tensor:
-    """`row_keys` where only the device knows the positions ([R] int64): [R] int64 there, the same bits."""
+    """Keys of R rows whose positions ([R] int64) are on the device: [R] int64 there, with the bits of `row_keys`."""
     mask = (1 << 64) - 1
     seeds = np.fromiter((seed & mask for seed in seed_keys), np.uint64, len(seed_keys))
     return _reference.device_row_keys(seeds, positions, int(stream))
@@ -84,7 +84,7 @@ def _check(row_keys: Tensor, num_tokens: int) -> None:
 
 
 def hash_bits(row_keys: Tensor, num_tokens: int) -> Tensor:
-    """h: [R, num_tokens] int32, the 32 bits as they are, on the device of `row_keys` ([R] int64)."""
+    """Hashes h [R, num_tokens] int32 (the 32 bits unchanged) on the device of `row_keys` ([R] int64)."""
     _check(row_keys, num_tokens)
     if use_triton(row_keys):
         from . import triton as _triton
@@ -94,7 +94,7 @@ def hash_bits(row_keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def gumbel(row_keys: Tensor, num_tokens: int) -> Tensor:
-    """G: [R, num_tokens] float32, finite (-2.9 to 22.9), on the device of `row_keys` ([R] int64)."""
+    """Gumbel noise G [R, num_tokens] float32, finite (-2.9 to 22.9), on the device of `row_keys` ([R] int64)."""
     _check(row_keys, num_tokens)
     if use_triton(row_keys):
         from . import triton as _triton
@@ -104,7 +104,7 @@ def gumbel(row_keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor:
-    """argmax over t of scores[row, t] + G(row, t): a draw from softmax(scores). The noise stays in cache.
+    """Argmax over t of scores[row, t] + G(row, t): a draw from softmax(scores). The noise is never stored in memory.
 
     Args:
         scores: [R, V] float32 logits or unnormalised log-probabilities, -inf where the mass is zero. Not changed.
@@ -125,7 +125,7 @@ def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor:
 
 
 def uniform(row_keys: Tensor) -> Tensor:
-    """[R] float32 in (0, 1), multiples of 2^-24 that are never 0 or 1; one number a row key ([R] int64)."""
+    """Uniform numbers [R] float32 in (0, 1), one for each row key ([R] int64): odd multiples of 2^-24, never 0 or 1."""
     _check(row_keys, 1)
     return _reference.uniform(row_keys)
 

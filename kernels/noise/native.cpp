@@ -1,4 +1,4 @@
-// A draw from softmax(scores) of each row: the argmax of scores + G, most of it decided by a fast G.
+// A draw from softmax(scores) of each row: the argmax of scores + G, mostly decided by an approximate G.
 #include <cmath>
 #include <limits>
 
@@ -9,11 +9,11 @@ using namespace outrider;
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // below, waking threads costs more than it saves
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // fewer do not pay for waking threads
 constexpr int TILE = 8;                             // vectors of a row between two looks at the best sum so far
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LARGEST_NOISE = 22.9f;  // G's upper bound: v is at least 2^-33, and 33 ln 2 = 22.874
-constexpr float FAST_ERROR = 1e-4f;     // of the fast G, with a margin of ten
+constexpr float FAST_ERROR = 1e-4f;     // error of the approximate G, with a margin of ten
 constexpr double NUDGE = 1.0 - 0x6p-52;  // `noise.NUDGE`
 
 struct Key {
@@ -30,7 +30,7 @@ inline T second_round(T x) {
     x = x * 0x846CA68Bu;
     return x ^ (x >> 16);
 }
-// h of these tokens: one number, or a vector of them.
+// Hash h of one token, or of a vector of tokens.
 template <typename T>
 inline T hash(T tokens, Key key) {
     return second_round(first_round(second_round(first_round(tokens)) ^ key.low) ^ key.high);
@@ -64,7 +64,7 @@ constexpr float LN2 = 0.693147181f;
 inline Vec fast_log_exponential(VecU32 h) {
     Vec v = (__builtin_convertvector(h, Vec) + 0.5f) * 0x1p-32f;
     v = select(v < 1.0f, v, all(1.0f - 0x1p-24f));
-    VecI32 small = v < 0.25f;  // there 1 - v loses what counts
+    VecI32 small = v < 0.25f;  // there 1 - v loses too many bits
     Parts rest = split(1.0f - v);
     Vec log_rest = log_near_one(select(small, -v, rest.mantissa - 1.0f)) + select(small, zeros(), rest.exponent * LN2);
     Parts exponential = split(-log_rest);
@@ -80,7 +80,7 @@ inline float log_exponential(uint32_t h) {
     return (float)(std::log((double)rounded) * NUDGE);
 }
 
-// The first NaN, or else the first infinity: no noise changes them. -1 without either.
+// Index of the first NaN, or else of the first infinity, which no noise changes; -1 without either.
 int64_t first_not_finite(const float* row, int64_t size) {
     int64_t infinity = -1;
     for (int64_t i = 0; i < size; i++) {
@@ -94,7 +94,8 @@ struct Best {
     float sum = -INF;
     int64_t token = 0;
 
-    // How far below the best a fast sum may be of a token that wins. Large sums are rounded by more than the fast G.
+    // A token may win when its approximate sum is at most so much below the best. The rounding of large sums exceeds the
+    // error of the approximate G.
     static float margin(float sum) { return FAST_ERROR + std::fabs(sum) * 0x1p-21f; }
 
     // scores [count] of the tokens from `first` on; false where a score is NaN or +infinity.

@@ -24,7 +24,7 @@ def _function() -> Any:
 
 
 def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor | None:
-    """See the package; None when that is not for this kernel."""
+    """`noise.gumbel_argmax`; None when the kernel does not serve these tensors."""
     function = _function()
     if function is None or not scores.is_cpu or scores.dtype != float32 or scores.stride(1) != 1:
         return None

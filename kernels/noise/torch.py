@@ -1,7 +1,7 @@
-"""Counter-based noise in plain torch: 32-bit wrapping arithmetic, the same bits on every device.
+"""Counter-based noise in PyTorch: 32-bit wrapping arithmetic, the same bits on every device.
 
-Everything runs tile by tile with in-place operations, so that temporaries stay in a core's cache. An argmax takes the
-two float64 logarithms only for tokens that float32 ones leave in question, few of a row.
+Work goes tile by tile with in-place operations, so that temporaries stay in a core's cache. An argmax computes the two
+float64 logarithms only for the few tokens of a row that float32 logarithms leave in question.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TILE_CPU = 1 << 17
 _TILE_GPU = 1 << 24
 
 NUDGE = 1.0 - 6 * 2.0**-52
-"""See the package. The same number stands in `native.cpp`."""
+"""Factor of the noise, explained in the package. The same number stands in `native.cpp`."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below one
@@ -67,14 +67,14 @@ _M2 = _signed(0x846CA68B)
 
 
 def _xor_shift(x: Tensor, shift: int, scratch: Tensor) -> None:
-    """x ^= x >>> shift. torch shifts int32 arithmetically; the mask makes it logical."""
+    """x ^= x >>> shift; x is mutated. torch shifts int32 arithmetically, so a mask makes the shift logical."""
     torch.bitwise_right_shift(x, shift, out=scratch)
     x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
 
 
 @functools.lru_cache(maxsize=8)
 def _token_hashes(num_tokens: int, device: torch.device) -> Tensor:
-    """lowbias32(t) for all token ids: [V] int32. Neighbouring ids must not stay neighbours."""
+    """lowbias32(t) of all token ids: [V] int32. The hash separates neighbouring ids."""
     x = torch.arange(num_tokens, dtype=torch.int32, device=device)
     scratch = torch.empty_like(x)
     for shift, multiplier in ((16, _M1), (15, _M2)):
@@ -95,7 +95,8 @@ def _hash_tile(low: Tensor, high: Tensor, tokens: Tensor, out: Tensor, scratch: 
 
 
 def _hash_tiles(keys: Tensor, num_tokens: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, tokens, h of them) tile by tile: some whole rows, or a part of one. h is overwritten by the next tile."""
+    """Hashes tile by tile: (rows, tokens, h), where a tile is some whole rows or a part of one. The next tile
+    overwrites h."""
     size = _TILE_CPU if keys.device.type == "cpu" else _TILE_GPU
     width = min(num_tokens, size)
     height = max(1, min(size // num_tokens, keys.shape[0]))
@@ -114,7 +115,7 @@ def _hash_tiles(keys: Tensor, num_tokens: int) -> Iterator[tuple[slice, slice, T
 
 
 def _fraction(bits: Tensor) -> Tensor:
-    """v = (h + 0.5) * 2^-32 of hashes, at most the largest float32 below one; float32."""
+    """v = (h + 0.5) · 2^-32 of hashes, at most the largest float32 below one; float32."""
     return bits.view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
 
 
@@ -125,12 +126,12 @@ def log_exponential(bits: Tensor) -> Tensor:
 
 
 def _fast_log_exponential(bits: Tensor) -> Tensor:
-    """-G within `_FAST_ERROR`."""
+    """-G of hashes with an error below `_FAST_ERROR`."""
     return _fraction(bits).neg_().log1p_().neg_().log_()
 
 
 def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
-    """See the package."""
+    """`noise.hash_bits` on any device."""
     out = torch.empty((keys.shape[0], num_tokens), dtype=torch.int32, device=keys.device)
     for rows, columns, bits in _hash_tiles(keys, num_tokens):
         out[rows, columns] = bits
@@ -138,7 +139,7 @@ def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
-    """See the package."""
+    """`noise.gumbel` on any device."""
     out = torch.empty((keys.shape[0], num_tokens), dtype=torch.float32, device=keys.device)
     for rows, columns, bits in _hash_tiles(keys, num_tokens):
         torch.neg(log_exponential(bits), out=out[rows, columns])
@@ -146,7 +147,7 @@ def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
-    """See the package. A row wider than a tile takes the best of its tiles' bests."""
+    """`noise.gumbel_argmax` on any device. A row wider than a tile takes the best of its tiles' results."""
     num_rows, num_tokens = scores.shape
     result = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     best: list[Tensor] = []
@@ -167,7 +168,7 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 def _sums(scores: Tensor, bits: Tensor) -> Tensor:
-    """scores + G of a tile, exact wherever a row's largest may be, close to it elsewhere."""
+    """scores + G of a tile: exact wherever it may be a row's largest sum, approximate elsewhere."""
     total = scores - _fast_log_exponential(bits)
     best = total.amax(dim=-1, keepdim=True)
     # Where sums are large, their rounding is larger than the error of fast noise. NaN and infinity stay as they are:
@@ -179,6 +180,6 @@ def _sums(scores: Tensor, bits: Tensor) -> Tensor:
 
 
 def uniform(keys: Tensor) -> Tensor:
-    """See the package: (2 m + 1) * 2^-24 with m the key's top 23 bits."""
+    """`noise.uniform`: (2 m + 1) · 2^-24, where m is the key's top 23 bits."""
     top = (keys >> 41) & ((1 << 23) - 1)
     return top.to(torch.float32).mul_(2.0).add_(1.0).mul_(2.0**-24)

@@ -1,10 +1,10 @@
 """Counter-based noise in Triton: hashes, keys and Gumbel noise in registers, and an argmax that never stores the noise.
 
-Hashes and noise are the CPU's, bit for bit, in the interpreter too: the package says why.
+Hashes and noise have the CPU's bits, in the interpreter too; the package explains why.
 
-The two float64 logarithms are computed for few tokens: a tile whose largest score cannot reach the best sum so far, not
-even with the largest noise, is skipped, and so is one whose sums with fast float32 noise stay below it by more than
-that noise's error.
+The two float64 logarithms are computed for few tokens. A tile is skipped when its largest score, with the largest
+noise, cannot reach the best sum so far, or when its sums with fast float32 noise stay below that sum by more than the
+error of fast noise.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..tuning.configs import NoiseArgmaxConfig
 from .torch import NUDGE
 
 BLOCK = 1024
-"""Tokens of a tile."""
+"""Tokens in a tile."""
 _WARPS = 4
 _MAX_SPLITS = 32
 PROGRAMS = 512
-"""Enough for all multiprocessors, a few each."""
+"""Programs that keep all multiprocessors busy, a few each."""
 DEFAULT = NoiseArgmaxConfig(BLOCK, _WARPS, PROGRAMS)
 _NUDGE = tl.constexpr(NUDGE)
 _LARGEST_NOISE = tl.constexpr(22.9)
@@ -48,7 +48,7 @@ def _splitmix64(x):
 
 @triton.jit
 def row_key(seed, position, STREAM: tl.constexpr):
-    """The key of (seed, position) of a stream; int64 in, uint64 out."""
+    """Key of (seed, position) in a stream; int64 in, uint64 out."""
     stream_key = _splitmix64(tl.full((), STREAM, tl.uint64))
     return _splitmix64(_splitmix64(seed.to(tl.uint64) ^ stream_key) ^ position.to(tl.uint64))
 
@@ -67,7 +67,7 @@ def _second_round(x):
 
 @triton.jit
 def token_bits(key, tokens):
-    """h of these tokens (int32) under a key (uint64): uint32."""
+    """Hashes h of these tokens (int32) under a key (uint64): uint32."""
     low = (key & 0xFFFFFFFF).to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
     hashed = _second_round(_first_round(tokens.to(tl.uint32)))
@@ -101,7 +101,7 @@ def log_exponential(bits):
 
 @triton.jit
 def fast_log_exponential(bits):
-    """-G within `_FAST_ERROR`."""
+    """-G with an error below `_FAST_ERROR`."""
     v = _fraction(bits)
     series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0)))
     return tl.log(tl.where(v < 1.0 / 64.0, series, -tl.log(1.0 - v)))
@@ -112,7 +112,7 @@ def fast_log_exponential(bits):
 
 @triton.jit
 def tile_argmax(values, tokens):
-    """(largest value, its lowest token); NaN is larger than any number, as in torch. Scalars."""
+    """Largest value and its lowest token, both scalars; NaN is larger than any number, as in torch."""
     is_nan = values != values
     top = tl.max(tl.where(is_nan, float("inf"), values), 0)
     broken = tl.max(is_nan.to(tl.int32), 0) > 0
@@ -122,7 +122,7 @@ def tile_argmax(values, tokens):
 
 @triton.jit
 def better(value, token, best, best_token):
-    """Whether (value, token) beats (best, best_token): the larger value, NaN above all, then the lower token."""
+    """True when (value, token) beats (best, best_token): the larger value, NaN above all, then the lower token."""
     value_nan, best_nan = value != value, best != best
     tie = (value == best) | (value_nan & best_nan)
     return (tie & (token < best_token)) | (~best_nan & (value_nan | (value > best)))
@@ -130,7 +130,7 @@ def better(value, token, best, best_token):
 
 @triton.jit
 def update_noisy(scores, tokens, key, best, best_token):
-    """The better of (best, best_token) and the argmax of scores + G of one tile of tokens.
+    """Better of (best, best_token) and the argmax of scores + G over one tile of tokens.
 
     Padding must have the score -inf and come after all tokens.
     """
@@ -163,7 +163,8 @@ def _bits_kernel(keys, out, num_tokens, GUMBEL: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _argmax_kernel(scores, keys, values, tokens_out, num_tokens, row_stride, chunk, BLOCK: tl.constexpr):
-    """The best of one chunk of one row; a `chunk` is a multiple of BLOCK."""
+    """values, tokens_out [rows, chunks]: best noisy score of one chunk of one row and its token; a `chunk` is a
+    multiple of BLOCK."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = tl.load(keys + row).to(tl.uint64)
     best, best_token = float("-inf"), 0x7FFFFFFF
@@ -190,7 +191,8 @@ def _reduce_kernel(values, tokens, out, num_splits, SPLITS: tl.constexpr):
 
 
 def chunk_size(num_rows: int, num_tokens: int, block: int, programs: int) -> int:
-    """Tokens a program, a multiple of the tile `block`, so that few rows use the whole device and many skip most tiles.
+    """Tokens for each program, a multiple of the tile `block`: few rows use the whole device, and many rows skip most
+    tiles.
 
     An argmax is the same however it is split, so this may depend on the batch.
     """
@@ -208,17 +210,17 @@ def _bits(keys: Tensor, num_tokens: int, gumbel: bool) -> Tensor:
 
 
 def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
-    """See the package."""
+    """`noise.hash_bits` on a GPU."""
     return _bits(keys, num_tokens, gumbel=False)
 
 
 def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
-    """See the package."""
+    """`noise.gumbel` on a GPU."""
     return _bits(keys, num_tokens, gumbel=True)
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
-    """See the package; two launches, the second over one number a chunk."""
+    """`noise.gumbel_argmax` in two launches; the second one reduces one number for each chunk."""
     num_rows, num_tokens = scores.shape
     if scores.stride(1) != 1:
         scores = scores.contiguous()
@@ -240,13 +242,13 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
             BLOCK=config.block,
             num_warps=config.num_warps,
         )
-        # One kernel for all numbers of rows: another one would be compiled while a request waits.
+        # One compiled kernel serves any number of rows: a new one would be compiled while a request waits.
         _reduce_kernel[(num_rows,)](values, tokens, out, num_splits, SPLITS=_MAX_SPLITS, num_warps=1)
     return out
 
 
 def compile_cases() -> list[CompileCase]:
-    """All kernels."""
+    """Cases of all kernels."""
     sizes = {"num_tokens": "i32", "row_stride": "i32", "chunk": "i32", "BLOCK": "constexpr"}
     argmax = {"scores": "*fp32", "keys": "*i64", "values": "*fp32", "tokens_out": "*i32", **sizes}
     bits = {"keys": "*i64", "num_tokens": "i32", "GUMBEL": "constexpr", "BLOCK": "constexpr"}

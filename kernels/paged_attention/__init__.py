@@ -1,10 +1,13 @@
 """Attention of ragged rows over a paged KV cache.
 
-    softmax(q Kᵀ / sqrt(D) + mask) V, a query seeing only positions up to its own (and within its window)
+    softmax(q Kᵀ / sqrt(D) + mask) V
 
-The cache of a layer is two tensors [Hk, num_blocks, block_size, D]: picking whole blocks of dimension 1 leaves each
-head's keys contiguous, which is what the products want. They are of the model's dtype or, for half of the memory,
-float8 e4m3, whose numbers stand for themselves: what is larger than 448 is cut off.
+
+A query sees only positions up to its own, and within its window.
+
+The cache of a layer is two tensors [Hk, num_blocks, block_size, D]: a selection of whole blocks in dimension 1 leaves
+each head's keys contiguous, as the products need them. The cache has the model's dtype or, for half of the memory,
+float8 e4m3, which holds the numbers themselves: those larger than 448 are cut off.
 """
 
 from .invariant import PairRun, TileGroup, TrustedTiles, attend_tiles, trusted_tiles

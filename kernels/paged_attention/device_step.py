@@ -1,4 +1,4 @@
-"""The rows of a step on a GPU, and a layer's launches. Needs Triton."""
+"""Rows of a step on a GPU, and the launches of a layer. Needs Triton."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from .torch import LayerKV
 from .triton import attention_constants, attention_kernel, reduce_kernel, write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
-# Larger ones hide nothing, and 32 bits are enough for it.
+# Largest window: a larger one hides nothing, and 32 bits hold this one.
 _MAX_WINDOW = 1 << 30
 
 
 class KVScales(NamedTuple):
-    """What the numbers in a float8 cache stand for: value = number · scale."""
+    """Scales of a float8 cache: value = stored number · scale."""
 
     key: float = 1.0
     value: float = 1.0
 
 
 class AttentionOptions(NamedTuple):
-    """What a layer wants beside softmax(q Kᵀ / sqrt(D)) V."""
+    """Options of a layer's attention beside softmax(q Kᵀ / sqrt(D)) V."""
 
     window: int | None = None
-    """A query at position p sees (p - window, p]."""
+    """Sliding window: a query at position p sees (p - window, p]."""
     soft_cap: float | None = None
-    """c: a score x becomes c · tanh(x / c)."""
+    """Cap c of the scores: a score x becomes c · tanh(x / c)."""
     ancestors: Tensor | None = None
-    """[T] int64: bit i of a token's number says whether it sees token i of its row (itself included), instead of all up
-    to itself; for draft trees, in rows of at most 64 tokens that are a tile each, without a window."""
+    """[T] int64: bit i of a token's number is set when the token sees token i of its row (itself included). Without it
+    a token sees all tokens up to itself. Used for draft trees, in rows of at most 64 tokens that are one tile each,
+    without a window."""
     scales: KVScales = KVScales()
 
 
 class DeviceStep:
-    """The rows of a step as the kernels read them: one array, copied once for all layers, while the host goes on."""
+    """Rows of a step as the kernels read them: one array, copied once for all layers without waiting."""
 
     def __init__(
         self,
@@ -56,10 +57,10 @@ class DeviceStep:
         first_key: int = 0,
         storage: Tensor | None = None,
     ) -> None:
-        """No query sees positions before `first_key`.
+        """Plan the launches of a step; no query sees positions before `first_key`.
 
-        With a Capacity there are no rows until `refill`, and tensors and launches stay as they are. `storage`: int32,
-        for the array of such a step; steps that are never under way at once may share it.
+        With a Capacity there are no rows until `refill`, and the tensors and launches stay the same for all rows.
+        `storage` is int32 memory for the array of such a step; steps that never run at the same time may share it.
 
         Raises:
             ValueError: the capacity's rows are not one tile each, or the storage is too small.
@@ -82,8 +83,8 @@ class DeviceStep:
         self._table = self._data[self._layout.first_block :]
 
     def _make_parts(self) -> tuple[Tensor, Tensor]:
-        """Where splits leave their results. The launches of a step with rows share it one after the other; those of a
-        graph take it from the graph's memory, which all graphs share."""
+        """Allocate the splits' results. The launches of a step with rows share them; a captured graph takes them from
+        the memory that all graphs share."""
         sizes = [
             group.num_tiles * group.num_queries * self._planner.shape.num_heads * group.num_splits
             for group in self._layout.groups
@@ -95,11 +96,11 @@ class DeviceStep:
 
     @property
     def layout(self) -> Layout:
-        """What its launches are made of: steps of equal layouts can share a captured graph."""
+        """Shape of the launches: steps of equal layouts can share a captured graph."""
         return self._layout
 
     def refill(self, rows: RowArrays) -> None:
-        """Other rows in the same tensors: for the next replay of a captured graph.
+        """Replace the rows in the same tensors, for the next replay of a captured graph.
 
         Raises:
             ValueError: they do not fit.
@@ -108,7 +109,7 @@ class DeviceStep:
         self._data[: len(packed)].copy_(staged(packed, self._device), non_blocking=True)
 
     def settle(self, overshoot: Tensor, positions: Tensor) -> None:
-        """The rows begin earlier than they were said to, which only the device knows: one launch before the others.
+        """Move the rows to earlier positions, which only the device knows, in one launch before the others.
 
         Args:
             overshoot: [B] int64, by how many positions.
@@ -122,9 +123,9 @@ class DeviceStep:
         self._write(k, k, v, kv, None, None, KVScales())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, options: AttentionOptions) -> Tensor:
-        """Write k and v [T, Hk, D] to the rows' slots and attend with q [T, H, D]; returns [T, H * D].
+        """Write k and v [T, Hk, D] to the rows' slots and attend with q [T, H, D]; return [T, H · D].
 
-        What is not finite is written as 0, and keys are limited: see `write_kv`.
+        Values that are not finite are written as 0, and keys are limited: see `write_kv`.
         """
         self._check(q, k, v, kv)
         self._write(q, k, v, kv, None, None, options.scales)
@@ -133,7 +134,8 @@ class DeviceStep:
     def attend_qkv(
         self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, options: AttentionOptions
     ) -> Tensor:
-        """`attend` of what a projection gave, heads side by side: qkv [T, (H + 2 Hk) * D], whose queries change.
+        """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries are mutated;
+        return [T, H · D].
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         """
@@ -147,7 +149,7 @@ class DeviceStep:
         kv: LayerKV,
         scales: KVScales,
     ) -> Tensor:
-        """The first half of `attend_qkv`: returns the queries [T, H, D], a part of `qkv`."""
+        """Normalise, rotate and write as `attend_qkv` does; return the queries [T, H, D], a view of `qkv`."""
         num_heads, num_kv_heads, dim = self._planner.shape
         if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * dim:
             raise ValueError(f"qkv must be [T, {(num_heads + 2 * num_kv_heads) * dim}]; got {tuple(qkv.shape)}")
@@ -222,7 +224,7 @@ class DeviceStep:
         results: tuple[Tensor, Tensor, Tensor],
         options: AttentionOptions,
     ) -> None:
-        """`results`: out, and of splits their parts and the parts' sums."""
+        """Attend for one group of tiles; `results` are out and, with splits, their parts and sums."""
         shape = self._planner.shape
         blocks = group.blocks
         is_split = group.num_splits > 1

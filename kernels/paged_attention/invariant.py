@@ -1,8 +1,9 @@
-"""Attention whose result for a query does not depend, bit for bit, on the other queries, rows, chunks or blocks.
+"""Attention in which a query's result does not depend, bit for bit, on other queries, rows, chunks or blocks.
 
 The keys of a row are divided into chunks at fixed positions. A tile of consecutive queries meets a chunk in one product
-of a fixed shape, and again for the values; the chunks' results are added in order. A chunk that a query does not see
-adds exact zeros, so it does not matter for whom else it was computed. `trusted_tiles` tries out which shapes agree.
+of a fixed shape for the scores, and in another for the values; the chunks' results are added in order. A chunk that a
+query does not see adds exact zeros, so it may be computed for other queries. `trusted_tiles` tries out which shapes
+agree.
 """
 
 from __future__ import annotations
@@ -19,52 +20,52 @@ from ..linear.invariant import trial_operands
 from .torch import LayerKV, Workspace
 
 BASE = 8
-"""Queries of the tile, and pairs of the call, that define the result."""
+"""Queries of the tile, and pairs of the call, whose results are the reference."""
 _TILES = (1, 2, 4, 8, 16, 32)
 _PAIRS = (2, 4, 8, 16, 32)
-# Matrices of the largest call that is tried out, all KV heads.
+# Most matrices of a call in a trial, over all KV heads.
 _MAX_TRIAL = 128
 
 
 class PairRun(NamedTuple):
-    """Some pairs (tile, chunk) of a group that are computed in one call."""
+    """Pairs (tile, chunk) of a group that one call computes."""
 
     num_pairs: int
-    """Those that are real, from where the last run ended."""
+    """Pairs that are not padding; they follow those of the last run."""
     tile_index: Tensor
-    """[n >= num_pairs] tiles of the group; padded with the last one."""
+    """[n >= num_pairs] tile of the group of each pair; padded with the last one."""
     block_index: Tensor
-    """[n * blocks a chunk] cache blocks."""
+    """[n * blocks in a chunk] cache blocks."""
 
 
 @dataclass(slots=True, frozen=True)
 class TileGroup:
-    """N tiles of Q queries each, padded to the same number n of chunks. M = Q * query heads a KV head."""
+    """N tiles of Q queries each, padded to the same number n of chunks. M = Q · H / Hk."""
 
     num_tiles: int
     num_queries: int
     num_chunks: int
     query_index: Tensor
-    """[N * Q] tokens of the batch; a tile that is not full repeats its last one."""
+    """[N * Q] tokens of the batch; a tile that is not full repeats its last token."""
     place_index: Tensor
     """[real queries] places in N * Q."""
     token_index: Tensor
-    """[real queries] the tokens of the batch at those places."""
+    """[real queries] tokens of the batch at those places."""
     bias: Tensor
-    """[N, Q, 1, n * keys a chunk] float32: 0, or -inf where a query must not look."""
+    """[N, Q, 1, n * keys in a chunk] float32: 0, or -inf for keys that the query does not see."""
     runs: list[PairRun]
-    """All N * n pairs, tile by tile."""
+    """Runs that cover all N * n pairs, tile by tile."""
 
 
 class TrustedTiles(NamedTuple):
-    """The shapes that give the same bits on this machine; ascending."""
+    """Shapes that give the same bits on this machine; ascending."""
 
     queries: tuple[int, ...]
     pairs: tuple[int, ...]
 
 
 def attend_tiles(q: Tensor, kv: LayerKV, group: TileGroup, out: Tensor, workspace: Workspace) -> None:
-    """Attention of a group: q [T, H, D] of the whole batch; fills the places of its queries in out [T, H, D]."""
+    """Attend with q [T, H, D] of the whole batch; fill the group's queries in out [T, H, D], which is mutated."""
     kv_heads, _, _, head_dim = kv.k.shape
     tiles, queries, chunks = group.num_tiles, group.num_queries, group.num_chunks
     folded = q.index_select(0, group.query_index).view(tiles, queries, kv_heads, -1, head_dim)
@@ -94,7 +95,7 @@ def attend_tiles(q: Tensor, kv: LayerKV, group: TileGroup, out: Tensor, workspac
 
 
 def _scores(folded: Tensor, kv: LayerKV, run: PairRun, workspace: Workspace) -> Tensor:
-    """[Hk, run's pairs, M, keys a chunk] in the model's dtype, from folded [Hk, N, M, D]."""
+    """Scores [Hk, run's pairs, M, keys in a chunk] in the model's dtype, from folded [Hk, N, M, D]."""
     kv_heads, _, rows, head_dim = folded.shape
     pairs = run.tile_index.shape[0]
     keys, _ = workspace.gather(kv, run.block_index, folded.dtype)
@@ -104,7 +105,7 @@ def _scores(folded: Tensor, kv: LayerKV, run: PairRun, workspace: Workspace) -> 
 
 
 def _weighted_values(weights: Tensor, kv: LayerKV, group: TileGroup, workspace: Workspace) -> Tensor:
-    """[Hk, N * n, M, D] float32 from weights [Hk, N * n, M, keys a chunk] in the model's dtype."""
+    """Weighted values [Hk, N * n, M, D] float32 from weights [Hk, N * n, M, keys in a chunk] in the model's dtype."""
     kv_heads, _, rows, keys = weights.shape
     head_dim = kv.v.shape[-1]
     parts, start = [], 0
@@ -122,12 +123,12 @@ def _weighted_values(weights: Tensor, kv: LayerKV, group: TileGroup, workspace: 
 
 
 def _query_key(q: Tensor, keys: Tensor) -> Tensor:
-    """[n, M, D] and [n, C, D] to [n, M, C]."""
+    """Product of q [n, M, D] and keys [n, C, D]: [n, M, C]."""
     return torch.bmm(q, keys.transpose(1, 2))
 
 
 def _weight_value(weights: Tensor, values: Tensor) -> Tensor:
-    """[n, M, C] and [n, C, D] to [n, M, D]."""
+    """Product of weights [n, M, C] and values [n, C, D]: [n, M, D]."""
     return torch.bmm(weights, values)
 
 
@@ -138,7 +139,8 @@ def trusted_tiles(
 ) -> TrustedTiles:
     """Tile sizes and numbers of pairs whose two products give the bits of BASE queries in calls of BASE pairs.
 
-    Where those depend on a query's place or company, a tile is one query and a call one pair: a fixed shape throughout.
+    Where those bits depend on a query's place or on other queries, a tile is one query and a call one pair: the shape
+    is then always the same.
     """
     counts = tuple(count for count in _PAIRS if count * kv_heads <= _MAX_TRIAL or count <= BASE)
     pairs, rows = max(counts), max(_TILES) * fold
@@ -158,7 +160,7 @@ def trusted_tiles(
 
 
 class _Trial:
-    """One of the two batched products, on pairs of [rows, K] and its other operand."""
+    """Trial of one of the two batched products, on pairs of [rows, K] and the other operand."""
 
     def __init__(
         self, product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, kv_heads: int, fold: int
@@ -169,7 +171,7 @@ class _Trial:
         self._expected = self._by_base(left, right)
 
     def _by_base(self, left: Tensor, right: Tensor) -> Tensor:
-        """All products, in calls of the base's shape; a call that is not full begins again with the first pairs."""
+        """Products in calls of the base's shape; a call that is not full is filled with the first pairs."""
         rows, count, total = BASE * self._fold, BASE * self._kv_heads, left.shape[0]
         parts = []
         for start in range(0, total, count):
@@ -179,7 +181,7 @@ class _Trial:
         return torch.cat(parts)[:total]
 
     def is_stable(self) -> bool:
-        """Whether in calls of the base's shape the place and the company do not matter."""
+        """True when calls of the base's shape do not depend on a query's place or on other queries."""
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             pairs = torch.randperm(self._left.shape[0], generator=generator)
@@ -190,9 +192,9 @@ class _Trial:
         return True
 
     def agrees(self, queries: int, pairs: int) -> bool:
-        """Whether calls of `pairs` pairs with tiles of `queries` queries give the base's bits.
+        """True when calls of `pairs` pairs with tiles of `queries` queries give the base's bits.
 
-        Of small tiles a few are tried, so that all places in the base's tile occur.
+        A few small tiles are tried, so that all places in the base's tile occur.
         """
         rows, count = queries * self._fold, pairs * self._kv_heads
         starts = {*range(0, BASE * self._fold, rows), self._left.shape[1] - rows}

@@ -2,7 +2,7 @@
 // values to their slots, then softmax(q K^T / sqrt(D)) V with a running maximum (Milakov and Gimelshein 2018).
 //
 // Keys are read in tiles at fixed positions, each for all query heads of its KV head and for several queries at once.
-// What a query gets is summed in the order of positions, one key after the other; a key that it does not see adds an
+// A query's sums run in the order of positions, one key after another; a key that it does not see adds an
 // exact zero. So the result does not depend, bit for bit, on the other queries, rows, chunks, blocks or threads.
 #include <algorithm>
 #include <cmath>
@@ -16,17 +16,17 @@ using namespace outrider;
 
 namespace {
 
-constexpr int MAX_DIM = 256;        // of a head
-constexpr int TILE_KEYS = 64;       // read at once
-constexpr int TILE_ROWS = 32;       // query vectors that meet them
-constexpr float KEY_LIMIT = 1e30f;  // as in torch.py
-constexpr float LEAST = -3e38f;     // a maximum before any key: finite, so that a difference is never NaN
+constexpr int MAX_DIM = 256;        // largest head
+constexpr int TILE_KEYS = 64;       // keys that are read at once
+constexpr int TILE_ROWS = 32;       // query vectors for a tile of keys
+constexpr float KEY_LIMIT = 1e30f;  // the number of torch.py
+constexpr float LEAST = -3e38f;     // maximum before the first key: finite, so that a difference is never NaN
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 19;  // multiply-adds below which waking threads costs more than it saves
 
 struct Step {                       // what all layers share
     int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_dim, block_size, dtype, first_key;
-    const int64_t* slots;           // [T] where each token's KV goes
-    const int64_t* query_lens;      // [B] each
+    const int64_t* slots;           // [T] slot of each token's KV
+    const int64_t* query_lens;      // [B] in this and the next three
     const int64_t* starts;          // first position
     const int64_t* token_starts;    // first token
     const int64_t* table_starts;    // first of the row's blocks in `blocks`
@@ -41,7 +41,7 @@ struct Layer {                      // strides in elements; heads of a token sid
     int64_t window;                 // 0: none
     const void *cos, *sin;          // of each token [D], the sines of the first half negated; null: no rotation
     int64_t rope_stride;
-    const int64_t* rope_rows;       // [T] the row of cos and sin that is each token's; null: they are in its order
+    const int64_t* rope_rows;       // [T] each token's row of cos and sin; null: their rows are the tokens'
     const float* norm_scale;        // [H + Hk, D]: see kernels/rms_norm; null: no normalisation
     float norm_root;
     void* out;                      // [T, H, D]
@@ -50,7 +50,7 @@ struct Layer {                      // strides in elements; heads of a token sid
 struct Item {                       // up to TILE_ROWS query vectors of a row and KV head, numbered query * fold + head
     int64_t row, kv_head;
     int64_t begin, end;
-    int64_t first, stop;            // positions that any of them sees
+    int64_t first, stop;            // positions that any of the queries sees
 };
 
 inline int64_t first_seen(const Step& step, const Layer& layer, int64_t position) {
@@ -87,7 +87,7 @@ void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t toke
     }
 }
 
-// What is not finite becomes 0, and keys stay within their limit: see `write_kv` in torch.py. C: the caches' type.
+// Writes values that are not finite as 0, and limits keys: see `write_kv` in torch.py. C: the caches' type.
 template <typename E, typename C>
 void write_token(const Step& step, const Layer& layer, int64_t token) {
     const int64_t dim = step.head_dim;
@@ -107,8 +107,8 @@ void write_token(const Step& step, const Layer& layer, int64_t token) {
     }
 }
 
-// Where the keys and values of an item's tile at position `base` lie; returns how many there are. The places behind
-// them are those of its last one.
+// Finds the keys and values of an item's tile at position `base`; returns their number. The places after them
+// are those of the last one.
 template <typename C>
 int64_t places(const Step& step, const Layer& layer, const Item& item, int64_t base, const C** keys, const C** values) {
     const int64_t* table = step.blocks + step.table_starts[item.row];
@@ -150,7 +150,7 @@ class Tile {
         std::memset(sums_, 0, num_rows_ * padded_ * sizeof(float));
     }
 
-    // `next` is what will probably be read after it, or null.
+    // `next` is the item that will probably follow, or null.
     void run(const Item* next) {
         for (int64_t key = item_.first / TILE_KEYS * TILE_KEYS; key < item_.stop; key += TILE_KEYS)
             attend(key, std::min<int64_t>(TILE_KEYS, item_.stop - key), next);
@@ -161,7 +161,7 @@ class Tile {
     using W = std::conditional_t<std::is_same_v<C, fp8>, bf16, C>;
     static constexpr int WIDENED = std::is_same_v<C, fp8> ? TILE_KEYS * MAX_DIM : 1;
 
-    // The keys at positions [base, base + count).
+    // Attends to the keys at positions [base, base + count).
     void attend(int64_t base, int64_t count, const Item* next) {
         const W* values[TILE_KEYS];
         load_keys(base, count, next, values);
@@ -183,7 +183,7 @@ class Tile {
                              count, padded_, sums_, padded_, num_rows_);
     }
 
-    // Keys to columns_, and where the values lie. Meanwhile the next tile is fetched, of this item or of `next`.
+    // Transposes keys into columns_ and finds the values. Prefetches the next tile, of this item or of `next`.
     void load_keys(int64_t base, int64_t count, const Item* next, const W** values) {
         const W* keys[TILE_KEYS];
         const C *next_keys[TILE_KEYS], *next_values[TILE_KEYS];
@@ -218,7 +218,7 @@ class Tile {
         }
     }
 
-    // Row n's scores to weights exp(score - maximum), and what was summed so far to the new maximum.
+    // Turns row n's scores into weights exp(score - maximum), and rescales its sums to the new maximum.
     void weigh(int64_t n, int64_t base, int64_t vecs) {
         const float scale = 1.0f / std::sqrt((float)dim_);
         // Within the tile; clamped, so that 32 bits hold them.

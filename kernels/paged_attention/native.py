@@ -1,4 +1,4 @@
-"""Rotation, the write to the cache and attention in one C++ call, which reads the cache's blocks where they lie."""
+"""Rotation, write to the cache and attention in one C++ call, which reads the cache's blocks in place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Step(ctypes.Structure):
 
 
 class Shape(NamedTuple):
-    """A model's heads."""
+    """Heads of a model."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,28 +37,28 @@ class Shape(NamedTuple):
 
 
 class RowArrays(NamedTuple):
-    """B rows of T tokens; contiguous int64 arrays."""
+    """B rows of T tokens as contiguous int64 arrays."""
 
     slots: np.ndarray[Any, Any]
-    """[T]: where each token's KV goes, block * block_size + offset."""
+    """[T] place of each token's KV: block * block_size + offset."""
     query_lens: np.ndarray[Any, Any]
-    """[B], at least 1, their sum being T."""
+    """[B] tokens of each row, at least 1, in sum T."""
     starts: np.ndarray[Any, Any]
-    """[B]: each row's first position."""
+    """[B] first position of each row."""
     token_starts: np.ndarray[Any, Any]
-    """[B]: its first token."""
+    """[B] first token of each row."""
     table_starts: np.ndarray[Any, Any]
-    """[B]: the first of its blocks in `blocks`, of which it has enough for starts + query_lens positions."""
+    """[B] place of each row's first block in `blocks`, which holds enough blocks for starts + query_lens positions."""
     blocks: np.ndarray[Any, Any]
 
 
 def is_native(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `NativeStep` serves such heads there."""
+    """True when `NativeStep` serves these heads on this device."""
     return device.type == "cpu" and dtype in DTYPES and shape.head_dim <= MAX_HEAD_DIM and library() is not None
 
 
 class NativeStep:
-    """The rows of a step as the kernel reads them, made once for all layers."""
+    """Rows of a step as the kernel reads them, made once for all layers."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class NativeStep:
         block_tables: Sequence[Sequence[int]],
         first_key: int = 0,
     ) -> None:
-        """B rows of T tokens, one after the other.
+        """Plan B rows of T tokens, in order.
 
         Args:
             query_lens: [B], at least 1, their sum being T.
@@ -91,7 +91,7 @@ class NativeStep:
             )
         self._shape = shape
         self._dtype = dtype
-        # Plain lists: a step of few rows would spend longer on a call of numpy for each of these than on the rows.
+        # Plain lists are faster for few rows than numpy calls.
         slots: list[int] = []
         blocks: list[int] = []
         token_starts, table_starts = [], []
@@ -113,13 +113,13 @@ class NativeStep:
         self._address = ctypes.addressof(self._struct)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, window: int | None) -> Tensor:
-        """Write k and v [T, Hk, D] to the rows' slots and attend with q [T, H, D]; returns [T, H * D].
+        """Write k and v [T, Hk, D] to the rows' slots and attend with q [T, H, D]; return [T, H · D].
 
-        What is not finite is written as 0, and keys are limited: see `write_kv`. A query's result does not depend, bit
-        for bit, on anything but its own sequence.
+        Values that are not finite are written as 0, and keys are limited: see `write_kv`. A query's result depends, bit
+        for bit, on its own sequence alone.
 
         Args:
-            q: The heads of a token lie side by side, as those of k and v.
+            q: The heads of a token lie side by side, as do those of k and v.
         """
         if not (q.dtype == k.dtype == v.dtype == self._dtype and len(q) == self._num_tokens):
             raise ValueError(f"q, k and v must be {self._dtype}, with {self._num_tokens} tokens")
@@ -145,10 +145,11 @@ class NativeStep:
     def attend_qkv(
         self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, window: int | None
     ) -> Tensor:
-        """`attend` of what a layer's projection gave, heads side by side: qkv [T, (H + 2 Hk) * D], contiguous.
+        """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], contiguous; return [T, H ·
+        D].
 
-        Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32; by
-        angles of tables, if there are `rotation.rows`, which are not checked.
+        Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
+        With `rotation.rows` the angles come from tables, and the rows are not checked.
         """
         num_heads, num_kv_heads, dim = self._shape
         width = (num_heads + 2 * num_kv_heads) * dim

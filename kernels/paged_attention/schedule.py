@@ -1,4 +1,4 @@
-"""How the GPU kernels divide a step's rows: pure functions of the host's arrays, free of Triton."""
+"""Division of a step's rows in tiles and launches of the GPU kernels: pure functions of host arrays without Triton."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from ..tuning.store import NO_CONFIGS, Configs
 from .native import RowArrays, Shape
 
 TILE_FIELDS = 8
-"""Numbers a tile: its first token, its queries (0: nothing to do), the first one's position, the row's first place in
-the block table, the row's first position, the row; then zeros, so that what follows is aligned."""
-# Elements of 16 bytes: the kernels are compiled once for pointers that are aligned so, and again for others.
+"""Numbers of a tile: first token, queries (0: an empty tile), position of the first query, place of the row's first
+block in the block table, first position of the row, row; then zeros for alignment."""
+# Arrays begin at multiples of 16 bytes: the kernels are compiled anew for pointers that are aligned differently.
 _ALIGNMENT = 4
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
-# Of tiles of short rows, however many there are: one long context among many short ones must not be the last to end.
+# Splits of a tile of short rows, for any number of rows: one long context among many short ones must not end last.
 _MIN_SPLITS, _MAX_SPLITS = 4, 64
 MIN_SPLIT_KEYS = 256
-"""Below that a split costs more than it gains."""
-# Programs that a multiprocessor should find to choose from: of short rows, and of others.
+"""Fewest keys of a split: below, a split costs more than it gains."""
+# Programs for each multiprocessor: for short rows, and for long ones.
 _SHORT_PROGRAMS, _LONG_PROGRAMS = 4, 2
 DEFAULT_WRITE = KVWriteConfig(block_heads=8, num_warps=2)
-"""Of every shape."""
+"""Launch config of the write for every shape."""
 
 
 class Gpu(NamedTuple):
-    """What the schedule needs to know of a device."""
+    """Properties of a device that the schedule depends on."""
 
     num_processors: int
-    """Multiprocessors."""
+    """Number of multiprocessors."""
     arch: int
-    """Its compute capability times ten."""
+    """Compute capability times ten."""
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """A CUDA device, or what stands for one in the interpreter, which has nothing to keep busy."""
+    """Properties of a CUDA device, or a stand-in for the interpreter, which has no multiprocessors."""
     if device.type != "cuda":
         return Gpu(1, 90)
     properties = torch.cuda.get_device_properties(device)
@@ -48,61 +48,61 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 class Blocks(NamedTuple):
-    """What a program takes at once, and how it is compiled."""
+    """Block sizes of a program and how it is compiled."""
 
     block_m: int
-    """Queries times query heads a KV head; a power of two, at least 16."""
+    """Queries times query heads for each KV head; a power of two, at least 16."""
     block_n: int
-    """Keys; a power of two."""
+    """Keys in a chunk; a power of two."""
     num_warps: int
     num_stages: int
 
 
 class TileGroup(NamedTuple):
-    """Tiles that are computed in one launch."""
+    """Tiles that one launch computes."""
 
     num_tiles: int
     num_queries: int
-    """Of a tile, at most."""
+    """Most queries in a tile."""
     num_splits: int
     """Programs that share a tile's keys; a power of two."""
     blocks: Blocks
 
 
 class Layout(NamedTuple):
-    """What the launches of a step are made of. It does not depend on the lengths of contexts."""
+    """Sizes of a step's launches. They do not depend on the lengths of contexts."""
 
     num_tokens: int
     num_blocks: int
-    """Of all rows together."""
+    """Blocks of all rows together."""
     short: TileGroup | None
-    """Rows that are a tile each."""
+    """Group of the rows that are one tile each."""
     long: TileGroup | None
-    """Rows of several tiles."""
+    """Group of the rows that have several tiles."""
 
     @property
     def groups(self) -> list[TileGroup]:
-        """Those that there are, in the order of their tiles."""
+        """Groups that are present, in the order of their tiles."""
         return [group for group in (self.short, self.long) if group is not None]
 
     @property
     def num_tiles(self) -> int:
-        """Of all groups."""
+        """Tiles of all groups."""
         return sum(group.num_tiles for group in self.groups)
 
     @property
     def first_slot(self) -> int:
-        """Where in the packed array the slots begin."""
+        """Place of the slots in the packed array."""
         return self.num_tiles * TILE_FIELDS
 
     @property
     def first_block(self) -> int:
-        """Where the block table begins."""
+        """Place of the block table in the packed array."""
         return self.first_slot + -(-self.num_tokens // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def size(self) -> int:
-        """Numbers of the packed array, at most."""
+        """Most numbers in the packed array."""
         return self.first_block + self.num_blocks
 
 
@@ -111,32 +111,32 @@ class Capacity(NamedTuple):
 
     num_rows: int
     num_queries: int
-    """Of a row, at most."""
+    """Most queries in a row."""
     num_tokens: int
     num_blocks: int
-    """Of all rows together."""
+    """Blocks of all rows together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Divides steps for one model on one device."""
+    """Planner of steps for one model on one device."""
 
     shape: Shape
     itemsize: int
-    """Bytes of a query's element."""
+    """Bytes of an element of a query."""
     gpu: Gpu
     num_splits: int | None = None
-    """Of all tiles; None: as many as keep the device busy."""
+    """Splits of all tiles; None: as many as keep the device busy."""
     configs: Configs = NO_CONFIGS
-    """What was tuned for the device."""
+    """Launch configs that were tuned for the device."""
 
     @property
     def write_config(self) -> KVWriteConfig:
-        """Of the kernel that writes keys and values."""
+        """Launch config of the kernel that writes keys and values."""
         return self.configs.get(DEFAULT_WRITE, padded_dim(self.shape.head_dim), self.itemsize)
 
     def tuned_shape(self, block_m: int, *, is_long: bool) -> tuple[int, ...]:
-        """What AttentionConfig is found by."""
+        """Shape by which a tuned AttentionConfig is found."""
         return block_m, padded_dim(self.shape.head_dim), self.itemsize, int(is_long)
 
     @property
@@ -145,12 +145,13 @@ class Planner:
 
     @property
     def max_short_queries(self) -> int:
-        """Queries up to which a row is one tile; at least 1."""
-        # With the query heads of a KV head so many are still bound by memory; in float32 more would spill.
+        """Most queries of a row that is one tile; at least 1."""
+        # Tiles with this many queries, times query heads for each KV head, are still bound by memory; in float32 more
+        # would spill.
         return max(1, min(64, self._long_block_m()) // self._fold)
 
     def layout(self, rows: RowArrays) -> Layout:
-        """For exactly these rows."""
+        """Layout for exactly these rows."""
         short = rows.query_lens <= self.max_short_queries
         few, many = rows.query_lens[short], rows.query_lens[~short]
         queries = self._long_block_m() // self._fold
@@ -162,7 +163,7 @@ class Planner:
         )
 
     def reserve(self, capacity: Capacity) -> Layout:
-        """For any rows within `capacity`.
+        """Layout for any rows within `capacity`.
 
         Raises:
             ValueError: its rows may be too long to be a tile each.
@@ -185,7 +186,7 @@ class Planner:
         config = self.configs.get(default, *self.tuned_shape(block_m, is_long=is_long))
         blocks = Blocks(block_m, config.block_n, config.num_warps, config.num_stages)
         splits, wanted = 1 if is_long else _MIN_SPLITS, config.programs * self.gpu.num_processors
-        # What the reduction holds at once is limited.
+        # The reduction can hold only so many values at once.
         most = min(_MAX_SPLITS, 8192 // dim)
         while splits < most and splits * num_tiles * self.shape.num_kv_heads < wanted:
             splits *= 2
@@ -197,7 +198,8 @@ class Planner:
         return max(least, 1 << (self._fold - 1).bit_length())
 
     def pack(self, rows: RowArrays, layout: Layout) -> np.ndarray[Any, Any]:
-        """[n] int32: the tiles, from `first_slot` on the slots (-1: none), from `first_block` on the rows' blocks.
+        """Packed array [n] int32: the tiles, then from `first_slot` the slots (-1: none), then from `first_block` the
+        rows' blocks.
 
         Raises:
             ValueError: the rows do not fit into the layout.
@@ -227,26 +229,26 @@ class Planner:
 
 
 def is_supported(shape: Shape, dtype: torch.dtype) -> bool:
-    """Whether the kernels serve such heads, as queries of that type."""
+    """True when the kernels serve these heads for queries of this dtype."""
     return dtype in _DTYPES and shape.head_dim % 2 == 0 and shape.head_dim <= _MAX_HEAD_DIM
 
 
 def padded_dim(head_dim: int) -> int:
-    """The power of two, at least 16, that a head is padded to."""
+    """Smallest power of two, at least 16, that holds a head."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_long: bool) -> AttentionConfig:
-    """`default_blocks`, and how far tiles are split."""
+    """Default blocks, and the number of splits of a tile."""
     blocks = default_blocks(block_m, head_dim, itemsize, arch)
     programs = _LONG_PROGRAMS if is_long else _SHORT_PROGRAMS
     return AttentionConfig(blocks.block_n, blocks.num_warps, blocks.num_stages, programs)
 
 
 def default_blocks(block_m: int, head_dim: int, itemsize: int, arch: int) -> Blocks:
-    """Without spills, but for float32 heads beyond 128, and within the shared memory of sm_80 to sm_100.
+    """Block sizes that do not spill, except for float32 heads beyond 128, and fit the shared memory of sm_80 to sm_100.
 
-    `itemsize` is that of a query's element, in bytes.
+    `itemsize` is the bytes of an element of a query.
     """
     is_wide = padded_dim(head_dim) > 128
     if itemsize == 4:
@@ -254,15 +256,15 @@ def default_blocks(block_m: int, head_dim: int, itemsize: int, arch: int) -> Blo
     if is_wide:
         return Blocks(block_m, 32, 8 if block_m >= 64 else 4, 2 if block_m > 64 else 3)
     if block_m > 32:
-        # Before Hopper a product's operands are held in registers.
+        # Before Hopper the operands of a product are held in registers.
         return Blocks(block_m, 32 if arch < 90 else 64, 4 if block_m == 64 else 8, 3)
-    # Five stages keep two chunks on their way from memory: one goes to the load of the block table.
+    # Five stages keep two chunks in flight from memory: one stage loads the block table.
     return Blocks(block_m, 64 if block_m == 16 else 32, 4, 5)
 
 
 def make_tiles(rows: RowArrays, which: np.ndarray[Any, Any], queries: int) -> np.ndarray[Any, Any]:
-    """[n, TILE_FIELDS] int64: rows `which`, cut into tiles of up to `queries` queries; the longest contexts first, so
-    that no program begins a long one when the others end."""
+    """Tiles [n, TILE_FIELDS] int64 of rows `which`, each of at most `queries` queries. The longest contexts come first,
+    so that no program starts a long one when the others end."""
     counts = -(-rows.query_lens[which] // queries)
     row = np.repeat(which, counts)
     first = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries

@@ -1,4 +1,4 @@
-"""Rows that were planned too far: where they begin, only the device knows. Needs Triton."""
+"""Correction of rows that start earlier than planned, by a number that only the device knows. Needs Triton."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def settle_kernel(tiles, table, slots, positions, overshoot, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows begin `overshoot` [B] int64 earlier: their tiles, and their tokens' `slots` [T] and `positions` [T] int64.
+    """Move rows back by `overshoot` [B] int64 positions: tiles, slots [T] and positions [T] int64 are mutated.
 
-    A program corrects a tile; it must be a single warp, which reads the tile before it writes there.
+    A program corrects one tile. It must be a single warp, which reads the tile before it writes there.
     """
     record = tiles + tl.program_id(0) * _TILE_FIELDS
     num_queries = tl.load(record + 1)
@@ -41,7 +41,7 @@ def settle_kernel(tiles, table, slots, positions, overshoot, BLOCK_SIZE: tl.cons
 
 
 def settle_cases() -> list[CompileCase]:
-    """See CompileCase; blocks of a power of two, and of another size."""
+    """Cases of the kernel: blocks of a power of two, and of another size."""
     signature = {
         **dict.fromkeys(("tiles", "table", "slots"), "*i32"),
         **dict.fromkeys(("positions", "overshoot"), "*i64"),

@@ -1,4 +1,5 @@
-"""The CPU path, and the reference on a GPU. Who runs together is decided before, once a step, for all layers."""
+"""Attention in PyTorch: the CPU path, and the reference on a GPU. The grouping of rows is planned once a step for all
+layers."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 KEY_LIMIT = 1e30
-"""No key of a working model is so large, and no sum of 256 products of such keys with its queries overflows float32."""
+"""Limit of keys. No working model has larger ones, and a sum of 256 products of such keys with its queries fits
+float32."""
 
 CACHE_FLOAT8 = torch.float8_e4m3fn
-"""The type of a short cache: it holds half as much as bfloat16, and numbers up to..."""
+"""Dtype of a compressed cache: it needs half the memory of bfloat16, and holds numbers up to `FLOAT8_LIMIT`."""
 FLOAT8_LIMIT = 448.0
 
 
 class LayerKV(NamedTuple):
-    """One layer's cache; each tensor [Hk, num_blocks, block_size, D]. All is finite: `write_kv` sees to it."""
+    """Cache of one layer, two tensors [Hk, num_blocks, block_size, D]. All values are finite: `write_kv` ensures it."""
 
     k: Tensor
     v: Tensor
@@ -27,60 +29,60 @@ class LayerKV(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class ShortGroup:
-    """B rows with few queries each (decode, verification), padded to the same number of queries and of blocks."""
+    """B rows with few queries each (decode, verification), padded to Q queries and the same number of blocks."""
 
     num_rows: int
     num_queries: int
-    """Queries a row, padded: Q."""
+    """Queries in a row, padded: Q."""
     query_index: Tensor | None
     """[B*Q] tokens of the batch; None when the group is the whole batch in order, without padding."""
     padded_index: Tensor | None
-    """[n] places in B*Q that are real queries; None when all are."""
+    """[n] places in B*Q of the real queries; None when all are real."""
     token_index: Tensor | None
-    """[n] tokens of the batch that they belong to; None when the group is the whole batch in order."""
+    """[n] tokens of the batch at those places; None when the group is the whole batch in order."""
     block_index: Tensor
-    """[B*num_blocks] cache blocks; a shorter row repeats its last one."""
+    """[B*num_blocks] cache blocks; a shorter row repeats its last block."""
     key_range: tuple[int, int] | None
-    """One row with one query: those of the gathered keys that it sees, a run. None for other groups."""
+    """Range of the gathered keys that one row with one query sees; None for other groups."""
     bias: Tensor | None
-    """[Hk * B, Q * query heads a KV head, gathered keys] in the model's dtype, added to the scores: 0, or -inf where a
-    query must not look. None when `key_range` is given, or every query sees every key."""
+    """[Hk * B, Q · H / Hk, gathered keys] in the model's dtype, added to the scores: 0, or -inf for keys that a query
+    does not see. None when `key_range` is given, or every query sees every key."""
 
 
 class QueryTile(NamedTuple):
-    """Some consecutive queries of a long row, and the keys that they can see."""
+    """Consecutive queries of a long row, and the range of keys that they see."""
 
     queries: tuple[int, int]
-    """From the row's first query."""
+    """Range of queries, counted from the row's first query."""
     keys: tuple[int, int]
-    """From the row's first gathered key."""
+    """Range of keys, counted from the row's first gathered key."""
     bias: Tensor | None
     """[queries, keys] in the model's dtype, 0 or -inf; None: causal, with as many keys as queries."""
 
 
 @dataclass(slots=True, frozen=True)
 class LongRow:
-    """One row with many queries (a chunk of a prompt)."""
+    """One row with many queries: a chunk of a prompt."""
 
     tokens: tuple[int, int]
-    """Its place in the batch."""
+    """Range of its tokens in the batch."""
     block_index: Tensor
-    """[num_blocks]"""
+    """[num_blocks] cache blocks."""
     tiles: list[QueryTile]
 
 
 class Workspace:
-    """Memory that gathered keys and values are written to, reused by all layers and steps.
+    """Memory for gathered keys and values, reused by all layers and steps.
 
-    Large tensors that are allocated anew come from fresh pages, whose faults cost more than the copy.
-    One forward pass at a time may use it; what it returns is valid until the next call.
+    A newly allocated large tensor has fresh pages, whose faults cost more than the copy. One forward pass at a time may
+    use the workspace; results are valid until the next call.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor | None] = [None, None]
 
     def gather(self, cache: LayerKV, block_index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks in `dtype`, [Hk, len(block_index), block_size, D] each."""
+        """Keys and values of whole blocks in `dtype`: [Hk, len(block_index), block_size, D] each."""
         return self._gathered(0, cache.k, block_index, dtype), self._gathered(1, cache.v, block_index, dtype)
 
     def _gathered(self, which: int, part: Tensor, block_index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,16 +101,16 @@ class Workspace:
 
 
 def _movable(x: Tensor) -> Tensor:
-    """The same memory in a type that torch can index."""
+    """View of the same memory in a dtype that torch can index."""
     return x.view(torch.uint8) if x.dtype == CACHE_FLOAT8 else x
 
 
 def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
-    """Write k and v [T, Hk, D] to `slots` [T] (block * block_size + offset) of the cache.
+    """Write k and v [T, Hk, D] to `slots` [T] (block * block_size + offset) of the cache; k, v and kv are mutated.
 
-    What is not finite becomes 0, in k and v too: a hidden position has weight 0, but 0 · NaN is NaN, and would reach
-    whoever gets this block next. Keys stay below KEY_LIMIT for the same reason: a hidden score must stay finite, as
-    adding -inf to +inf gives NaN. In a float8 cache what is too large becomes the largest number.
+    Values that are not finite become 0, in k and v too: a hidden position has weight 0, but 0 · NaN is NaN, and would
+    reach the next sequence that gets this block. Keys stay below KEY_LIMIT for the same reason: a hidden score must
+    stay finite, as -inf + inf is NaN. In a float8 cache too large values become the largest number.
     """
     keys, values = k.nan_to_num_(0.0, 0.0, 0.0), v.nan_to_num_(0.0, 0.0, 0.0)
     if kv.k.dtype == CACHE_FLOAT8:
@@ -121,7 +123,7 @@ def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
 
 
 def attend_short(q: Tensor, kv: LayerKV, group: ShortGroup, out: Tensor | None, workspace: Workspace) -> Tensor:
-    """Attention of a group; query heads of one KV head are folded into the queries.
+    """Attend for a group; the query heads of one KV head are folded into the queries.
 
     Args:
         q: [T, H, D] of the whole batch.
@@ -146,7 +148,8 @@ def attend_short(q: Tensor, kv: LayerKV, group: ShortGroup, out: Tensor | None, 
 
 
 def _attend_fused(q: Tensor, keys: Tensor, values: Tensor, key_range: tuple[int, int]) -> Tensor:
-    """One query, q [1, 1, Hk, fold, D]; keys and values [Hk, blocks, block_size, D]; returns the shape of q."""
+    """Fused attention for one query q [1, 1, Hk, H / Hk, D]; keys and values [Hk, blocks, block_size, D]; returns the
+    shape of q."""
     kv_heads, head_dim = keys.shape[0], keys.shape[-1]
     low, high = key_range
     keys = keys.view(1, kv_heads, -1, head_dim)[:, :, low:high]
@@ -155,13 +158,14 @@ def _attend_fused(q: Tensor, keys: Tensor, values: Tensor, key_range: tuple[int,
 
 
 def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """q [B, Q, Hk, fold, D], keys and values [Hk, blocks, block_size, D]; returns the shape of q.
+    """Attention by two batched products: q [B, Q, Hk, H / Hk, D], keys and values [Hk, blocks, block_size, D]; returns
+    the shape of q.
 
-    For few queries two batched products are up to three times as fast as torch's fused attention, in bfloat16. Scores
-    are rounded to the dtype before the softmax, as in HF's eager attention.
+    For few queries in bfloat16 this is up to three times as fast as torch's fused attention. Scores are rounded to the
+    dtype before the softmax, as in HF's eager attention.
     """
     rows, queries, kv_heads, fold, head_dim = q.shape
-    # All gathered keys, even those that nobody sees: the product would copy a slice.
+    # All gathered keys are used, even those that no query sees: the product would copy a slice.
     keys = keys.view(kv_heads * rows, -1, head_dim)
     values = values.view(kv_heads * rows, -1, head_dim)
     q = q.permute(2, 0, 1, 3, 4).reshape(kv_heads * rows, queries * fold, head_dim)
@@ -174,7 +178,7 @@ def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | 
 
 
 def attend_long(q: Tensor, kv: LayerKV, row: LongRow, out: Tensor, workspace: Workspace) -> None:
-    """Attention of a chunk of one sequence: q [T, H, D] of the whole batch; fills the row's part of out [T, H, D]."""
+    """Attend for a chunk of one sequence: q [T, H, D] of the whole batch; the row's part of out [T, H, D] is filled."""
     kv_heads, _, _, head_dim = kv.k.shape
     gathered_keys, gathered_values = workspace.gather(kv, row.block_index, q.dtype)
     keys = gathered_keys.view(1, kv_heads, -1, head_dim)

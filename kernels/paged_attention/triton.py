@@ -1,9 +1,9 @@
-"""Attention of ragged rows on a GPU. A tile is some consecutive queries of a row with all query heads of a KV head.
+"""Attention of ragged rows on a GPU. A tile is consecutive queries of a row with all query heads of a KV head.
 
 A program streams a tile's keys and values through the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), in
 chunks of BLOCK_N keys at absolute positions, so that a byte of the cache is read once for all of the tile's queries and
-heads. For small batches the chunks of a tile are divided among several programs, whose results another kernel adds
-(Flash-Decoding, Dao et al. 2023). The grid knows nothing of the rows' lengths: those stand in device memory.
+heads. For small batches several programs share the chunks of a tile, and another kernel adds their results
+(Flash-Decoding, Dao et al. 2023). The grid does not depend on the rows' lengths, which are in device memory.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .native import Shape
 from .schedule import DEFAULT_WRITE, MIN_SPLIT_KEYS, TILE_FIELDS, Blocks, default_blocks, padded_dim
 from .settle import settle_cases
 
-# As KEY_LIMIT in torch.py, and the largest number of float8 e4m3.
+# The limit of keys, KEY_LIMIT in torch.py, and the largest number of float8 e4m3.
 _KEY_LIMIT = tl.constexpr(1e30)
 _FP8_LIMIT = tl.constexpr(448.0)
-# A maximum before any key: finite, so that a difference is never NaN.
+# Maximum before the first key: finite, so that a difference is never NaN.
 _LEAST = tl.constexpr(-3e38)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 @triton.jit
 def _storable(x, inverse_scale, dtype: tl.constexpr, limit: tl.constexpr):
-    """`x` (float32) as the cache keeps it: in `dtype`, finite, and within `limit`: see `write_kv` in torch.py."""
+    """`x` (float32) as the cache holds it: in `dtype`, finite, and within `limit` (see `write_kv` in torch.py)."""
     if dtype == tl.float8e4nv:
         x = tl.where(tl.abs(x) < float("inf"), x * inverse_scale, 0.0)
         x = tl.minimum(tl.maximum(x, -_FP8_LIMIT), _FP8_LIMIT)
@@ -44,7 +44,7 @@ def _storable(x, inverse_scale, dtype: tl.constexpr, limit: tl.constexpr):
 
 @triton.jit
 def _prepared(low, high, scale, root_squared, cos, sin, columns, mask, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Heads' halves [heads, pairs], normalised (see kernels/rms_norm) if NORM and rotated, in float32."""
+    """Halves of heads [heads, pairs], normalised if NORM (see kernels/rms_norm) and rotated, in float32."""
     if NORM:
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         inverse = 1.0 / tl.sqrt(squares + root_squared)
@@ -61,9 +61,10 @@ def write_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """k and v [T, KV_HEADS, D] to `slots` [T] (negative: nowhere) of the cache; a program takes some heads of a token.
+    """Write k and v [T, KV_HEADS, D] to `slots` [T] (negative: nowhere) of the cache; keys and values are mutated. A
+    program takes some heads of a token.
 
-    With ROTATE, q [T, HEADS, D] (in place) and k are first normalised, if NORM, and rotated.
+    With ROTATE, q [T, HEADS, D] (mutated) and k are first normalised, if NORM, and rotated.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -115,10 +116,10 @@ def _scores(
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] float32, times log2(e); -inf where a query must not look, if MASKED."""
+    """Scores [BLOCK_M, BLOCK_N] float32, times log2(e); with MASKED, -inf for keys that a query does not see."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_CAP:
-        # c tanh(x / c), c in units of log2(e) as x; exp2 of what is large is infinite, and the quotient 0.
+        # c · tanh(x / c), with c in units of log2(e) like x; exp2 of a large number is infinite, and the quotient 0.
         scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * (2.8853900817779268 / soft_cap)))
     if MASKED:
         if HAS_TREE:
@@ -140,13 +141,13 @@ def _attend_chunks(
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of the online softmax (sum of weighted values, maximum, sum of weights) after end - begin more chunks:
-    those from `begin` on, without the `gap` chunks from `gap_begin` on."""
+    """Online softmax over end - begin more chunks: those from `begin`, without the `gap` chunks from `gap_begin`.
+    Returns its state: sum of weighted values, maximum, sum of weights."""
     for index in tl.range(begin, end):
         chunk = tl.where(index < gap_begin, index, index + gap)
         key = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
         there = key < num_keys
-        # 32 bits: a head's part of a layer's cache has less than 2^31 elements.
+        # 32 bits suffice: a head's part of a layer's cache has less than 2^31 elements.
         block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
         place = (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * HEAD_DIM + columns[None, :]
         mask = there[:, None] & (columns < HEAD_DIM)[None, :]
@@ -171,8 +172,8 @@ def _chunk_range(
     BLOCK_N: tl.constexpr, MIN_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """(begin, end, whole_begin, whole_end): the chunks that a program meets, and, with TWO_LOOPS, those of them that
-    every query of the tile sees whole. `position` is the first query's, `num_keys` what the last one sees."""
+    """Chunks of a program: (begin, end, whole_begin, whole_end). With TWO_LOOPS every query of the tile sees all of the
+    chunks from whole_begin to whole_end. `position` is the first query's; the last query sees `num_keys` keys."""
     least = first_key
     most = first_key
     if HAS_WINDOW:
@@ -201,8 +202,8 @@ def attention_kernel(
     MIN_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile: to out [T, H, D], or with splits to parts [tiles, max_queries, H, num_splits, D] float32 and
-    part_sums [tiles, max_queries, H, num_splits], the log2 of a part's sum of weights, -inf where there is none."""
+    """Attention of a tile. Writes out [T, H, D] or, with splits, parts [tiles, max_queries, H, num_splits, D] float32
+    and part_sums [tiles, max_queries, H, num_splits], the log2 of a part's sum of weights, -inf for an empty part."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     record = tiles + tile * _TILE_FIELDS
@@ -262,7 +263,8 @@ def reduce_kernel(
     parts, part_sums, tiles, out, max_queries,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, D] from `attention_kernel`'s parts; a program takes a head of a query."""
+    """out [T, HEADS, D] = the sum of `attention_kernel`'s parts, weighted by their sums; a program takes a head of a
+    query."""
     tile = tl.program_id(0) // max_queries
     query = tl.program_id(0) % max_queries
     head = tl.program_id(1)
@@ -282,7 +284,7 @@ def reduce_kernel(
 
 
 def attention_constants(shape: Shape, block_size: int, blocks: Blocks, dtype: str, is_split: bool) -> dict[str, Any]:
-    """The constants of `attention_kernel` for queries of `dtype` ("fp32" or a shorter one), without options."""
+    """Constants of `attention_kernel` for queries of `dtype` ("fp32" or a shorter one), without options."""
     return {
         "GROUP": shape.num_heads // shape.num_kv_heads,
         "KV_HEADS": shape.num_kv_heads,
@@ -293,7 +295,7 @@ def attention_constants(shape: Shape, block_size: int, blocks: Blocks, dtype: st
         "BLOCK_D": padded_dim(shape.head_dim),
         "MIN_CHUNKS": MIN_SPLIT_KEYS // blocks.block_n,
         "HAS_SPLITS": is_split,
-        # Masks are cheap beside memory, but not beside matrix products.
+        # Masks are cheap beside loads from memory, but not beside matrix products.
         "TWO_LOOPS": blocks.block_m > 64,
         "HAS_WINDOW": False,
         "HAS_CAP": False,
@@ -303,7 +305,7 @@ def attention_constants(shape: Shape, block_size: int, blocks: Blocks, dtype: st
 
 
 def write_constants(shape: Shape, config: KVWriteConfig, *, rotate: bool, norm: bool) -> dict[str, Any]:
-    """The constants of `write_kernel`."""
+    """Constants of `write_kernel`."""
     half = shape.head_dim // 2
     return {
         "HEADS": shape.num_heads,
@@ -329,8 +331,8 @@ _ATTENTION_TYPES = {
 def _attention_case(
     name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, **options: str | bool
 ) -> CompileCase:
-    """For Ampere alone or for Hopper and later. `options`: constants that are not those of plain attention, or `cache`,
-    the type of the cache."""
+    """Case for Ampere alone or for Hopper and later. `options` are constants beyond plain attention, or `cache`, the
+    dtype of the cache."""
     blocks = default_blocks(block_m, shape.head_dim, 4 if dtype == "fp32" else 2, arch)
     cache = str(options.pop("cache", dtype))
     constants = attention_constants(shape, block_size, blocks, dtype, is_split=block_m <= 64) | options
@@ -360,30 +362,30 @@ def _reduce_case(dtype: str, head_dim: int, num_splits: int) -> CompileCase:
 
 
 def compile_cases() -> list[CompileCase]:
-    """See CompileCase."""
-    llama, wide, odd = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80)
+    """Cases of all kernels."""
+    common, wide, odd = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80)
     all_options = {"HAS_WINDOW": True, "HAS_CAP": True}
     cases = [
-        _attention_case("fp8 ", "bf16", llama, 16, 16, cache="fp8e4nv"),
-        _attention_case("fp8 ", "bf16", llama, 16, 128, cache="fp8e4nv"),
-        _write_case("rope ", "bf16", llama, "bf16", rotate=True, norm=False),
-        _write_case("norm rope ", "bf16", llama, "bf16", rotate=True, norm=True),
+        _attention_case("fp8 ", "bf16", common, 16, 16, cache="fp8e4nv"),
+        _attention_case("fp8 ", "bf16", common, 16, 128, cache="fp8e4nv"),
+        _write_case("rope ", "bf16", common, "bf16", rotate=True, norm=False),
+        _write_case("norm rope ", "bf16", common, "bf16", rotate=True, norm=True),
         _write_case("norm rope ", "fp32", wide, "fp32", rotate=True, norm=True),
         _write_case("", "fp16", odd, "fp16", rotate=False, norm=False),
-        _write_case("rope fp8 ", "bf16", llama, "fp8e4nv", rotate=True, norm=False),
+        _write_case("rope fp8 ", "bf16", common, "fp8e4nv", rotate=True, norm=False),
         _reduce_case("bf16", 128, 4),
         _reduce_case("bf16", 128, 64),
         _reduce_case("fp16", 256, 32),
         *settle_cases(),
     ]
     for arch in (80, 90):
-        cases += [_attention_case("", "bf16", llama, 16, block_m, arch) for block_m in (16, 128)]
-        cases += [_attention_case("window cap ", "bf16", llama, 16, m, arch, **all_options) for m in (16, 32, 64, 128)]
+        cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]
+        cases += [_attention_case("window cap ", "bf16", common, 16, m, arch, **all_options) for m in (16, 32, 64, 128)]
         cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch, **all_options) for m in (16, 32, 64)]
-        cases += [_attention_case("window cap ", "fp32", llama, 16, m, arch, **all_options) for m in (16, 32)]
+        cases += [_attention_case("window cap ", "fp32", common, 16, m, arch, **all_options) for m in (16, 32)]
         cases += [
             _attention_case("", "fp16", Shape(14, 2, 64), 128, 16, arch),
             _attention_case("", "fp16", odd, 64, 128, arch),
-            _attention_case("tree ", "bf16", llama, 16, 64, arch, HAS_TREE=True),
+            _attention_case("tree ", "bf16", common, 16, 64, arch, HAS_TREE=True),
         ]
     return cases

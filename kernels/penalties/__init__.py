@@ -23,24 +23,26 @@ COUNT_BITS = _torch.COUNT_BITS
 
 
 class Penalised(NamedTuple):
-    """A sequence and the rows of logits that continue it."""
+    """Sequence and the rows of logits that continue it."""
 
     places: Sequence[int]
-    """Its rows of the logits."""
+    """Rows of the logits."""
     num_after: Sequence[int]
-    """Of each row, how many of `after` come before it."""
+    """Number of tokens in `after` that precede each of the rows."""
     entries: np.ndarray
-    """[E] int64, of each different token: token << COUNT_BITS | how often it was generated (0: it is in the prompt)."""
+    """[E] int64, one entry for each different token: token << COUNT_BITS | times it was generated (0: only in the
+    prompt)."""
     after: Sequence[Sequence[int]]
-    """Tokens generated after those, in some parts; negative: none. On a GPU nobody waits for `DeviceIds` among them."""
+    """Tokens generated after the entries, in parts; negative: no token. They may be `DeviceIds`, for which a GPU does
+    not wait."""
     repetition: float
     presence: float
     frequency: float
 
 
 def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
-    """Change `logits` [R, V] float32 in place, the rows of `sequences` alone. Tokens are below V. On a GPU one launch,
-    after one copy, and the host waits for nothing."""
+    """Apply the penalties to the rows of `sequences` in `logits` [R, V] float32, which is mutated. Tokens are below V.
+    On a GPU this is one copy and one launch, and the host does not wait."""
     if use_triton(logits):
         from . import triton as _triton
 

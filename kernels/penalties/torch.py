@@ -1,4 +1,4 @@
-"""The CPU path: one gather and one scatter for all rows. The host must know all tokens, and waits for late ones."""
+"""CPU path: one gather and one scatter for all rows. The host waits for tokens that are only on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNT = (1 << COUNT_BITS) - 1
 
 
 def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
-    """See the package."""
+    """`penalties.penalise` on any device."""
     width = logits.shape[1]
     where, factors, amounts = [], [], []
     for sequence in sequences:
@@ -42,7 +42,7 @@ def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
 
 
 def _counted(tokens: np.ndarray, counts: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
-    """With one more `token`."""
+    """Add one `token` to the counts."""
     found = tokens == token
     if found.any():
         return tokens, counts + found

@@ -1,8 +1,8 @@
-"""Penalties in one launch: a program takes a row of logits and goes through the sequence's tokens, some at a time.
+"""Penalties in one launch: a program takes a row of logits and goes through its sequence's tokens, some at a time.
 
-Those that were counted when the step was prepared come with their counts. Those generated since (drafts, and the token
-that the step before has sampled) may be known to the device alone: each program counts them itself, among the others
-and those that none of the others is equal to.
+Tokens that were known when the step was prepared come as entries with counts. Tokens generated since (drafts, and the
+token that the last step sampled) may be on the device alone: each program counts them, both where they equal an entry
+and where they are new.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
     from . import Penalised
 
 _PAIRS = 4096
-"""Entries or late tokens, times late tokens, that are compared at once: what registers hold."""
+"""Pairs of (entry or new token, new token) that are compared at once: as many as registers hold."""
 _MOST, _FEWEST = 256, 8
-"""Entries that are compared at once."""
+"""Most and fewest entries that are compared at once."""
 _FEWEST_LATE = 8
-"""Less would be one more kernel to compile, for a request that waits for it."""
+"""Fewest new tokens that a compiled kernel is made for: fewer would need one more kernel, compiled while a request
+waits."""
 _COUNT_BITS = tl.constexpr(COUNT_BITS)
 _NO_TOKEN = -1
 
 
 @triton.jit
 def _penalise(row, tokens, counts, mask, repetition, presence, frequency):
-    """Penalise `tokens`, all different, which were generated `counts` times."""
+    """Penalise `tokens`, all different, which were generated `counts` times; row is mutated."""
     x = tl.load(row + tokens, mask=mask, other=0.0)
     x = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
     x = x - tl.where(counts > 0, presence + frequency * counts.to(tl.float32), 0.0)
@@ -48,9 +49,10 @@ def penalty_kernel(
     logits, row_stride, places, owners, num_after, first, entries, strengths, after, after_stride,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Row `places[i]` of the logits belongs to sequence owners[i], whose entries are [first[s], first[s + 1]).
+    """Penalise row `places[i]` of the logits (mutated) for sequence s = owners[i], whose entries are [first[s], first[s
+    + 1]).
 
-    strengths [S, 3] float64; after [S, after_stride >= AFTER], of which the first num_after[i] count for the row.
+    strengths [S, 3] float64; after [S, after_stride >= AFTER], whose first num_after[i] tokens count for the row.
     """
     index = tl.program_id(0)
     sequence = tl.load(owners + index)
@@ -83,7 +85,7 @@ def penalty_kernel(
 
 
 def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
-    """See the package."""
+    """`penalties.penalise` on a GPU."""
     num_rows = [len(sequence.places) for sequence in sequences]
     owners = np.repeat(np.arange(len(sequences)), num_rows)
     places = np.fromiter(chain.from_iterable(s.places for s in sequences), np.int64, len(owners))
@@ -104,7 +106,7 @@ def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
     after = arrays.pop()
     for group in device_tokens(parts):
         group.fill(after)
-    # As on a CPU, p + f * n is rounded twice.
+    # p + f · n is rounded twice, as on a CPU.
     penalty_kernel[(len(owners),)](
         logits, logits.stride(0), *arrays, after, width, **_constants(width), enable_fp_fusion=False
     )  # fmt: skip
@@ -116,7 +118,7 @@ def _constants(width: int) -> dict[str, int]:
 
 
 def compile_cases() -> list[CompileCase]:
-    """See CompileCase."""
+    """Cases of the kernel."""
     kinds = {"logits": "*fp32", "strengths": "*fp64", "row_stride": "i64", "after_stride": "i32"}
     kinds |= dict.fromkeys(("BLOCK", "PIECE", "AFTER"), "constexpr")
     signature = {name: kinds.get(name, "*i64") for name in penalty_kernel.arg_names}

@@ -6,7 +6,6 @@ from torch import Tensor, device
 
 from ..dispatch import has_triton, use_triton
 from . import torch as _torch
-from .native import can_copy, rms_norm_copying
 from .native import rms_norm as _native
 from .torch import NormWeight, prepare
 
@@ -14,10 +13,8 @@ __all__ = [
     "NormWeight",
     "add_rms_norm",
     "adds_residuals",
-    "can_copy",
     "prepare",
     "rms_norm",
-    "rms_norm_copying",
     "rms_norm_invariant",
 ]
 
@@ -34,12 +31,12 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
 
 
 def adds_residuals(target: device) -> bool:
-    """True where `add_rms_norm` is one launch, so that it saves the one of a sum."""
+    """True when `add_rms_norm` is one launch, and so saves the launch of a sum."""
     return target.type == "cuda" and has_triton()
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> tuple[Tensor, Tensor]:
-    """(`rms_norm` of the sum, the sum, rounded) of x and residual, both [T, H] of one dtype; new tensors.
+    """Norm of the sum, and the sum, of x and residual [T, H] of one dtype: two new tensors; the sum is rounded first.
 
     Raises:
         ValueError: x and residual differ in shape or dtype.
@@ -57,6 +54,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> tuple[Tenso
 
 
 def rms_norm_invariant(x: Tensor, weight: NormWeight) -> Tensor:
-    """`rms_norm` whose result for a row does not depend on the other rows, bit for bit."""
+    """`rms_norm` in which a row's result does not depend, bit for bit, on other rows."""
     y = _native(x, weight)
     return _torch.rms_norm_invariant(x, weight) if y is None else y

@@ -1,4 +1,4 @@
-"""One C++ call; a row's result does not depend on the other rows, bit for bit."""
+"""RMS norm in one C++ call; a row's result does not depend, bit for bit, on other rows."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ def _function() -> Any:
     function = kernels.outrider_rms_norm
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     function.restype = None
-    function.argtypes = (pointer, pointer, ctypes.c_float, pointer, integer, integer, integer, integer, pointer)
+    function.argtypes = (pointer, pointer, ctypes.c_float, pointer, integer, integer, integer, integer)
     return function
 
 
-def can_copy(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `rms_norm_copying` serves tensors of this kind."""
-    return device.type == "cpu" and dtype in DTYPES and _function() is not None
-
-
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor | None:
-    """Normalise x [..., H] over its last dimension; None when that is not for this kernel."""
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H]; None when the kernel does not serve
+    x."""
     function = _function()
     size = x.shape[-1]
     repeats = weight.repeats
@@ -43,25 +39,10 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor | None:
         or (repeats > 1 and (weight.scale.dim() > 2 or x.shape[-2] != repeats))
     ):
         return None
-    return _run(function, x, weight, None)
-
-
-def rms_norm_copying(x: Tensor, weight: NormWeight, copy: int) -> Tensor:
-    """`rms_norm`, and the bits of `rms_norm_invariant`, of x [T, H] that `can_copy` says yes to.
-
-    Args:
-        copy: address of memory as large as x, which gets x as it is: to keep it in memory of one's own then costs next
-            to nothing.
-    """
-    return _run(_function(), x, weight, copy)
-
-
-def _run(function: Any, x: Tensor, weight: NormWeight, copy: int | None) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
-    size = weight.size
     function(
         *(x.data_ptr(), weight.scale.data_ptr(), weight.root_value, y.data_ptr()),
-        *(x.numel() // size, size, weight.repeats, DTYPES[x.dtype], copy),
+        *(x.numel() // size, size, weight.repeats, DTYPES[x.dtype]),
     )
     return y

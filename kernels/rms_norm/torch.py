@@ -1,4 +1,4 @@
-"""In few operations, because each costs as much as the arithmetic of a decode step's rows."""
+"""RMS norm in few torch operations, because each costs as much as the arithmetic of a decode step's rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class NormWeight(NamedTuple):
-    """What `rms_norm` needs of a layer, computed once by `prepare`. With n = |x|₂ over H elements,
+    """Weights of a norm in the form that `rms_norm` needs, computed once by `prepare`. With n = |x|₂ over H elements,
 
     y = x / sqrt(n²/H + eps) · weight = x / hypot(n, root) · scale
     """
@@ -20,15 +20,15 @@ class NormWeight(NamedTuple):
     root: Tensor
     """[] float32: sqrt(eps · H)."""
     root_value: float
-    """The same as a number."""
+    """`root` as a number."""
     size: int
-    """H."""
+    """Elements of a row: H."""
     repeats: int
-    """How many rows of H elements have weights of their own."""
+    """Number of consecutive rows of H elements that have weights of their own."""
 
 
 def prepare(weight: Tensor, eps: float) -> NormWeight:
-    """The prepared form of `weight` [..., H]; leading dimensions broadcast against those of x."""
+    """Prepare `weight` [..., H]; its leading dimensions broadcast against those of x."""
     size = weight.shape[-1]
     root = math.sqrt(eps * size)
     on_device = torch.tensor(root, dtype=torch.float32, device=weight.device)
@@ -44,10 +44,10 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
 
 
 def rms_norm_invariant(x: Tensor, weight: NormWeight) -> Tensor:
-    """`rms_norm` whose result for a row does not depend on the other rows, bit for bit.
+    """`rms_norm` in which a row's result does not depend, bit for bit, on other rows.
 
-    Beside one sum of a row in a fixed order it uses only operations that IEEE 754 rounds exactly: `hypot` need not give
-    a vector's lane and a leftover element the same bits. It overflows where |x|² does, as the reference formula.
+    Beside one sum of a row in a fixed order it uses only operations that IEEE 754 rounds exactly: `hypot` may give a
+    vector's lane and a leftover element different bits. It overflows where |x|² does, as the reference formula.
     """
     wide = x.float().contiguous()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""One launch: a program holds one row, or several short ones, in registers, so that each element is read once."""
+"""RMS norm in one launch: a program holds one row, or several short ones, in registers, and reads each element once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..tuning.configs import RMSNormConfig
 from .torch import NormWeight
 
 _MAX_WIDTH = 65536
-"""Of a row in registers: 64 a thread of the largest program."""
+"""Longest row that registers hold: 64 elements for each thread of the largest program."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -46,7 +46,7 @@ def _rms_norm_kernel(
         value = added.to(value.dtype)
         tl.store(total + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :], value, mask=inside)
     wide = value.to(tl.float32)
-    # Where |x|² overflows this is 1 / inf = 0, as in the reference.
+    # Where |x|² overflows the factor is 1 / inf = 0, as in the reference.
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) + root_square)
     factors = tl.load(scale + (rows % repeats)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
     normed = wide * inverse[:, None] * factors
@@ -54,8 +54,8 @@ def _rms_norm_kernel(
 
 
 def default_config(width: int) -> RMSNormConfig:
-    """How programs are cut out of rows that `width` pads to."""
-    # Eight elements a thread, which are one 16-byte load of a 2-byte dtype; of long rows more.
+    """Default launch config for rows that are padded to `width`."""
+    # Eight elements for each thread, one 16-byte load of a 2-byte dtype; more for long rows.
     num_warps = 4 if width <= 1024 else 8 if width <= 8192 else 16 if width <= 16384 else 32
     return RMSNormConfig(max(1, 1024 // width), num_warps)
 
@@ -94,7 +94,7 @@ def _launch(x: Tensor, residual: Tensor | None, total: Tensor | None, weight: No
 
 
 def serves(x: Tensor, weight: NormWeight) -> bool:
-    """Whether the kernel computes `rms_norm` of this."""
+    """True when the kernel computes `rms_norm` of x."""
     repeats = weight.repeats
     return (
         x.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -104,12 +104,12 @@ def serves(x: Tensor, weight: NormWeight) -> bool:
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
-    """Normalise x [..., H], whose rows may be any distance apart; where it `serves`."""
+    """RMS norm of x [..., H], whose rows may be any distance apart; `serves` must be True."""
     return _launch(x, None, None, weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, the sum) of x [T, H] and residual [T, H], new tensors. Where it `serves`."""
+    """Norm of the sum, and the sum, of x [T, H] and residual [T, H]: two new tensors; `serves` must be True."""
     if residual.stride(1) != 1:
         raise ValueError(f"residual's rows must be contiguous, its strides are {residual.stride()}")
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -124,8 +124,8 @@ _SIGNATURE = {
 
 
 def compile_cases() -> list[CompileCase]:
-    """Hidden sizes from a head's to a large model's, each dtype, with and without a residual; and several heads of a
-    token, with one weight and with their own."""
+    """Cases of the kernel: hidden sizes from a head's to a large model's, each dtype, with and without a residual; and
+    several heads of a token, with one weight and with their own."""
     cases = []
     shapes = [
         ("bf16", 128),

@@ -1,4 +1,4 @@
-"""The rotation in three operations."""
+"""Rotation in three torch operations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """The angles of T tokens: as `apply_rope` wants them, [T, 1, D] each, equally strided; or tables."""
+    """Angles of T tokens: cos and sin [T, 1, D] as `apply_rope` takes them, equally strided; or tables of all
+    positions."""
 
     cos: Tensor
     sin: Tensor
     rows: Tensor | None = None
-    """[T] int64, contiguous, each in [0, P): where `cos` and `sin` are tables of P positions, [P, 1, D], each token's
-    place there; for kernels that look it up themselves, and do not check it. None: they are the tokens' own."""
+    """[T] int64, contiguous: each token's place in the tables `cos` and `sin` [P, 1, D], below P; for kernels that look
+    the angles up and do not check the places. None: `cos` and `sin` are the tokens' own."""
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -36,8 +37,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def apply_rope_invariant(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`apply_rope` in operations that are rounded one by one, as in HF.
 
-    Whether `addcmul` fuses its product into the sum may differ between a vector's lane and a leftover element, which
-    depends on the other rows.
+    `addcmul` may fuse its product into the sum for a vector's lane but not for a leftover element, which depends on the
+    other rows.
     """
     swapped = torch.roll(x, x.shape[-1] // 2, -1)
     return torch.mul(x, cos).add_(swapped.mul_(sin))

@@ -1,4 +1,4 @@
-"""The rotation in one launch: every element is read and written once."""
+"""Rotation in one launch: every element is read and written once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ DEFAULT = RopeConfig(block_heads=8, num_warps=4)
 
 @triton.jit
 def rotate_pairs(low, high, cos, sin, columns, mask, HALF: tl.constexpr):
-    """Both halves of rotated heads, in float32.
+    """Halves of rotated heads, in float32: low · cos + high · sin and high · cos + low · sin, where sin brings its
+    sign.
 
-    `low` and `high` [heads, pairs] are the first and second halves of heads, `cos` and `sin` point to a token's angles
-    [2 * HALF], `columns` [pairs] are the pairs' numbers and `mask` [pairs] says which there are.
+    `low` and `high` [heads, pairs] are the first and second halves of heads; `cos` and `sin` point to a token's angles
+    [2 * HALF]; `columns` [pairs] are the pairs' numbers and `mask` [pairs] marks those that exist.
     """
     cos_low = tl.load(cos + columns, mask=mask, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + columns, mask=mask, other=0.0).to(tl.float32)
@@ -58,7 +59,7 @@ def rope_kernel(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`kernels.rope.apply_rope`; sums are rounded to x's dtype once."""
+    """`kernels.rope.apply_rope` on a GPU; sums are rounded to x's dtype once."""
     if x.stride(2) != 1:
         x = x.contiguous()
     num_tokens, num_heads, head_dim = x.shape
@@ -77,7 +78,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compile_cases() -> list[CompileCase]:
-    """See CompileCase."""
+    """Cases of the kernel."""
     cases = []
     for dtype, head_dim in (("bf16", 64), ("bf16", 128), ("fp16", 80), ("fp32", 256)):
         pointers = dict.fromkeys(("x", "cos", "sin", "y"), f"*{dtype}")

@@ -1,7 +1,7 @@
-"""From logits to the distribution a request asked for, and log-probabilities for its report.
+"""Distribution that a request asked for, from logits, and log-probabilities for its report.
 
-Every function works row by row: a row's result does not depend on the other rows or their parameters, bit for bit. That
-is what lets the same request get the same text alone, in a batch, and with any number of drafts.
+Every function works row by row: a row's result does not depend, bit for bit, on other rows or their parameters. So a
+request gets the same text alone, in a batch, and with any number of drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import native as _native
 from . import torch as _reference
 
 GREEDY_TEMPERATURE = 1e-5
-"""Below it a row is greedy, as in `SamplingParams.greedy`."""
+"""Temperature below which a row is greedy, as in `SamplingParams.greedy`."""
 
 
 def _host(name: str, values: Sequence[float] | Tensor | np.ndarray, rows: int) -> np.ndarray:
@@ -81,7 +81,7 @@ def filter_logits(
 
 
 def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
-    """What a greedy choice needs of each row, on the host.
+    """Most likely token of each row and its logit, on the host: the greedy choice.
 
     Args:
         logits: [R, V] float32, V at least 1.
@@ -123,7 +123,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """What a softmax of each row needs.
+    """Maximum and sum of exponentials of each row, which a softmax needs.
 
     Args:
         logits: [R, V] float32.

@@ -1,4 +1,4 @@
-// The most likely token of each row, and its logit, in one reading of the row.
+// The most likely token of each row and its logit; each row is read once.
 #include <cmath>
 #include <limits>
 
@@ -8,15 +8,15 @@ using namespace outrider;
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 17;  // below, waking threads costs more than it saves
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 17;  // fewer do not pay for waking threads
 
 typedef int32_t VecI32 __attribute__((vector_size(4 * OUTRIDER_LANES)));
 
-// The first of the largest, as torch.argmax; `top` is NaN where any of the row is.
+// Index of the first of the largest, as torch.argmax; `top` is NaN when any logit of the row is.
 void largest(const float* row, int64_t size, int64_t* token, float* top) {
     constexpr float LOWEST = -std::numeric_limits<float>::infinity();
     Vec best = all(1.0f) * LOWEST;
-    VecI32 place = {}, is_nan = {};  // of each lane's best: in which vector of the row it stands
+    VecI32 place = {}, is_nan = {};  // number of the vector that holds each lane's best
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
         Vec x = load(row + i);

@@ -1,4 +1,4 @@
-"""The greedy choice in one C++ call."""
+"""Greedy choice in one C++ call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _function() -> Any:
 
 
 def most_likely(logits: Tensor) -> tuple[list[int], list[float]] | None:
-    """See the package; None when that is not for this kernel."""
+    """`sampling.most_likely`; None when the kernel does not serve these logits."""
     function = _function()
     if function is None or not logits.is_cpu or logits.dtype != torch.float32 or logits.stride(1) != 1:
         return None

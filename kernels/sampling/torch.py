@@ -1,8 +1,8 @@
-"""Sampling filters in plain torch.
+"""Sampling filters in PyTorch.
 
-min-p, top-k and top-p all keep what reaches some logit; so each only finds a threshold per row, and a masking follows.
-Top-k and top-p find theirs among a few largest logits (`topk`): sorting a vocabulary costs ten times as much.
-Results do not depend on how many candidates were looked at, so they do not depend on the batch.
+min-p, top-k and top-p each keep the logits above some value. So each filter finds a threshold for each row, and the row
+is then masked. Top-k and top-p look for it among the few largest logits (`topk`): sorting a vocabulary costs ten times
+as much. Results do not depend on the number of candidates, and so not on the batch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Candidates for the nucleus, as many as are needed; a row whose nucleus is larger still is sorted in full.
+# Candidates for the nucleus, tried in order; a row whose nucleus is larger still is sorted in full.
 _NUCLEUS_CANDIDATES = (64, 1024, 8192)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Host-side [R] each; the neutral value means that the row has no such limit."""
+    """Limits of R rows, [R] each on the host; the neutral value means that the row has no such limit."""
 
     top_k: np.ndarray
     """int64; neutral 0."""
@@ -32,11 +32,11 @@ class Limits:
 
     @property
     def rows(self) -> np.ndarray:
-        """Indices of the rows with any limit."""
+        """Indices of the rows that have a limit."""
         return np.flatnonzero((self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0))
 
     def take(self, rows: np.ndarray) -> Limits:
-        """The limits of some rows."""
+        """Limits of some rows."""
         return Limits(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
@@ -45,12 +45,12 @@ def _to(values: np.ndarray, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide(logits: Tensor, heat: np.ndarray) -> Tensor:
-    """logits / heat by rows: a new [R, V]."""
+    """Quotient logits / heat row by row: a new tensor [R, V]."""
     return logits / _to(heat, logits, torch.float32).unsqueeze(1)
 
 
 def apply_limits(logits: Tensor, limits: Limits, in_place: bool) -> Tensor:
-    """Mask [R, V] logits by the limits of their rows; into `logits` or a copy."""
+    """Apply the limits of the rows to [R, V] logits; mutates `logits` if `in_place`, else a copy."""
     rows = limits.rows
     if rows.size == logits.shape[0]:
         out = logits if in_place else logits.clone()
@@ -63,7 +63,7 @@ def apply_limits(logits: Tensor, limits: Limits, in_place: bool) -> Tensor:
 
 
 def _mask_(logits: Tensor, limits: Limits) -> None:
-    """Mask [R, V] in place: each row has some limit."""
+    """Mask [R, V] logits, which are mutated; each row has a limit."""
     threshold: Tensor | None = None
     if (limits.min_p > 0.0).any():
         log_min_p = np.where(limits.min_p > 0.0, np.log(np.maximum(limits.min_p, 1e-300)), -math.inf)
@@ -84,7 +84,7 @@ def _mask_(logits: Tensor, limits: Limits) -> None:
 
 
 def _kth_largest(logits: Tensor, top_k: np.ndarray) -> Tensor:
-    """[R] the k-th largest logit of each row; -inf where k is 0."""
+    """k-th largest logit of each row, [R]; -inf where k is 0."""
     largest = logits.topk(int(top_k.max()), dim=-1).values
     k = _to(top_k, logits, torch.int64).unsqueeze(1)
     kth = largest.gather(1, (k - 1).clamp_(min=0))
@@ -92,26 +92,27 @@ def _kth_largest(logits: Tensor, top_k: np.ndarray) -> Tensor:
 
 
 class _Nucleus(NamedTuple):
-    """Where each row's nucleus ends; all [R]."""
+    """Ends of the rows' nuclei; all [R]."""
 
     threshold: Tensor
-    """Smallest logit in it, float32."""
+    """Smallest logit in the nucleus, float32."""
     num_equal: Tensor
-    """How many tokens with exactly that logit belong to it, int64."""
+    """Number of tokens in the nucleus with exactly that logit, int64."""
     tied: Tensor
-    """Whether further tokens have exactly that logit, bool."""
+    """Bool: further tokens have exactly that logit."""
     found: Tensor
-    """Whether the candidates were enough to tell, bool."""
+    """Bool: the candidates sufficed."""
 
 
 def _nucleus(logits: Tensor, probs: Tensor, mass: Tensor, count: int) -> _Nucleus:
-    """Each row's nucleus from its `count` largest logits: a token is in when the mass before it is below `mass` [R]."""
+    """Nucleus of each row, from its `count` largest logits: a token is in it when the mass before the token is below
+    `mass` [R]."""
     whole = count == logits.shape[1]
     ordered, ids = logits.sort(dim=-1, descending=True) if whole else logits.topk(count, dim=-1)
-    # In order and in float64: the sum over a prefix is the same whatever comes after it.
+    # The sum is in order and in float64: a prefix has the same sum whatever follows it.
     chosen = probs.gather(1, ids).to(torch.float64)
     before = chosen.cumsum(dim=-1).sub_(chosen)
-    # A row without mass (all -inf, or not finite) has a softmax of NaN: it keeps what it has.
+    # The softmax of a row without mass (all -inf, or not finite) is NaN: the row stays as it is.
     size = (before < mass.unsqueeze(1)).sum(dim=-1, keepdim=True).clamp_(min=1)
     threshold = ordered.gather(1, size - 1)
     first_out = ordered.gather(1, size.clamp(max=count - 1))
@@ -126,7 +127,7 @@ def _nucleus(logits: Tensor, probs: Tensor, mass: Tensor, count: int) -> _Nucleu
 
 
 def _top_p_(logits: Tensor, top_p: np.ndarray) -> None:
-    """Mask [R, V] in place to the nucleus of each row."""
+    """Mask [R, V] logits to the nucleus of each row; mutated."""
     num_tokens = logits.shape[1]
     probs = logits.softmax(dim=-1)
     mass = _to(top_p, logits, torch.float64)
@@ -148,11 +149,11 @@ def _top_p_(logits: Tensor, top_p: np.ndarray) -> None:
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See the package."""
+    """`sampling.top_logprobs` on any device."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = chosen.unsqueeze(1)
     rank = (logits > logits.gather(1, chosen)).sum(dim=-1).add_(1)
-    # By id first, then stably by logit: equal ones in the order of their ids.
+    # Sorted by id first, then stably by logit: equal logits are in the order of their ids.
     ids = logits.topk(k, dim=-1).indices.sort(dim=-1).values
     order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
     ids = ids.gather(1, order)
@@ -160,6 +161,6 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See the package."""
+    """`sampling.row_stats` on any device."""
     top = logits.amax(dim=-1)
     return top, (logits - top.unsqueeze(1)).exp_().sum(dim=-1)

@@ -42,14 +42,14 @@ _KEY_OF_NO_MASS = tl.constexpr(-0x7F800001)  # of -inf
 
 @triton.jit
 def order(x):
-    """int32 keys in the order of float32 `x`; the zeros are equal, NaN is the largest."""
+    """Keys (int32) in the order of float32 `x`; the zeros are equal, NaN is the largest."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def value_of(key):
-    """The float32 of a key."""
+    """float32 of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -58,7 +58,7 @@ def value_of(key):
 
 @triton.jit
 def lane_bound(lanes, wanted):
-    """The `wanted`-th largest of the lanes' keys; the lowest key when there are not as many lanes."""
+    """`wanted`-th largest of the lanes' keys; the lowest key when there are fewer lanes."""
     low, high = tl.min(lanes, 0).to(tl.int64), tl.max(lanes, 0).to(tl.int64)
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -70,13 +70,13 @@ def lane_bound(lanes, wanted):
 
 @triton.jit
 def row_counts(num_tokens, BLOCK: tl.constexpr):
-    """How many of the row's tokens each lane has."""
+    """Number of the row's tokens in each lane."""
     return (num_tokens - tl.arange(0, BLOCK) + BLOCK - 1) // BLOCK
 
 
 @triton.jit
 def _collect(row, num_tokens, bound, candidates, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    """Put the logits of `row` that reach `bound` (a key) aside; returns how many each lane found, maybe too many."""
+    """Put the logits of `row` that reach `bound` (a key) aside; return each lane's number of them, maybe too many."""
     lane = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_tokens, BLOCK):
@@ -90,7 +90,7 @@ def _collect(row, num_tokens, bound, candidates, BLOCK: tl.constexpr, DEPTH: tl.
 
 @triton.jit
 def _count(source, counts, key, BLOCK: tl.constexpr):
-    """How many logits reach `key`."""
+    """Number of logits that reach `key`."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for j in range(tl.max(counts, 0)):
@@ -101,7 +101,7 @@ def _count(source, counts, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _total(source, counts, least, top, BLOCK: tl.constexpr):
-    """Sum of exp(x - top) over all but x < least: float32, NaN when there is NaN or no finite maximum."""
+    """Sum of exp(x - top) over all x not below `least`: float32; NaN when there is a NaN or no finite maximum."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
     for j in range(tl.max(counts, 0)):
@@ -113,7 +113,7 @@ def _total(source, counts, least, top, BLOCK: tl.constexpr):
 
 @triton.jit
 def _probability(x, top, total):
-    """float32, rounded as the reference rounds it: a nucleus of equal logits may end exactly at its mass."""
+    """Probability of x, float32, rounded as in the reference: a nucleus of equal logits may end exactly at its mass."""
     return tl.div_rn(tl.exp(x - top), total)
 
 
@@ -134,7 +134,7 @@ def _mass_above(source, counts, least, key, top, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kth_largest(source, counts, low, high, k, BLOCK: tl.constexpr):
-    """The key of the k-th largest logit; at least k logits reach `low`, and none is above `high`."""
+    """Key of the k-th largest logit; at least k logits reach `low`, and none is above `high`."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -146,7 +146,7 @@ def _kth_largest(source, counts, low, high, k, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nucleus(source, counts, least, low, high, top, total, top_p, BLOCK: tl.constexpr):
-    """(key of the nucleus's smallest logit, how many equal to it belong to it, whether more are equal to it)."""
+    """End of the nucleus: key of its smallest logit, how many equal to it are in it, and 1 if more are equal to it."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = low + (high - low) // 2
@@ -157,7 +157,8 @@ def _nucleus(source, counts, least, low, high, top, total, top_p, BLOCK: tl.cons
     num_equal = _count(source, counts, low, BLOCK) - _count(source, counts, low + 1, BLOCK)
     before = _mass_above(source, counts, least, low, top, total, BLOCK)
     each = _probability(value_of(key), top, total).to(tl.float64)
-    # Token i of the equal ones is in when before + i * each < top_p; the division may be off by one at an exact end.
+    # Token i of the equal ones is in the nucleus when before + i · each < top_p; the division may be off by one at an
+    # exact end.
     size = tl.where(each > 0.0, tl.minimum((top_p - before) / each, 1.0 * num_equal), 1.0 * num_equal).to(tl.int32)
     size += (before + size * each < top_p).to(tl.int32)
     size -= (before + (size - 1) * each >= top_p).to(tl.int32)
@@ -167,7 +168,8 @@ def _nucleus(source, counts, least, low, high, top, total, top_p, BLOCK: tl.cons
 
 @triton.jit
 def _mask_row(row, num_tokens, least, threshold, size, tied, BLOCK: tl.constexpr):
-    """-inf where a logit is below `least` or `threshold`, and for all but the first `size` equal to it if `tied`."""
+    """Mask the row (mutated): -inf where a logit is below `least` or `threshold`, and for all but the first `size`
+    equal to it if `tied`."""
     lane = tl.arange(0, BLOCK)
     seen = 0
     for start in range(0, num_tokens, BLOCK):
@@ -194,7 +196,7 @@ def _limit_row(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Apply min-p, top-k and top-p to a scaled row in place, which all threads have written."""
+    """Apply min-p, top-k and top-p to a scaled row, which is mutated and which all threads have written."""
     top_key = tl.max(lanes, 0)
     top = value_of(top_key)
     whole = row_counts(num_tokens, BLOCK)
@@ -214,7 +216,7 @@ def _limit_row(
     threshold, size, tied = -_INFINITY, 0, False
     if top_p < 1.0:
         low = tl.where(least == least, order(least), _LOWEST)
-        # Without top-k the row's whole mass counts, and candidates are enough when they hold top_p of it.
+        # Without top-k the mass of the whole row counts, and candidates suffice when they hold top_p of it.
         if k > 0:
             total = _total(source, counts, least, top, BLOCK)
         else:
@@ -267,7 +269,7 @@ def _filter_kernel(
 
 
 def filter_logits(logits: Tensor, heat: np.ndarray, limits: Limits) -> Tensor:
-    """[R, V] float32 logits / heat with the limits of each row applied, a new tensor.
+    """Quotient logits / heat with the limits of each row: a new tensor [R, V] float32.
 
     Args:
         logits: not changed. heat: [R] on the host, 1 for rows that stay as they are.
@@ -284,12 +286,12 @@ def filter_logits(logits: Tensor, heat: np.ndarray, limits: Limits) -> Tensor:
 
 
 def default_config() -> FilterConfig:
-    """For any vocabulary."""
+    """Default launch config, for any vocabulary."""
     return FilterConfig(_BLOCK, _WARPS, _DEPTH)
 
 
 def launch_filter(logits: Tensor, out: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Fill `out` [R, V] from rows of contiguous logits, with the rows' (heat, top-k, top-p, log of min-p), each [R]."""
+    """Fill out [R, V] from rows of contiguous logits, with the rows' heat, top-k, top-p and log of min-p, each [R]."""
     num_rows, num_tokens = logits.shape
     config = tuned(logits.device, default_config(), bucket(num_tokens))
     block = min(config.block, bucket(num_tokens))
@@ -309,7 +311,7 @@ def launch_filter(logits: Tensor, out: Tensor, parameters: Sequence[Tensor]) -> 
 
 
 def compile_cases() -> list[CompileCase]:
-    """All kernels of the package."""
+    """Cases of all kernels of the package."""
     from .triton_logprobs import compile_cases as of_logprobs
 
     filtering = {

@@ -1,4 +1,4 @@
-"""Statistics of rows of logits in Triton: maximum and sum of exponentials; log-probabilities and ranks.
+"""Statistics of rows of logits in Triton: maximum and sum of exponentials, log-probabilities and ranks.
 
 Sums are taken in an order that depends on the vocabulary alone, never on the batch.
 """
@@ -18,17 +18,18 @@ from .triton import lane_bound, order, row_counts
 _BLOCK = 1024
 _WARPS = 4
 _SPLITS = 16
-"""Programs a row, at most, whatever the batch: the order of a sum must not depend on it."""
+"""Most programs for a row, in any batch: the order of a sum must not depend on the batch."""
 _WIDE_BLOCK, _WIDE_WARPS, _DEPTH = 4096, 16, 8
 MAX_LOGPROBS = 128
-"""Each of the k most likely tokens is a pass over the candidates."""
+"""Largest k: each of the k most likely tokens is a pass over the candidates."""
 _LOWEST = tl.constexpr(-0x80000000)
 _INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
 def _accumulate(x, top, total):
-    """Lanes' running maximum and sum of exp(x - maximum) with one more tile; nothing is added while all is -inf."""
+    """Running maximum and sum of exp(x - maximum) of each lane with one more tile; the sum stays 0 while all values are
+    -inf."""
     new = tl.maximum(top, x)
     shift = tl.where(new == -_INFINITY, 0.0, new)
     return new, total * tl.exp(top - shift) + tl.exp(x - shift)
@@ -36,7 +37,7 @@ def _accumulate(x, top, total):
 
 @triton.jit
 def _combine(top, total, SIZE: tl.constexpr):
-    """(maximum, sum of exp(x - maximum)) of all lanes; both NaN where anything is."""
+    """Maximum and sum of exp(x - maximum) over all lanes; both NaN when any value is."""
     broken = tl.max((total != total).to(tl.int32), 0) > 0
     largest = tl.max(top, 0)
     shift = tl.where(largest == -_INFINITY, 0.0, largest)
@@ -72,24 +73,24 @@ def _stats_reduce_kernel(tops, totals, out_tops, out_totals, num_splits, SPLITS:
 
 
 def default_stats_config() -> StatsConfig:
-    """For any vocabulary."""
+    """Default launch config of the statistics, for any vocabulary."""
     return StatsConfig(_BLOCK, _WARPS, _SPLITS)
 
 
 def default_logprobs_config() -> LogprobsConfig:
-    """For any vocabulary."""
+    """Default launch config of the log-probabilities, for any vocabulary."""
     return LogprobsConfig(_WIDE_BLOCK, _WIDE_WARPS, _DEPTH)
 
 
 def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See the package; two launches, the second over one pair of numbers a chunk."""
+    """`sampling.row_stats` in two launches; the second one reduces a pair of numbers for each chunk."""
     num_rows, num_tokens = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     config = tuned(logits.device, default_stats_config(), bucket(num_tokens))
     chunk = triton.cdiv(triton.cdiv(num_tokens, config.block), config.splits) * config.block
     num_splits = triton.cdiv(num_tokens, chunk)
-    # Tensors of their own: a part of a larger one would not begin at a multiple of 16 bytes in every batch.
+    # Separate tensors: a part of a larger one would not begin at a multiple of 16 bytes in every batch.
     tops, totals = (torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device) for _ in range(2))
     out_tops, out_totals = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     if num_rows:
@@ -105,7 +106,7 @@ def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _collect_ids(row, num_tokens, bound, ids, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    """Put the ids of logits that reach `bound` (a key) aside, each lane its own; returns how many each lane found."""
+    """Put the ids of logits that reach `bound` (a key) aside, lane by lane; return how many each lane found."""
     lane = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_tokens, BLOCK):
@@ -118,7 +119,7 @@ def _collect_ids(row, num_tokens, bound, ids, BLOCK: tl.constexpr, DEPTH: tl.con
 
 @triton.jit
 def _next_best(row, ids, fits, counts, before, BLOCK: tl.constexpr):
-    """The largest (key, lowest id) below `before`, as one integer: key * 2^32 + (2^31 - 1 - id)."""
+    """Largest (key, lowest id) below `before`, as one integer: key · 2^32 + (2^31 - 1 - id)."""
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -0x8000000000000000, tl.int64)
     for j in range(tl.max(counts, 0)):
@@ -162,7 +163,7 @@ def _logprobs_kernel(
         above += (x > mine).to(tl.int32)
         lanes = tl.where(inside, tl.maximum(lanes, order(x)), lanes)
     largest, total_of_row = _combine(top, total, BLOCK)
-    # Without any mass there are no probabilities either.
+    # A row without mass has no probabilities either.
     log_total = tl.where(total_of_row > 0.0, tl.log(total_of_row), float("nan"))
     tl.store(own + index, mine - largest - log_total)
     tl.store(rank + index, (tl.sum(above, 0) + 1).to(tl.int64))
@@ -181,7 +182,7 @@ def _logprobs_kernel(
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See the package; one launch. k is at most MAX_LOGPROBS."""
+    """`sampling.top_logprobs` in one launch; k is at most MAX_LOGPROBS."""
     num_rows, num_tokens = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -212,7 +213,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def compile_cases() -> list[CompileCase]:
-    """All kernels."""
+    """Cases of all kernels."""
     sizes = {"num_tokens": "i32", "row_stride": "i32"}
     stats = {"logits": "*fp32", "tops": "*fp32", "totals": "*fp32", **sizes, "chunk": "i32", "BLOCK": "constexpr"}
     reduce = dict.fromkeys(("tops", "totals", "out_tops", "out_totals"), "*fp32")

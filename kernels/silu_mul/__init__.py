@@ -12,7 +12,7 @@ __all__ = ["silu_mul", "silu_mul_invariant"]
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
+    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous."""
     if use_triton(x):
         from . import triton as _triton
 
@@ -23,6 +23,6 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def silu_mul_invariant(x: Tensor) -> Tensor:
-    """`silu_mul` whose result for a row does not depend on the other rows, bit for bit."""
+    """`silu_mul` in which a row's result does not depend, bit for bit, on other rows."""
     y = _native(x)
     return _torch.silu_mul_invariant(x) if y is None else y

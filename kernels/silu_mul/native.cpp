@@ -1,11 +1,11 @@
-// y = silu(gate) * up, gate and up being the halves of each row.
+// y = silu(gate) * up, where gate and up are the halves of each row.
 #include "vector_math.h"
 
 using namespace outrider;
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // below, waking threads costs more than it saves
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // fewer do not pay for waking threads
 
 template <typename E>
 void silu_mul(const void* x, void* y, int64_t rows, int64_t half) {

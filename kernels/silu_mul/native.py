@@ -1,4 +1,4 @@
-"""One C++ call; a row's result does not depend on the other rows, bit for bit."""
+"""SwiGLU's activation in one C++ call; a row's result does not depend, bit for bit, on other rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _function() -> Any:
 
 
 def silu_mul(x: Tensor) -> Tensor | None:
-    """silu(x[:, :I]) · x[:, I:] for x [T, 2I]; None when that is not for this kernel."""
+    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I]; None when the kernel does not serve x."""
     function = _function()
     if function is None or x.dtype not in DTYPES or not x.is_cpu:
         return None

@@ -1,4 +1,4 @@
-"""The CPU path."""
+"""SwiGLU's activation in PyTorch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# torch gives threads parts of an operation from this many elements on, and a part may end anywhere in a row.
+# torch divides operations from this many elements on among threads, and a thread's part may end anywhere in a row.
 _SERIAL = 1 << 15
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
+    """SiLU(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
     half = x.shape[-1] // 2
     return F.silu(x[:, :half]).mul_(x[:, half:])
 
 
 def silu_mul_invariant(x: Tensor) -> Tensor:
-    """`silu_mul` whose result for a row does not depend on the other rows, bit for bit.
+    """`silu_mul` in which a row's result does not depend, bit for bit, on other rows.
 
     The exponential of a vector's lane and that of a leftover element differ in the last bit. In a slice of a wider
-    tensor, in one thread, every row has its leftovers at the same places; a row that is too large for one thread goes
-    by itself, divided in the same way each time.
+    tensor, in one thread, every row has its leftovers at the same places. A row that is too large for one thread is
+    computed alone, divided in the same way each time.
     """
     half = x.shape[-1] // 2
     height = max(1, (_SERIAL - 1) // half)

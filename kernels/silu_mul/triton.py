@@ -1,4 +1,4 @@
-"""One launch over tokens and blocks of outputs; gate and up are read once, in 16-byte loads."""
+"""SwiGLU's activation in one launch over tokens and blocks of outputs; gate and up are read once, in 16-byte loads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _silu_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernel computes `silu_mul` of this."""
+    """True when the kernel computes `silu_mul` of x."""
     return x.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(x[:, :I]) · x[:, I:] for x [T, 2I], whose rows may be any distance apart; where it `serves`."""
+    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I], whose rows may be any distance apart; `serves` must be True."""
     if x.stride(1) != 1:
         x = x.contiguous()
     num_rows, half = x.shape[0], x.shape[1] // 2
@@ -45,7 +45,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every dtype; widths of models, and one that is odd."""
+    """Cases of the kernel: every dtype, widths of models, and an odd width."""
     return [
         CompileCase(
             f"silu_mul {dtype} w{half}",

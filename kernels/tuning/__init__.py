@@ -1,4 +1,4 @@
-"""Which block sizes, warps, stages and splits the Triton kernels are launched with, by device and shape.
+"""Launch configs of the Triton kernels (block sizes, warps, stages, splits), by device and shape.
 
 A kernel asks `tuned(device, default, *shape)` and gets what `tools/tune` found for that shape on that device, or the
 default that stands beside the kernel. Configs are found by the shape of the model, never by the rows of a step: a

@@ -25,53 +25,53 @@ _MAX_SHAPE = 1 << 40
 
 
 class KernelConfigError(ValueError):
-    """A file of kernel configs cannot be used; the message names the file and the field."""
+    """Error of a file of kernel configs; the message names the file and the field."""
 
 
 class DeviceName(NamedTuple):
-    """A kind of device, as torch reports it."""
+    """Name of a kind of device, as torch reports it."""
 
     name: str
     capability: tuple[int, int]
 
     @property
     def file_name(self) -> str:
-        """Such as nvidia-h200.json."""
+        """File name, such as nvidia-h200.json."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") + ".json"
 
 
 class Times(NamedTuple):
-    """Of one workload, in microseconds."""
+    """Times of one workload, in microseconds."""
 
     default: float
     tuned: float
 
 
 class ConfigEntry(NamedTuple):
-    """What was found for one shape."""
+    """Config that was found for one shape."""
 
     config: KernelConfig
     times: dict[str, Times]
-    """By the workload's name; for people, never read by kernels."""
+    """Times by the workload's name; for people, never read by kernels."""
 
 
 Key = tuple[str, tuple[int, ...]]
-"""(kernel, its shape)."""
+"""Key of an entry: (kernel, its shape)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What was found for one device."""
+    """Configs that were found for one device."""
 
     device: DeviceName
     triton: str
-    """The version it was measured with."""
+    """Version of Triton with which they were measured."""
     date: str
-    """Of the last change."""
+    """Date of the last change."""
     entries: dict[Key, ConfigEntry] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """See the module; entries in a fixed order."""
+        """Text of the file, as the module describes it; entries are in a fixed order."""
         kernels: dict[str, list[dict[str, Any]]] = {}
         for (kernel, shape), entry in sorted(self.entries.items()):
             found = {
@@ -85,7 +85,7 @@ class ConfigFile:
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """At once: a reader finds the old file or the new one, never a part."""
+        """Write the file atomically: a reader finds the old file or the new one, never a part."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
@@ -96,7 +96,7 @@ class ConfigFile:
 
 
 def read_configs(path: Path) -> ConfigFile:
-    """A file of configs.
+    """Read a file of configs.
 
     Raises:
         KernelConfigError: it cannot be read, or is not such a file; the message names it and the field.
@@ -111,7 +111,8 @@ def read_configs(path: Path) -> ConfigFile:
 
 
 def resumed(path: Path, device: DeviceName, triton: str) -> ConfigFile:
-    """What an earlier search left at `path` for this device with this compiler; else a file without entries.
+    """Read the file that an earlier search left at `path` for this device and compiler; without one, a file without
+    entries.
 
     Raises:
         KernelConfigError: what is there is no such file.
@@ -124,12 +125,12 @@ def resumed(path: Path, device: DeviceName, triton: str) -> ConfigFile:
 
 
 def today() -> str:
-    """The date in UTC."""
+    """Date in UTC."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def parse_configs(text: str, where: str) -> ConfigFile:
-    """A file's text; `where` is its name in errors.
+    """Parse the text of a file; `where` is its name in errors.
 
     Raises:
         KernelConfigError: see `read_configs`.
@@ -142,7 +143,7 @@ def parse_configs(text: str, where: str) -> ConfigFile:
 
 
 class _Reader:
-    """Checks what JSON can hold, field by field."""
+    """Reader of JSON values that checks each field."""
 
     def __init__(self, where: str) -> None:
         self._where = where

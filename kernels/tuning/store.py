@@ -1,4 +1,5 @@
-"""Which file of configs serves a device: the one named, or a shipped one for it or its compute capability, or none."""
+"""Choice of the file of configs for a device: the one named, or a shipped one for it or its compute capability, or
+none."""
 
 from __future__ import annotations
 
@@ -16,22 +17,22 @@ if TYPE_CHECKING:
     import torch
 
 VARIABLE = "OUTRIDER_KERNEL_CONFIGS"
-"""Names a file of configs, or a folder of them, in place of the shipped ones."""
+"""Variable that names a file of configs, or a folder of them, in place of the shipped ones."""
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 
 C = TypeVar("C", bound=KernelConfig)
 
 
 class Configs:
-    """What was tuned for one device."""
+    """Configs that were tuned for one device."""
 
     def __init__(self, configs: Mapping[Key, KernelConfig], source: Path | None = None) -> None:
         self._configs = dict(configs)
         self.source = source
-        """The file they are from."""
+        """File from which they were read."""
 
     def get(self, default: C, *shape: int) -> C:
-        """The config of the default's kernel for a shape; the default where there is none."""
+        """Config of the default's kernel for a shape; the default when there is none."""
         return cast(C, self._configs.get((default.kernel, shape), default))
 
     def __len__(self) -> int:
@@ -44,7 +45,7 @@ _chosen: Configs | None = None
 
 @contextmanager
 def using(configs: Configs) -> Iterator[None]:
-    """Kernels of every device are launched with these, by this process's threads, and nothing is looked up."""
+    """Launch the kernels of every device with these configs, in all threads of this process."""
     global _chosen
     before, _chosen = _chosen, configs
     try:
@@ -54,7 +55,7 @@ def using(configs: Configs) -> Iterator[None]:
 
 
 def configs_of(device: torch.device) -> Configs:
-    """What serves a device; read once a device.
+    """Configs of a device; read once for each device.
 
     Raises:
         KernelConfigError: the file that serves it is broken, or the one named is for another compute capability.
@@ -63,7 +64,7 @@ def configs_of(device: torch.device) -> Configs:
 
 
 def tuned(device: torch.device, default: C, *shape: int) -> C:
-    """What `default`'s kernel is launched with on `device` for a shape, as `default.shape` names its numbers."""
+    """Launch config of `default`'s kernel on `device` for a shape, whose numbers `default.shape` names."""
     return configs_of(device).get(default, *shape)
 
 
@@ -75,7 +76,7 @@ def _configs_of(device: torch.device) -> Configs:
 
 
 def device_name(device: torch.device) -> DeviceName:
-    """Of a CUDA device."""
+    """Name of a CUDA device."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -83,7 +84,7 @@ def device_name(device: torch.device) -> DeviceName:
 
 
 def find_configs(device: DeviceName, named: str | None, shipped: Path = SHIPPED) -> Configs:
-    """The configs that serve a device: those in `named`, a file or a folder, or else in the shipped folder.
+    """Configs of a device: those in `named`, a file or a folder, or else in the shipped folder.
 
     Raises:
         KernelConfigError: see `configs_of`.
@@ -102,7 +103,7 @@ def find_configs(device: DeviceName, named: str | None, shipped: Path = SHIPPED)
 def _find_in(folder: Path, device: DeviceName) -> Configs:
     exact = folder / device.file_name
     files = [exact] if exact.is_file() else []
-    # In a fixed order, so that a machine always takes the same.
+    # A fixed order, so that a machine always takes the same file.
     for path in [*files, *sorted(set(folder.glob("*.json")) - set(files))]:
         file = read_configs(path)
         if file.device.capability == device.capability:
@@ -115,8 +116,8 @@ def _configs(file: ConfigFile, path: Path) -> Configs:
 
 
 def use_source(named: str | None) -> None:
-    """Let this process and those that it starts find `named`, a file or a folder; None: what the variable names, if
-    anything.
+    """Let this process and those that it starts use `named`, a file or a folder; None: the value of the variable, if
+    any.
 
     Raises:
         KernelConfigError: a file is broken, or there is none.

@@ -32,14 +32,14 @@ NO_TOKEN = -1
 
 
 class Requests(NamedTuple):
-    """B requests with R logits rows in all, on the device, int64. Rows with `request` -1 are padding."""
+    """B requests with R rows of logits in all, on the device, int64. Rows with `request` -1 are padding."""
 
     request: Tensor
-    """[R] whose row it is."""
+    """[R] request of each row."""
     draft_ids: Tensor
-    """[R] the draft that the row decides about; -1 in a request's last row."""
+    """[R] draft that the row decides about; -1 in a request's last row."""
     draft_row: Tensor
-    """[R] row of the draft's distribution among the `draft_probs`; -1: the draft is certain, q is one-hot."""
+    """[R] row of the draft's distribution in `draft_probs`; -1: the draft is certain, q is one-hot."""
     first_row: Tensor
     """[B]"""
     num_drafts: Tensor
@@ -51,9 +51,9 @@ class Requests(NamedTuple):
     first_position: Tensor
     """[B] index in the sequence of the token that the request's first row decides."""
     max_drafts: int
-    """At least the largest `num_drafts`."""
+    """Upper bound of `num_drafts`."""
     sampled: bool
-    """Whether any request may be sampled: greedy ones need no statistics of their rows."""
+    """True when any request may be sampled: greedy requests need no statistics of their rows."""
 
 
 def pack(
@@ -64,9 +64,10 @@ def pack(
     first_positions: Sequence[int],
     target: device,
 ) -> Requests:
-    """Describe B requests (all arguments [B], on the host) in one upload that the host does not wait for.
+    """Describe B requests (all arguments are [B], on the host) in one upload, for which the host does not wait.
 
-    `certain`: the request's drafts have no distributions; those of the others follow each other in `draft_probs`.
+    `certain`: the request's drafts have no distributions; the distributions of other requests follow each other in
+    `draft_probs`.
     """
     k = np.array([len(ids) for ids in drafts], dtype=np.int64)
     request = np.repeat(np.arange(len(k)), k + 1)

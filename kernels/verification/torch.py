@@ -1,4 +1,4 @@
-"""Verification in plain torch, a request after the other: what the kernel is compared with."""
+"""Verification in PyTorch, one request after another: the reference of the kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def verify(logits: Tensor, draft_probs: Tensor | None, requests: Requests) -> tuple[Tensor, Tensor]:
-    """See the package."""
+    """`verification.verify` on any device."""
     tokens = torch.full_like(requests.request, -1)
     accepted = torch.zeros_like(requests.num_drafts)
     columns = (requests.first_row, requests.num_drafts, requests.rule, requests.seed_keys, requests.first_position)
@@ -37,12 +37,12 @@ def _keys(seed: int, position: int, count: int, stream: Stream, like: Tensor) ->
 
 
 def _q(draft_probs: Tensor | None, places: list[int]) -> list[Tensor | None]:
-    """Each draft's distribution; a drafter that failed (NaN) is as if it had no mass."""
+    """Distribution of each draft; that of a failed drafter (NaN) counts as without mass."""
     return [None if place < 0 or draft_probs is None else draft_probs[place] for place in places]
 
 
 def _target(logits: Tensor, seed: int, position: int, noisy: bool) -> Tensor:
-    """[1 + k] the target's choices."""
+    """Choices of the target, [1 + k]."""
     if not noisy:
         return logits.argmax(dim=-1)
     keys = _keys(seed, position, len(logits), Stream.TARGET, logits)
@@ -50,7 +50,7 @@ def _target(logits: Tensor, seed: int, position: int, noisy: bool) -> Tensor:
 
 
 def _reject(logits: Tensor, drafts: list[int], q: list[Tensor | None], seed: int, position: int) -> list[int]:
-    """The accepted drafts and the next token."""
+    """Accepted drafts and the next token, by rejection sampling."""
     p = logits.softmax(dim=-1)
     coins = uniform(_keys(seed, position, len(logits), Stream.ACCEPT, logits)).tolist()
     a = 0

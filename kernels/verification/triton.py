@@ -1,11 +1,12 @@
-"""Verification in one launch: a program finds the best token of one chunk of one row, the request's last one decides.
+"""Verification in one launch: each program finds the best token of a chunk of a row, and a request's last program
+decides.
 
-A program does not wait for others. Those of a request count themselves; the one that finds that all others have
-finished reads what they found (one number a chunk), accepts and rejects, and sets the count back to zero for the next
-launch. Padding rows leave at once, so that a captured graph replays for any mix of rules, requests and drafts.
+Programs do not wait for others. The programs of a request count themselves. The one that finds all others finished
+reads their results (one number for each chunk), accepts and rejects, and sets the count back to zero for the next
+launch. Padding rows return at once, so that a captured graph replays for any mix of rules, requests and drafts.
 
-Rows behind the first rejected draft are computed too: nobody knows yet that they are not needed, and waiting would cost
-more than reading them.
+Rows after the first rejected draft are computed too: no program can know in time that they are not needed, and waiting
+would cost more than reading them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from . import Requests
 DEFAULT = VerificationConfig(BLOCK, num_warps=4, programs=PROGRAMS)
 _MAX_SPLITS = 32
 _ROWS = 32
-"""Rows of a request that one compiled kernel has room for; more drafts than 31 get one with more."""
+"""Rows of a request for which the usual kernel has room; more than 31 drafts need a kernel with more."""
 _GATHERED = 1024
 """Values of a request's chunks that registers hold at once."""
 _INVARIANT, _REJECTION = tl.constexpr(1), tl.constexpr(2)
@@ -43,7 +44,7 @@ def _probability(x, top, total):
 
 @triton.jit
 def _best_plain(row, start, end, BLOCK: tl.constexpr):
-    """(value, token) of the argmax of logits [start, end): each lane its own first."""
+    """Argmax of logits [start, end), as (value, token): each lane its own first."""
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
@@ -56,7 +57,7 @@ def _best_plain(row, start, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _best_noisy(row, top, key, start, end, BLOCK: tl.constexpr):
-    """(value, token) of the argmax of logits - top + G."""
+    """Argmax of logits - top + G over [start, end), as (value, token)."""
     best, best_token = float("-inf"), 0x7FFFFFFF
     for first in range(start, end, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
@@ -67,7 +68,7 @@ def _best_noisy(row, top, key, start, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _best_residual(row, top, total, q, q_end, draft, key, start, end, BLOCK: tl.constexpr):
-    """(value, token) of the argmax of log max(p - q, 0) + G.
+    """Argmax of log max(p - q, 0) + G over [start, end), as (value, token).
 
     q is the row at `q`, with zeros from `q_end` on, or one-hot at `draft` if that is a token.
     """
@@ -77,7 +78,7 @@ def _best_residual(row, top, total, q, q_end, draft, key, start, end, BLOCK: tl.
         inside = tokens < end
         p = _probability(tl.load(row + tokens, mask=inside, other=float("-inf")), top, total)
         q_here = tl.load(q + tokens, mask=inside & (tokens < q_end), other=0.0)
-        # Where the drafter failed (q is NaN) its draft was rejected; then the token is a draw from p.
+        # A failed drafter (q is NaN) has its draft rejected; the token is then a draw from p.
         rest = tl.maximum(p - tl.where(q_here == q_here, q_here, 0.0), 0.0)
         rest = tl.where(inside & (tokens != draft), rest, 0.0)
         best, best_token = update_noisy(tl.log(rest), tokens, key, best, best_token)
@@ -86,8 +87,7 @@ def _best_residual(row, top, total, q, q_end, draft, key, start, end, BLOCK: tl.
 
 @triton.jit
 def _gather(values, tokens, rows, valid, num_splits, SPLITS: tl.constexpr, PIECE: tl.constexpr):
-    """(value, token) of whole rows from those of their chunks, PIECE of these at a time; [ROWS] each, and infinity for
-    NaN."""
+    """Best (value, token) of rows from those of their chunks, PIECE at a time; [ROWS] each; NaN becomes infinity."""
     best = tl.full([rows.shape[0]], float("-inf"), tl.float32)
     chosen = tl.full([rows.shape[0]], 0x7FFFFFFF, tl.int32)
     for first in tl.static_range(0, SPLITS, PIECE):
@@ -108,7 +108,7 @@ def _gather(values, tokens, rows, valid, num_splits, SPLITS: tl.constexpr, PIECE
 
 @triton.jit
 def _accepts(logits, row_stride, rows, is_draft, draft, draft_row, draft_probs, tops, totals, seed, positions, width):
-    """u q(d) < p(d) for the drafts of one request: [ROWS]."""
+    """Bool [ROWS]: u q(d) < p(d) for each draft of one request."""
     x = tl.load(logits + rows * row_stride + draft, mask=is_draft, other=0.0)
     top = tl.load(tops + rows, mask=is_draft, other=0.0)
     p = _probability(x, top, tl.load(totals + rows, mask=is_draft, other=1.0))
@@ -140,7 +140,7 @@ def _decide(
     SPLITS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Write the tokens of one request whose chunks are all done; returns how many drafts are accepted."""
+    """Write the tokens of one request whose chunks are all done; return the number of accepted drafts."""
     j = tl.arange(0, ROWS)
     rows = first + j
     best, chosen = _gather(values, tokens, rows, j <= k, num_splits, SPLITS, PIECE)
@@ -152,7 +152,7 @@ def _decide(
         )
         accepted = tl.min(tl.where((j < k) & right, ROWS, j), 0)
         if tl.max(tl.where(j == accepted, best, float("-inf")), 0) == float("-inf"):
-            # p - q has no positive part: draw from p.
+            # p - q has no positive part: the token is a draw from p.
             row = first + accepted
             key = row_key(seed, position + accepted, _RESIDUAL)
             top, total = tl.load(tops + row), tl.load(totals + row)
@@ -227,14 +227,14 @@ def _verify_kernel(
 
 @functools.cache
 def _counters(device: torch.device, size: int) -> Tensor:
-    """[size] zeros that every launch leaves as zeros. All launches of a device are on one stream."""
+    """Zeros [size], which every launch leaves as zeros. All launches of a device are on one stream."""
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def verify(
     logits: Tensor, draft_probs: Tensor | None, requests: Requests, stats: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """See the package."""
+    """`verification.verify` on a GPU."""
     num_rows, num_tokens = logits.shape
     num_requests = requests.first_row.shape[0]
     if logits.stride(1) != 1:
@@ -277,7 +277,7 @@ def _constants(max_drafts: int) -> dict[str, int]:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Up to 31 drafts, and more."""
+    """Cases of the kernel: up to 31 drafts, and more."""
     floats = dict.fromkeys(("logits", "draft_probs", "tops", "totals"), "*fp32")
     described = dict.fromkeys(Requests._fields[:-2], "*i64")
     names = dict(zip(described, _verify_kernel.arg_names[4:12], strict=True))

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache, one backend a module.
 
-A backend decides once a step how the rows are computed (`plan`) and does it for every layer (`forward`).
+Once a step a backend plans how the rows are computed (`plan`); then it computes them for every layer (`forward`).
 """
 
 from __future__ import annotations
@@ -26,65 +26,65 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a backend needs to know of a model."""
+    """Properties of a model that a backend depends on."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     windows: frozenset[int | None]
-    """The layers' sliding windows: a query at position p sees (p - window, p]; None: all of [0, p]."""
+    """Sliding windows of the layers: a query at position p sees (p - window, p]; None: all of [0, p]."""
     dtype: torch.dtype
     device: torch.device
 
 
 class AttentionBackend(Protocol):
-    """How attention is computed."""
+    """Method of computing attention."""
 
     looks_up_angles: bool
-    """Whether it takes rotations whose angles are not gathered."""
+    """True when it takes rotations whose angles are not gathered."""
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> Any:
-        """Everything about `rows` that does not depend on the layer; `positions` [T] int64 are their tokens'."""
+        """Plan for `rows` all that does not depend on the layer; `positions` [T] int64 are their tokens'."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None) -> Tensor:
-        """Store k and v [T, Hk, D] (which it may change) in `kv`, then attend with q [T, H, D]; returns [T, H * D]."""
+        """Store k and v [T, Hk, D] (which may be mutated) in `kv`, then attend with q [T, H, D]; return [T, H · D]."""
 
     def forward_qkv(
         self, qkv: Tensor, rotation: Rotation, norm: RMSNorm | None, kv: LayerKV, plan: Any, window: int | None
     ) -> Tensor:
-        """`forward` of what a projection gave, qkv [T, (H + 2 Hk) * D] (which it may change).
+        """Normalise, rotate, store and attend with a projection's output qkv [T, (H + 2 Hk) · D], which may be mutated.
 
-        Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before.
+        Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before they are used.
         """
 
 
 class ReplayablePlan(Protocol):
-    """A plan whose tensors and launches stay the same whatever rows it has."""
+    """Plan whose tensors and launches stay the same for other rows."""
 
     def refill(self, rows: RowArrays) -> None:
-        """Take other rows, for what is launched from now on.
+        """Replace the rows for all later launches.
 
         Raises:
             ValueError: they do not fit.
         """
 
     def settle(self, overshoot: Tensor, positions: Tensor) -> None:
-        """The rows begin `overshoot` [B] int64 positions earlier than they were said to; `positions` [T] int64, their
-        tokens', are corrected too. Nobody waits for the device."""
+        """Move the rows `overshoot` [B] int64 positions back; `positions` [T] int64 of their tokens are mutated. The
+        host does not wait for the device."""
 
 
 @runtime_checkable
 class ReplayableAttention(AttentionBackend, Protocol):
-    """A backend whose launches can be captured in a graph. Its plans, those of `plan` too, are ReplayablePlans."""
+    """Backend whose launches can be captured in a graph. Its plans, also those of `plan`, are ReplayablePlans."""
 
     @property
     def max_queries(self) -> int:
-        """Of a row, at most."""
+        """Most queries in a row."""
 
     def reserve(
         self, capacity: Capacity, block_size: int, first_key: int = 0, storage: Tensor | None = None
     ) -> ReplayablePlan:
-        """A plan without rows. `storage`: int32, to be shared with plans that are never under way at once.
+        """Plan without rows. `storage` is int32 memory, shared with plans that never run at the same time.
 
         Raises:
             ValueError: rows of so many queries do not go, or the storage is too small.
@@ -126,7 +126,7 @@ _BACKENDS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
 
 
 def make_attention(spec: AttentionSpec, name: str | None = None, *, batch_invariant: bool = False) -> AttentionBackend:
-    """The backend called `name`; None: the fastest for this model here, of those that are batch-invariant if wanted.
+    """Backend called `name`; None: the fastest for this model on this device, batch-invariant if wanted.
 
     Raises:
         InvalidRequestError: there is none of that name, or what it needs is not installed.

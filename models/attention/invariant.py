@@ -1,4 +1,4 @@
-"""The batch-invariant backend: what a query gets depends on its own row alone, bit for bit. See its kernel."""
+"""Batch-invariant backend: a query's result depends, bit for bit, on its own row alone. The kernel explains how."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from . import AttentionSpec
 from .separate import SeparateSteps
 from .tables import RowTables
 
-# Keys a chunk, at least. A multiple of 16, so that a vector of floats never spans two chunks.
+# Fewest keys in a chunk. A multiple of 16, so that a vector of floats never spans two chunks.
 _MIN_KEYS = 128
 _LANES = 16
-# Queries a tile up to which padding is cheaper than another tile.
+# Most queries of a tile for which padding is cheaper than another tile.
 _CHEAP_QUERIES = 8
-# Scores computed at once, all heads: bounds the memory.
+# Most scores computed at once, over all heads: bounds the memory.
 _MAX_SCORES = 1 << 22
-# Chunks that a tile may be padded by, to run with longer ones.
+# Most chunks by which a tile is padded to run with longer ones.
 _MAX_PADDING = 2
 
 
 class _Tile(NamedTuple):
-    """Some queries of a row from its query `first` on, in a tile of `size`, and the chunks that they see."""
+    """Queries of a row from its query `first` on, in a tile of `size`, and the chunks that they see."""
 
     row: int
     first: int
@@ -51,10 +51,10 @@ class _Tile(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class InvariantPlan:
-    """What `InvariantAttention` works out once a step."""
+    """Plan of `InvariantAttention` for one step."""
 
     slots: Tensor
-    """[T] int64: where each token's KV goes."""
+    """[T] int64: cache slot of each token."""
     by_window: dict[int | None, list[TileGroup]]
 
 
@@ -98,7 +98,7 @@ class InvariantAttention(SeparateSteps):
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
 
     def _split(self, tiles: Sequence[_Tile], keys: int) -> list[list[_Tile]]:
-        """Tiles of one size with about as many chunks, no more at once than memory allows."""
+        """Split tiles of one size into groups with about as many chunks, each small enough for the memory."""
         groups: list[list[_Tile]] = []
         for tile in sorted(tiles, key=lambda t: (t.size, t.chunks[0] - t.chunks[1])):
             longest = groups[-1][0] if groups else None
@@ -147,7 +147,7 @@ class InvariantAttention(SeparateSteps):
         )
 
     def _runs(self, blocks: np.ndarray, num_chunks: int, pair_sizes: tuple[int, ...]) -> list[PairRun]:
-        """Calls for all pairs; `blocks` [pairs, blocks a chunk]."""
+        """Runs of calls for all pairs; `blocks` [pairs, blocks in a chunk]."""
         runs, start = [], 0
         for count, size in pieces(len(blocks), pair_sizes, cheap=0):
             pair = np.minimum(np.arange(start, start + size), start + count - 1)
@@ -157,7 +157,7 @@ class InvariantAttention(SeparateSteps):
 
 
 def _tiles(tables: RowTables, sizes: tuple[int, ...], keys: int, window: int | None) -> list[_Tile]:
-    """All rows' queries, cut into tiles of trusted sizes."""
+    """Queries of all rows, cut into tiles of trusted sizes."""
     tiles = []
     for row, (start, length) in enumerate(zip(tables.starts.tolist(), tables.query_lens.tolist(), strict=True)):
         first = 0

@@ -21,12 +21,12 @@ def _shape(spec: AttentionSpec) -> Shape:
 
 
 def serves(spec: AttentionSpec) -> bool:
-    """Whether there is a kernel for this model here."""
+    """True when there is a kernel for this model on this machine."""
     return is_native(_shape(spec), spec.dtype, spec.device)
 
 
 class NativeAttention:
-    """Implements AttentionBackend."""
+    """Backend that calls the C++ kernel. Implements AttentionBackend."""
 
     looks_up_angles = True
 

@@ -1,4 +1,4 @@
-"""What the backends in PyTorch do between a layer's projection and attention: each step by itself."""
+"""Steps between a layer's projection and attention for the backends in PyTorch: norm, rotation, write, one by one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class SeparateSteps(ABC):
-    """`AttentionBackend.forward_qkv` by way of `forward`."""
+    """Base of backends whose `forward_qkv` normalises and rotates, then calls `forward`."""
 
     looks_up_angles = False
 
     def __init__(self, spec: AttentionSpec, rope: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """`rope` is one of `kernels.rope`."""
+        """Store the model's properties; `rope` is one of `kernels.rope`."""
         self._spec = spec
         self._rope = rope
 

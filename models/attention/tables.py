@@ -1,4 +1,4 @@
-"""The rows of a step as arrays, which all backends plan with."""
+"""Rows of a step as arrays, which all backends plan with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..batch import SequenceRows
 
 
 class RowTables:
-    """The rows' shapes and block tables as arrays; every [B] array is int64."""
+    """Shapes and block tables of the rows as arrays; every [B] array is int64."""
 
     def __init__(self, rows: SequenceRows, block_size: int) -> None:
         self.block_size = block_size
@@ -26,12 +26,12 @@ class RowTables:
         self.table = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=int(self.num_blocks.sum()))
 
     def slots(self, positions: np.ndarray) -> np.ndarray:
-        """[T] cache slots of all tokens."""
+        """Cache slots [T] of all tokens."""
         block, offset = np.divmod(positions, self.block_size)
         return self.table[np.repeat(self.table_starts, self.query_lens) + block] * self.block_size + offset
 
     def arrays(self, positions: np.ndarray) -> RowArrays:
-        """As kernels that read the cache in place take them; `positions` [T] are the tokens'."""
+        """Arrays for kernels that read the cache in place; `positions` [T] are the tokens'."""
         return RowArrays(
             slots=self.slots(positions),
             query_lens=self.query_lens,
@@ -42,12 +42,12 @@ class RowTables:
         )
 
     def blocks(self, rows: np.ndarray, first: np.ndarray, count: int) -> np.ndarray:
-        """[len(rows), count] blocks from each row's `first` on; past its end a row's last block is repeated."""
+        """Blocks [len(rows), count] from each row's `first` on; past its end a row's last block is repeated."""
         wanted = np.minimum(first[:, None] + np.arange(count), self.num_blocks[rows, None] - 1)
         return self.table[self.table_starts[rows, None] + wanted]
 
     def first_blocks(self, rows: np.ndarray, window: int | None) -> np.ndarray:
-        """[len(rows)] the first block that any query of a row can see."""
+        """First block that any query of each row can see, [len(rows)]."""
         if window is None:
             return np.zeros(len(rows), dtype=np.int64)
         return np.maximum(self.starts[rows] - window + 1, 0) // self.block_size

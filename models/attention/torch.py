@@ -25,19 +25,19 @@ from . import AttentionSpec
 from .separate import SeparateSteps
 from .tables import RowTables
 
-# A row with more queries runs by itself: its products are large enough.
+# Most queries of a row that runs in a group; products of longer rows are large enough alone.
 MAX_SHORT_QUERIES = 16
-# Short rows with at most this many queries are padded to a common number; it costs little, as keys dominate.
+# Most queries up to which short rows are padded to a common number; this costs little, as keys dominate.
 _FEW_QUERIES = 8
-# Queries a tile of a long row: bounds the mask's memory, and keys after a tile's last query are not read.
+# Queries in a tile of a long row: bounds the mask's memory, and keys after a tile's last query are not read.
 _TILE = 512
-# Padded keys in a group that cost about as much as running another group.
+# Padded keys in a group that cost about as much as another group.
 _PADDING_LIMIT = 1024
 
 
 @dataclass(slots=True, frozen=True)
 class _WindowPlan:
-    """How layers with one window run the batch."""
+    """Plan for the layers with one window."""
 
     groups: list[ShortGroup]
     long_rows: list[LongRow]
@@ -45,15 +45,15 @@ class _WindowPlan:
 
 @dataclass(slots=True, frozen=True)
 class TorchPlan:
-    """What `TorchAttention` works out once a step."""
+    """Plan of `TorchAttention` for one step."""
 
     slots: Tensor
-    """[T] int64: where each token's KV goes."""
+    """[T] int64: cache slot of each token."""
     by_window: dict[int | None, _WindowPlan]
 
 
 def split_by_length(rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]:
-    """Split `rows` into groups that are worth padding to their longest; each group in ascending order."""
+    """Groups of `rows` that are worth padding to their longest row; each in ascending order."""
     groups: list[list[int]] = []
     longest = padding = 0
     for row in sorted(rows, key=lambda r: -int(lengths[r])):
@@ -67,7 +67,7 @@ def split_by_length(rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]
 
 
 class TorchAttention(SeparateSteps):
-    """Rows with few queries run together in padded groups, rows with many one by one. Implements AttentionBackend."""
+    """Backend that runs rows with few queries in padded groups, long rows one by one. Implements AttentionBackend."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec, apply_rope)
@@ -113,7 +113,7 @@ class TorchAttention(SeparateSteps):
         num_blocks = int((tables.num_blocks[rows] - first).max())
         place = np.arange(num_queries)
         real = place < query_lens[:, None]
-        # A padded query repeats its row's last one.
+        # A padded query repeats its row's last query.
         within = np.minimum(place, query_lens[:, None] - 1)
         tokens = tables.token_starts[rows, None] + within
         positions = tables.starts[rows, None] + within
@@ -140,7 +140,7 @@ class TorchAttention(SeparateSteps):
         )
 
     def _group_bias(self, hidden: np.ndarray) -> Tensor:
-        """A group's bias from `hidden` [B, Q, keys]."""
+        """Bias of a group from `hidden` [B, Q, keys]."""
         rows, queries, keys = hidden.shape
         kv_heads = self._spec.num_kv_heads
         fold = self._spec.num_heads // kv_heads
@@ -166,8 +166,8 @@ class TorchAttention(SeparateSteps):
         return LongRow((token, token + count), self._tensor(blocks), tiles)
 
     def _tile(self, queries: tuple[int, int], start: int, base: int, least: int, window: int | None) -> QueryTile:
-        """Some `queries` of a row that starts at position `start`, over keys gathered from position `base` on, of which
-        the first `least` are nobody's."""
+        """Tile of some `queries` of a row that starts at position `start`, over keys gathered from position `base` on,
+        of which no query sees the first `least`."""
         begin, end = queries
         low = least if window is None else max(start + begin - window + 1 - base, least)
         high = start + end - base

@@ -25,17 +25,17 @@ def _shape(spec: AttentionSpec) -> Shape:
 
 
 def serves(spec: AttentionSpec) -> bool:
-    """Whether there are kernels for this model."""
+    """True when there are kernels for this model."""
     return is_supported(_shape(spec), spec.dtype)
 
 
 class TritonAttention:
-    """Implements AttentionBackend."""
+    """Backend that launches the Triton kernels. Implements ReplayableAttention."""
 
     looks_up_angles = False
 
     def __init__(self, spec: AttentionSpec, num_splits: int | None = None) -> None:
-        """`num_splits`: programs that share a tile's keys, a power of two; None: chosen for the device."""
+        """Prepare launches; `num_splits` programs share a tile's keys, a power of two; None: chosen for the device."""
         self._spec = spec
         gpu = gpu_of(spec.device)
         self._planner = Planner(_shape(spec), spec.dtype.itemsize, gpu, num_splits, configs_of(spec.device))

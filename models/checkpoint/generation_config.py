@@ -12,9 +12,9 @@ from .json_files import read_json
 
 FILE = "generation_config.json"
 AUTOMATIC = "auto"
-"""Choice of the model's own file."""
+"""Option value for the model's own file."""
 NOTHING = ("none", "vllm")
-"""Choices of no file; the second is vLLM's word for it."""
+"""Option values for no file; the second one is vLLM's."""
 PARAM = "generation_config"
 
 _MAX_BYTES = 1 << 20
@@ -26,7 +26,7 @@ _FIELDS = {
 
 
 def chosen_file(choice: str) -> Path | None:
-    """The file that an option's value names, itself or by its folder; None for `AUTOMATIC` and `NOTHING`.
+    """Path of the file that an option's value names, itself or by its folder; None for `AUTOMATIC` and `NOTHING`.
 
     Raises:
         InvalidRequestError: there is no such file.
@@ -41,7 +41,7 @@ def chosen_file(choice: str) -> Path | None:
 
 
 def sampling_defaults(file: Path) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the file sets; none where there is no file.
+    """Fields of `SamplingParams` that the file sets; empty when there is no file.
 
     Raises:
         InvalidRequestError: it is no JSON object of a bounded size, or one of these fields has a wrong value.
@@ -54,7 +54,7 @@ def sampling_defaults(file: Path) -> dict[str, Any]:
 
 
 def overriding_defaults(given: Any) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the option `override_generation_config` sets.
+    """Fields of `SamplingParams` that the option `override_generation_config` sets.
 
     Raises:
         InvalidRequestError: it is no object, or a name or a value in it is wrong.

@@ -1,4 +1,4 @@
-"""The JSON files of a model directory; of their readers the API process needs no torch."""
+"""JSON files of a model directory. The module imports no torch, because the API process reads them too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...platform.core.errors import InvalidRequestError, NotFoundError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model directory.
+    """Read a JSON object from a model directory.
 
     Raises:
         NotFoundError: there is no such file.

@@ -1,4 +1,4 @@
-"""From a HF directory or hub id to a model that runs."""
+"""Loading of a model from a HF directory or hub id."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from tqdm import tqdm
 from ...platform.core.config import ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
-from ..config import DTYPES, stored_dtype
+from ..config import DTYPES, config_from_hf, stored_dtype
 from ..decoder import Decoder
-from ..families import config_from_hf
 from ..layers.embedding import LM_HEAD
 from ..layers.weights import WeightSlot
 from .json_files import read_json
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
 _MAX_SHOWN = 200
-# Elements from which a random tensor is drawn where it goes: a processor takes a minute for some billions.
+# Elements from which a random tensor is drawn on its device: a CPU needs a minute for some billions.
 _DRAWN_ON_DEVICE = 1 << 20
 _NO_WEIGHTS = ' (load_format="dummy" needs none)'
 _PICKLES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-# Draft heads are often published as pickles of tensors.
+# Files of draft heads, which are often published as pickles of tensors.
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
-# Buffers that old checkpoints store though they follow from the config.
+# Buffers that old checkpoints store although they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def resolve_model_path(
     name_or_path: str | Path, *, draft: bool = False, revision: str | None = None, cache_dir: str | None = None
 ) -> Path:
-    """A local directory as it is; else a hub id, downloaded (or found in the hub's cache).
+    """Folder of a model: a local directory itself, or a hub id, downloaded or found in the hub's cache.
 
     Args:
         draft: the files are a draft head's.
@@ -80,9 +79,9 @@ def resolve_model_path(
 
 
 def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto") -> ModelFacts:
-    """What `platform.core.config.resolve` needs to know, from config.json alone; None or "auto": the stored dtype.
+    """Facts about a model for `platform.core.config.resolve`, from config.json alone.
 
-    For `kv_cache_dtype` see `models.batch.kv_dtype`.
+    `served_dtype` None or "auto" means the stored dtype; for `kv_cache_dtype` see `models.batch.kv_dtype`.
 
     Raises:
         NotFoundError: there is no config.json.
@@ -145,8 +144,8 @@ def load_model(
 
 
 def _random_tensors(slots: Mapping[str, WeightSlot], model: Decoder, seed: int) -> dict[str, StoredTensor]:
-    """Weights that keep activations near 1; each tensor depends on the seed and its name alone, and where it is large
-    on the kind of device, which draws it itself."""
+    """Random weights that keep activations near 1. Each tensor depends on the seed and its name alone; a large one also
+    on the kind of device, which draws it."""
     dtype, device = model.config.dtype, model.device
     return {
         name: StoredTensor(slot.shape, partial(_random, name, slot, dtype, seed, device))
@@ -158,14 +157,14 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
     where = device if math.prod(slot.shape) >= _DRAWN_ON_DEVICE else torch.device("cpu")
     tensor = torch.ones(slot.shape, dtype=dtype, device=where)
     if slot.scale:
-        # 32 bits: torch's generator on CPU uses no more of its seed.
+        # 32 bits: torch's generator on a CPU uses no more of its seed.
         generator = torch.Generator(where).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         tensor.normal_(0.0, slot.scale, generator=generator)
     return tensor
 
 
 def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Decoder) -> dict[str, StoredTensor]:
-    """The slots' tensors in the order of the files, once the headers of all files have shown that everything is there.
+    """Tensors of all slots in the order of the files; the headers of all files are checked first.
 
     Raises:
         NotFoundError: a file is missing.

@@ -1,4 +1,4 @@
-"""The model's tokenizer and the tokens that end a sequence."""
+"""Tokenizer of a model, and the tokens that end a sequence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ..families import FAMILIES
 from .json_files import read_json
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory, from its files alone.
+    """Load the tokenizer of a model directory, from its files alone.
 
     Raises:
         NotFoundError: there is no such directory.
@@ -32,14 +33,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise InvalidRequestError(
             f"no tokenizer could be loaded from {directory}: {reason}", param="tokenizer"
         ) from error
-    # Lengths are checked against the model's: the library's warning of "indexing errors" counts as given.
+    # The engine checks lengths against the model's: the library's warning of "indexing errors" is marked as given.
     getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
 def _load(directory: Path) -> PreTrainedTokenizerBase:
     if _is_plain(directory):
-        # `AutoTokenizer` would choose the same class, but imports torch and seconds of other things first.
+        # `AutoTokenizer` would choose the same class, but first imports torch and seconds of other modules.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
@@ -49,7 +50,8 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_packages(directory: Path) -> None:
-    """Refuse a lone tokenizer.model that cannot be read here: transformers' own error is about something else."""
+    """Refuse a lone tokenizer.model that cannot be read here: the error of transformers does not name the missing
+    package."""
     file = directory / "tokenizer.model"
     if not file.is_file() or (directory / "tokenizer.json").is_file():
         return
@@ -67,19 +69,20 @@ def _check_packages(directory: Path) -> None:
 
 
 def _is_plain(directory: Path) -> bool:
-    """True when tokenizer.json holds the whole tokenizer. Llama only: for others transformers may know better."""
+    """True when tokenizer.json holds the whole tokenizer, for families known to keep it there."""
     files = [directory / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
         return False
     settings = read_json(files[2])
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    return plain and "auto_map" not in settings and read_json(files[0]).get("model_type") == "llama"
+    plain_types = {traits.plain_tokenizer_type for traits in FAMILIES.values()} - {None}
+    return plain and "auto_map" not in settings and read_json(files[0]).get("model_type") in plain_types
 
 
 def eos_token_ids(
     path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, more: Path | None = None
 ) -> frozenset[int]:
-    """Every token that generation_config.json, config.json, the tokenizer or the file `more` calls the end of a
+    """Ids of all tokens that generation_config.json, config.json, the tokenizer or the file `more` call the end of a
     sequence."""
     found: set[int] = set()
     for file in (Path(path) / "generation_config.json", Path(path) / "config.json", more):

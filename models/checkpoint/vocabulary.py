@@ -1,4 +1,4 @@
-"""Vocabularies as tokenizer files have them, to compare two models' without loading a tokenizer."""
+"""Comparison of two models' vocabularies, from their tokenizer files alone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SENTENCEPIECE = "tokenizer.model"
 
 
 def agreement(one: Path, other: Path) -> float | None:
-    """Share of the tokens, of the folder that has more of them, that have the same id in both folders' tokenizers.
+    """Share of tokens that have the same id in both folders' tokenizers, of the tokens of the larger vocabulary.
 
-    None where a folder has no tokenizer file that can be compared.
+    None when a folder has no tokenizer file that can be compared.
     """
     if any(_same_bytes(one / name, other / name) for name in (_WHOLE, _SENTENCEPIECE)):
         return 1.0
@@ -30,7 +30,7 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, int]:
-    """Ids by token; none where it is no file of the `tokenizers` library."""
+    """Ids by token; empty when the file is not of the `tokenizers` library."""
     try:
         raw = read_json(file)
     except OutriderError:

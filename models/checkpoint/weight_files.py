@@ -1,4 +1,4 @@
-"""Weight files: which ones there are, what tensors they hold, and whether those are what a model wants."""
+"""Weight files of a folder: their tensors, and the check that these are the model's."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from ..layers.weights import WeightSlot
 from .json_files import read_json
 
 _INDEX_SUFFIX = ".index.json"
-# In the order in which they are looked for.
+# Names of weight files, in the order in which they are looked for.
 _USUAL = (
     "model.safetensors.index.json",
     "model.safetensors",
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-# What weights are stored in: eight bits and fewer mean nothing without their scales.
+# Dtypes of stored weights: those of eight bits and fewer mean nothing without their scales.
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# How many tensor names an error lists of each kind.
+# Most tensor names of each kind in an error.
 _MAX_NAMED = 8
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint that is read when it is needed."""
+    """Tensor of a checkpoint that is read when it is needed."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
 
 def read_weights(folder: Path, param: str, *, extra: Sequence[str] = (), hint: str = "") -> dict[str, StoredTensor]:
-    """All tensors of a directory by the names in its files, which are safetensors, or pickles of tensors.
+    """Tensors of a directory by their names; the files are safetensors, or pickles of tensors.
 
     Args:
-        param: of the errors.
-        extra: file names that are looked for after the usual ones.
-        hint: said where files are missing.
+        param: Parameter that errors name.
+        extra: File names that are looked for after the usual ones.
+        hint: Text that is added to the error when files are missing.
 
     Raises:
         NotFoundError: there are no weights, or some of an index's files are missing; the message names them.
@@ -61,7 +61,7 @@ def read_weights(folder: Path, param: str, *, extra: Sequence[str] = (), hint: s
 
 
 def _shards(found: Path, param: str, hint: str) -> list[Path]:
-    """The weight files, each once, that `found` stands for: itself, or those that it names if it is an index."""
+    """Weight files that `found` stands for, each once: itself, or those that it names if it is an index."""
     if not found.name.endswith(_INDEX_SUFFIX):
         return [found]
     weight_map: Any = read_json(found).get("weight_map")
@@ -76,7 +76,7 @@ def _shards(found: Path, param: str, hint: str) -> list[Path]:
 
 def _read_pickle(file: Path, param: str) -> dict[str, StoredTensor]:
     try:
-        # Files of torch's present format are mapped, and read where they are needed.
+        # Files of torch's present format are mapped, and read when they are needed.
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise InvalidRequestError(
@@ -91,7 +91,7 @@ def _read_pickle(file: Path, param: str) -> dict[str, StoredTensor]:
 
 
 def read_safetensors(file: Path, param: str) -> dict[str, StoredTensor]:
-    """The tensors of one file, of which the header alone is read now.
+    """Tensors of one file, whose header alone is read now.
 
     Raises:
         InvalidRequestError: it is damaged.
@@ -109,7 +109,7 @@ def read_safetensors(file: Path, param: str) -> dict[str, StoredTensor]:
 
 
 def misfits(slots: Mapping[str, WeightSlot], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Which tensors are missing, unexpected or of the wrong shape, with both shapes; "" if all is as it should be."""
+    """List of tensors that are missing, unexpected or of the wrong shape, with both shapes; "" when there are none."""
     problems = {
         "missing": [name for name in slots if name not in shapes],
         "unexpected": [name for name in shapes if name not in slots],
@@ -123,7 +123,7 @@ def misfits(slots: Mapping[str, WeightSlot], shapes: Mapping[str, tuple[int, ...
 
 
 def load_into(slot: WeightSlot, name: str, stored: StoredTensor, param: str, *, integers: bool = False) -> None:
-    """Read a tensor into its slot. `integers`: it is a table of numbers, and no weight.
+    """Read a tensor into its slot. With `integers` it is a table of integers instead of a weight.
 
     Raises:
         InvalidRequestError: it is not dense, or of another kind of numbers.

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v; a window only when switched on, and then in the upper layers."""
 
-from ..config import FamilyTraits
+from .traits import FamilyTraits
 
 TRAITS = FamilyTraits(
     defaults={

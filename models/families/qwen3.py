@@ -1,6 +1,6 @@
-"""Qwen3: each head's queries and keys are normalised; the size of a head is independent of the hidden size."""
+"""Qwen3: queries and keys of each head are normalised; the size of a head is independent of the hidden size."""
 
-from ..config import FamilyTraits
+from .traits import FamilyTraits
 
 TRAITS = FamilyTraits(
     defaults={

@@ -1,1 +1,1 @@
-"""The layers model families are built from."""
+"""Layers of the decoder."""

@@ -1,4 +1,4 @@
-"""Token embeddings and the head that turns hidden states into logits."""
+"""Token embeddings, and the head that turns hidden states into logits."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ LM_HEAD = "lm_head.weight"
 _ROWS = 4096
 # Rows of the head that `is_head` recovers at once.
 _PROBES = 64
-# What a checkpoint loses on its way through float16, whose smallest steps are this wide: half the step.
+# Largest loss of a value that a checkpoint stores in float16: half of float16's smallest step.
 _SAME = 2.0**-25
 
 
 class EmbeddingSite(Protocol):
-    """The adapters' rows for the token embeddings."""
+    """Rank rows of the adapters for the token embeddings."""
 
     def add(self, y: Tensor, input_ids: Tensor, adapters: Any) -> None:
-        """y [T, hidden] += each token's adapter looked up at input_ids [T]."""
+        """y [T, H] += each token's adapter looked up at input_ids [T]; y is mutated."""
 
 
 class Embedding:
-    """Token embeddings, and the LM head. Tied, the head has its own packed copy: a lookup needs plain rows.
+    """Token embeddings and the LM head. A tied head has its own packed copy: a lookup needs plain rows.
 
     Adapters on one of the two leave the other alone, tied or not, as in PEFT.
     """
@@ -49,12 +49,12 @@ class Embedding:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.lookup_lora: EmbeddingSite | None = None
-        """Set by the adapter manager, as is `head_lora`."""
+        """Site of adapters, set by the adapter manager, as is `head_lora`."""
         self.head_lora: LoraSite | None = None
         self.lookup_gains: GainSite | None = None
         self.head_gains: GainSite | None = None
         self.head_squares: Tensor | None = None
-        """[vocab] float32, once loaded: the squared norm of each row of the head's weight."""
+        """[vocab] float32, once loaded: squared norm of each row of the head's weight."""
         self._shape = (vocab_size, hidden_size)
         self._tied = tied
         self._dtype = dtype
@@ -64,7 +64,7 @@ class Embedding:
         self._head: PackedLinear | InvariantLinear | NativeLinear | None = None
 
     def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
-        """[T] token ids to [T, hidden]. `adapters`: of these T tokens, as in `ForwardBatch`."""
+        """Hidden states [T, H] of token ids [T]. `adapters` is that of `ForwardBatch` for these tokens."""
         embedded = F.embedding(input_ids, self._table)  # type: ignore[arg-type]  # the loader left no slot empty
         if self.lookup_lora is not None and adapters is not None:
             if self.lookup_gains is not None:
@@ -73,7 +73,7 @@ class Embedding:
         return embedded
 
     def logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
-        """[R, hidden] to float32 logits [R, vocab], in `out` if given. `adapters`: of these R rows."""
+        """Logits [R, vocab] float32 of hidden [R, H], in `out` if given. `adapters` belongs to these R rows."""
         logits = self._head(hidden)  # type: ignore[misc]
         if self.head_lora is not None and adapters is not None:
             if self.head_gains is not None:
@@ -82,7 +82,7 @@ class Embedding:
         return logits.float() if out is None else out.copy_(logits)
 
     def table_squares(self) -> Tensor:
-        """[hidden] float32: the squared norm of each column of the table."""
+        """Squared norm of each column of the table: [H] float32."""
         assert self._table is not None
         squares = torch.zeros(self.hidden_size, dtype=torch.float32, device=self._device)
         for rows in self._table.split(_ROWS):
@@ -90,22 +90,22 @@ class Embedding:
         return squares
 
     def project_table(self, x: Tensor) -> Tensor:
-        """x [n, vocab] times the table, [n, hidden]."""
+        """Product of x [n, vocab] and the table: [n, H]."""
         assert self._table is not None
         return x @ self._table
 
     def project_head(self, x: Tensor) -> Tensor:
-        """x [n, hidden] to [n, vocab]: `logits` of the base model in the dtype served."""
+        """Product of x [n, H] and the head's weight: [n, vocab] in the model's dtype, without adapters."""
         return self._head.without_bias(x)  # type: ignore[union-attr]
 
     def is_table(self, tensor: Tensor) -> bool:
-        """Whether `tensor` [vocab, hidden] is the table, in the dtype served."""
+        """True when `tensor` [vocab, H] is the table, rounded to the model's dtype."""
         assert self._table is not None
         return _same(tensor.to(self._device, self._dtype), self._table)
 
     @torch.inference_mode()
     def is_head(self, tensor: Tensor) -> bool:
-        """Whether `tensor` [vocab, hidden] is the head's weight, in the dtype served."""
+        """True when `tensor` [vocab, H] is the head's weight, rounded to the model's dtype."""
         if self._tied:
             return self.is_table(tensor)
         assert self._head is not None
@@ -116,10 +116,6 @@ class Embedding:
             if not _same(tensor[:, start:end].t().to(self._device, self._dtype), self._head(probes)):
                 return False
         return True
-
-    def share(self, other: Embedding) -> None:
-        """Take the weights of `other`, of the same shape, which is loaded; they stay in one place."""
-        self._table, self._head, self.head_squares = other._table, other._head, other.head_squares
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""

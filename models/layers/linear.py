@@ -1,4 +1,4 @@
-"""Linear layers: several projections of one input merged, prepacked once loaded, with a place for adapters."""
+"""Linear layers: several projections of one input merged, prepacked once loaded, with a site for adapters."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from .weights import WeightSlot
 
 
 class AdapterRows(Protocol):
-    """What says which adapter each token has; a `ForwardBatch` for one."""
+    """Holder of the tokens' adapters, such as a `ForwardBatch`."""
 
     @property
     def adapters(self) -> Any:
-        """What `LoraSite.add` needs for these T tokens; None when none of them has an adapter."""
+        """Input of `LoraSite.add` for these T tokens; None when none of them has an adapter."""
         ...
 
 
 class LoraSite(Protocol):
-    """The adapters' rows for one linear layer."""
+    """Rank rows of the adapters for one linear layer."""
 
     def add(self, y: Tensor, x: Tensor, adapters: Any) -> None:
-        """y [T, out] += each token's adapter applied to x [T, in]."""
+        """y [T, out] += each token's adapter applied to x [T, in]; y is mutated."""
 
     def fused(self, adapters: Any) -> tuple[int, Any] | None:
-        """What `NativeLinear` needs to do that too; None where it cannot."""
+        """Arguments with which `NativeLinear` does `add` in its own call; None when it cannot."""
 
 
 class GainSite(Protocol):
-    """The gains that adapters with trained magnitudes (DoRA) have at one layer."""
+    """Gains of adapters with trained magnitudes (DoRA) at one layer."""
 
     @property
     def written(self) -> int:
-        """0 where no adapter has any."""
+        """Number of slots with gains; 0 when no adapter has any."""
         ...
 
     def scale(self, y: Tensor, adapters: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
-        """y [T, out] = (y - bias - residual) * each token's gains + bias + residual; other tokens stay as they are."""
+        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual; other tokens do not change; y is
+        mutated."""
 
 
 class Linear:
-    """y = x Wᵀ + b (+ adapters) (+ residual), W being the rows of one or several projections of the checkpoint."""
+    """y = x Wᵀ + b (+ adapters) (+ residual); W holds the rows of one or several projections of the checkpoint."""
 
     def __init__(
         self,
@@ -58,28 +59,28 @@ class Linear:
         batch_invariant: bool = False,
     ) -> None:
         self.name = name
-        """Such as "layers.3.qkv"."""
+        """Name such as "layers.3.qkv"."""
         self.slices = list(slices)
         """(module name in the checkpoint, rows) of each merged projection, in order."""
         self.in_features = in_features
         self.out_features = sum(rows for _, rows in slices)
         self.lora: LoraSite | None = None
-        """Set by the adapter manager, as is `gains`."""
+        """Site of adapters, set by the adapter manager, as is `gains`."""
         self.gains: GainSite | None = None
         self.bias: Tensor | None = None
         """[out], once loaded."""
         self.row_squares: Tensor | None = None
-        """[out] float32, once loaded: the squared norm of each row of W, which cannot be read any more."""
+        """[out] float32, once loaded: squared norm of each row of W, which cannot be read any more."""
         self._bias = bias
         self._dtype = dtype
         self._device = device
         self._pack = pack_invariant if batch_invariant else pack
-        # While loading: each slice's tensor, maybe the file itself. Let go when packed.
+        # Tensors of the slices while loading, maybe the file's own memory; released when packed.
         self._parts: dict[tuple[str, int], Tensor] = {}
         self._packed: PackedLinear | InvariantLinear | NativeLinear | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
-        """x [T, in] to a new tensor [T, out]; `residual` [T, out] is added."""
+        """Compute a new tensor [T, out] from x [T, in]; `residual` [T, out] is added."""
         packed, adapters = self._packed, batch.adapters
         if self.lora is None or adapters is None:
             return packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
@@ -93,12 +94,8 @@ class Linear:
         return y
 
     def project(self, x: Tensor) -> Tensor:
-        """x Wᵀ [T, out]: the base weights alone, without the bias; for any thread."""
+        """Product x Wᵀ [T, out] of the base weights alone, without the bias; callable from any thread."""
         return self._packed.without_bias(x)  # type: ignore[union-attr]  # as in `forward`
-
-    def share(self, other: Linear) -> None:
-        """Take the weights of `other`, a layer of the same shape that is loaded; they stay in one place."""
-        self.bias, self.row_squares, self._packed = other.bias, other.row_squares, other._packed
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.rms_norm import NormWeight, add_rms_norm, prepare, rms_norm, rms_norm_copying, rms_norm_invariant
+from ...kernels.rms_norm import NormWeight, add_rms_norm, prepare, rms_norm, rms_norm_invariant
 from .weights import WeightSlot
 
 
 class RMSNorm:
-    """Normalises the last dimension. Several weights of that size make one layer: see `repeats`."""
+    """RMS norm over the last dimension. Several weights of that size make one layer: see `repeats`."""
 
     def __init__(
         self,
@@ -25,7 +25,8 @@ class RMSNorm:
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
-        """One name: x is [..., size]. With `repeats`, x is [..., sum(repeats), size]: repeats[i] heads for weight i."""
+        """Create a norm. With one name, x is [..., size]. With `repeats`, x is [..., sum(repeats), size]: repeats[i]
+        heads use weight i."""
         self._names = list(names)
         self._size = size
         self._eps = eps
@@ -38,24 +39,18 @@ class RMSNorm:
 
     @property
     def weight(self) -> NormWeight:
-        """As `kernels.rms_norm` uses it; for kernels that normalise on the way."""
+        """Prepared weight, for kernels that normalise on the way."""
         assert self._weight is not None, "the loader left no slot empty"
         return self._weight
 
-    def __call__(self, x: Tensor, copy: int | None = None) -> Tensor:
-        """A new tensor of x's shape and dtype. `copy`: see `rms_norm_copying`."""
-        if copy is not None:
-            return rms_norm_copying(x, self._weight, copy)  # type: ignore[arg-type]  # as below
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm of x, a new tensor of x's shape and dtype."""
         return self._norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum) of x and residual [T, H]."""
+        """Norm of the sum, and the sum, of x and residual [T, H]."""
         assert self._weight is not None, "the loader left no slot empty"
         return add_rms_norm(x, residual, self._weight)
-
-    def share(self, other: RMSNorm) -> None:
-        """Take the weight of `other`, a layer of the same shape that is loaded."""
-        self._weight = other._weight
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
@@ -63,7 +58,7 @@ class RMSNorm:
 
     def _slot(self, name: str) -> WeightSlot:
         def load(tensor: Tensor) -> None:
-            # Rounded to the model's dtype first, as a model that holds its weights in it does.
+            # Rounded to the model's dtype first, as in a model that holds its weights in it.
             self._loaded[name] = tensor.to(self._device, self._dtype, copy=True)
             if len(self._loaded) == len(self._names):
                 weights = [self._loaded[name] for name in self._names]

@@ -1,4 +1,4 @@
-"""Tables for the rotary position embedding."""
+"""Tables of the rotary position embedding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 angles a position.
+    """Angles of one position: [D / 2] float32.
 
     "linear" divides all by the factor (kaiokendev 2023). "llama3" divides those whose wavelength exceeds the original
-    context, keeps the short ones, and goes smoothly between (Llama 3.1's reference code). "yarn" does the same by
+    context, keeps the short ones, and changes smoothly between (Llama 3.1's reference code). "yarn" does so by
     dimension (Peng et al. 2023, section 3.2). "dynamic" divides none within the original context.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
@@ -36,7 +36,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
-    """The dimensions that turn `beta_slow` and `beta_fast` times in the original context."""
+    """Dimensions that turn `beta_slow` and `beta_fast` times in the original context."""
 
     def dimension(turns: float) -> float:
         context = config.original_max_position_embeddings
@@ -50,7 +50,7 @@ def _yarn_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 class RotaryEmbedding:
-    """Cosines and sines of all positions so far, computed in float32 and grown when a longer sequence comes."""
+    """Cosines and sines of positions, computed in float32; the tables grow when a longer sequence comes."""
 
     def __init__(self, config: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(config, head_dim)
@@ -61,7 +61,7 @@ class RotaryEmbedding:
         self._cos, self._sin = self._table.split(1, dim=1)
 
     def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
-        """For `positions` [T], all below `end`; unless it `gathers` their angles, with tables of all positions."""
+        """Rotation of `positions` [T], all below `end`. Without `gathers` it holds tables of all positions."""
         if end > self._table.shape[0]:
             self._table = self._compute(1 << (end - 1).bit_length())
             self._cos, self._sin = self._table.split(1, dim=1)
@@ -71,7 +71,7 @@ class RotaryEmbedding:
         return Rotation(cos, sin)
 
     def _compute(self, count: int) -> Tensor:
-        """[count, 2, D]: cosines, and sines with the first half negated."""
+        """Table [count, 2, D]: cosines, and sines with the first half negated."""
         angles = torch.outer(torch.arange(count, dtype=torch.float32), self._frequencies)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)

@@ -32,9 +32,9 @@ from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
 from .process.supervisor import Callbacks, EngineSpec, Supervisor
 from .sampling_defaults import SamplingDefaults
-from .shared_prefixes import SharedPrefixes
 from .stream_pacing import StreamPacer
 from .text.chat_template import ChatOptions
+from .text.shared_prefixes import SharedPrefixes
 
 logger = logging.getLogger(__name__)
 

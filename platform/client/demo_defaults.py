@@ -1,4 +1,4 @@
-"""What the embedded demo model is served with when the user asks for nothing else."""
+"""Options for the embedded demo model, where the user sets none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEMO_SPECULATIVE_TOKENS = 4
 
 
 def is_demo(args: EngineArgs) -> bool:
-    """Whether these options serve the embedded demo model."""
+    """True when these options serve the embedded demo model."""
     return args.model is None or args.model == DEMO_MODEL_NAME
 
 

@@ -47,7 +47,7 @@ class Engine(Protocol):
         """Loads, unloads and pins adapters."""
 
     def check_integrity(self) -> None:
-        """AssertionError unless its allocators agree with what its sequences hold."""
+        """Raise AssertionError unless its allocators agree with what its sequences hold."""
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -99,7 +99,7 @@ def load_engine(path: str) -> Callable[..., Engine]:
 
 
 def import_text_side(args: EngineArgs) -> None:
-    """Import what `load_text_side` needs, which takes seconds; the demo's tokenizer needs little of it."""
+    """Import the modules that `load_text_side` needs, which takes seconds; the demo's tokenizer needs few."""
     if is_demo(args) and args.tokenizer is None:
         from transformers import PreTrainedTokenizerFast  # noqa: F401
     else:

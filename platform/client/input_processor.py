@@ -29,8 +29,8 @@ from ..core.sampling_params import (
     shown,
 )
 from ..core.suggestions import did_you_mean
-from .shared_prefixes import SharedPrefixes
 from .text.chat_template import ChatOptions, render_messages
+from .text.shared_prefixes import SharedPrefixes
 
 
 class TextPrompt(TypedDict, total=False):
@@ -331,7 +331,7 @@ def is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
 
 
 def check_request_id(request_id: object) -> None:
-    """InvalidRequestError unless it is a text that is not empty."""
+    """Raise InvalidRequestError unless the id is a text that is not empty."""
     check_text("request_id", request_id)
     if not request_id:
         raise InvalidRequestError("request_id must not be empty", param="request_id")

@@ -31,7 +31,7 @@ class SequenceState:
         self.token_ids: list[int] = []
         self.drafted: list[bool] = []
         self.rejected_drafts: list[int] = []
-        """Both aligned with `token_ids`, as in `CompletionOutput`."""
+        """`drafted` and `rejected_drafts` are aligned with `token_ids`, as in `CompletionOutput`."""
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.finish_reason: str | None = None
@@ -84,14 +84,14 @@ class SequenceState:
         return stopped_here
 
     def finish(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        """No token will follow."""
+        """Complete the sequence: no token will follow."""
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         self._changed = True
         if self._detokenizer is not None:
             self._detokenizer.finish()
 
     @property
-    def has_news(self) -> bool:
+    def has_changed(self) -> bool:
         """True when anything has come since the last `take`."""
         return self._changed
 
@@ -187,7 +187,7 @@ class RequestState:
         Raises:
             OutriderError: the request failed. With `delta` that comes after what was generated before.
         """
-        if self.error is not None and not (delta and any(sequence.has_news for sequence in self.sequences)):
+        if self.error is not None and not (delta and any(sequence.has_changed for sequence in self.sequences)):
             raise self.error
         outputs = [sequence.take(delta) for sequence in self.sequences]
         prompt_logprobs = self._prompt_logprobs
@@ -211,7 +211,7 @@ class Processed(NamedTuple):
     """Result of processing a batch of deltas."""
 
     touched: list[RequestState]
-    """Requests with news, each once. Those that are finished are no longer in the processor."""
+    """Requests that the deltas changed, each once. Finished ones are no longer in the processor."""
     aborts: list[str]
     """Engine ids to abort: ended by a stop string, or their request failed."""
 

@@ -23,7 +23,7 @@ class GenerationProgress:
         self._num_output_tokens = 0
 
     def update(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """One request is finished."""
+        """Count a finished request."""
         if self._bar is None:
             return
         self._num_prompt_tokens += num_prompt_tokens

@@ -4,7 +4,7 @@ Scheduler.schedule() -> StepPlan -> ModelRunner.run(plan) -> StepResult -> Sched
 
 A step may be planned while the one before it runs: then it is not known yet which tokens that one samples, and how many
 drafts it accepts. Such a row is planned as if all were right, and the device, which knows, puts it where it belongs
-(`RowPlan.is_late`).
+(`RowPlan.awaits_token`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class RowPlan:
 
     request: Request
     start: int
-    """The request's `num_computed` when planned; of a late row the largest that it may have, until the step before is
-    committed."""
+    """The request's `num_computed` when planned; of a row that awaits a token the largest that it may have, until the
+    step before is committed."""
     num_tokens: int
-    """Of them the last `num_drafts` are drafts."""
+    """Tokens to compute; the last `num_drafts` of them are drafts."""
     num_drafts: int
     samples: bool
     """Whether the row reaches the end of its tokens, so that a token is sampled: logits for its last 1 + num_drafts
@@ -35,7 +35,7 @@ class RowPlan:
     """Drafts to propose after this step: there are KV blocks for them."""
     drafter: int = 0
     """Index of the drafter that proposes them."""
-    is_late: bool = False
+    awaits_token: bool = False
     """Whether its first token is the one that the sequence's row in the step under way samples; its drafts follow,
     which that step makes."""
 
@@ -50,7 +50,7 @@ class StepPlan:
     """One step's work. Rows are in the order in which they were scheduled."""
 
     rows: list[RowPlan] = field(default_factory=list)
-    drafts_late: bool = False
+    drafts_on_device: bool = False
     """Whether the device makes the drafts for the next step, if there are any, without the host, which may plan that
     step meanwhile."""
 
@@ -66,7 +66,7 @@ class StepPlan:
 
 
 class RowResult(NamedTuple):
-    """What a step gave one row."""
+    """Results of a step for one row."""
 
     token_ids: list[int]
     """The accepted drafts and the next token; empty when the row did not reach its end."""
@@ -84,9 +84,9 @@ class RowResult(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step brought."""
+    """Results of a step."""
 
     rows: list[RowResult]
     """Aligned with the plan's."""
     seconds: float = 0.0
-    """That it took; 0 where nobody measured."""
+    """Duration of the step; 0 where nobody measured."""

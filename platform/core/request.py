@@ -158,7 +158,7 @@ class Request:
     num_computed: int = 0
     """Length of the prefix of `tokens` whose KV is valid."""
     num_draft_computed: int = 0
-    """The same for the layers that the proposer owns."""
+    """Length of the prefix whose KV is valid in the drafter's own layers."""
     blocks: list[int] = field(default_factory=list)
     """KV blocks in order; each reference counted by the block pool."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Request:
     counts: TokenCounts = field(default_factory=TokenCounts)
     """For penalties."""
     edit_state: Any = None
-    """What the edits of its logits remember; opaque here."""
+    """State that the edits of its logits remember; opaque here."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
     edits_logits: bool = field(init=False)
@@ -210,14 +210,14 @@ class Request:
         return self.under_way[-1].end if self.under_way else self.num_computed
 
     @property
-    def is_late(self) -> bool:
+    def awaits_token(self) -> bool:
         """Whether a token is being sampled by what is under way, and not in `tokens` yet."""
         return bool(self.under_way) and self.under_way[-1].samples
 
     @property
-    def num_coming(self) -> int:
+    def num_pending(self) -> int:
         """How many tokens what is under way brings at most: it brings one, and the drafts that are right."""
-        return self.under_way[-1].end + 1 - len(self.tokens) if self.is_late else 0
+        return self.under_way[-1].end + 1 - len(self.tokens) if self.awaits_token else 0
 
     def land(self, row: Any) -> None:
         """`row` is committed, and was the oldest under way; nothing, if it was never launched beside others."""
@@ -226,8 +226,8 @@ class Request:
             assert oldest is row, "steps are committed in the order of their launch"
 
     def settle(self) -> None:
-        """What was under way is committed: a row that was planned beside it, as if all drafts were right, begins where
-        the tokens end."""
+        """Take in that what was under way is committed: a row that was planned beside it, as if all drafts were right,
+        begins where the tokens end."""
         for row in self.under_way:
             row.start = self.num_computed
 

@@ -11,7 +11,7 @@ from ..core.errors import NotFoundError
 if TYPE_CHECKING:
     from ...lora.manager import AdapterManager
     from .features import NoAdapters
-    from .scheduler import Scheduler
+    from .queue.scheduler import Scheduler
 
 
 class EngineAdapters:

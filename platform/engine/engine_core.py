@@ -15,8 +15,8 @@ from ..core.model_limits import check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from .adapters import EngineAdapters
-from .logits_edits import EditTables, edit_state
-from .pipeline import Pipeline
+from .runner.pipeline import Pipeline
+from .sampling.logits_edits import EditTables, edit_state
 from .setup import build
 from .speculation_totals import SpeculationTotals
 
@@ -51,7 +51,7 @@ class EngineCore:
         return self._pipeline.step()
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Return whether `step` has anything to do."""
         return self.scheduler.has_work() or not self._pipeline.is_idle
 
     def add_request(self, request: EngineRequest) -> None:

@@ -1,4 +1,4 @@
-"""What the machine has: the device to run on, and the memory that is free on it now."""
+"""Hardware of the machine: the device to run on, and the memory that is free on it now."""
 
 from __future__ import annotations
 

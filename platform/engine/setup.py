@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...lora import reader
+from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
-from ...lora.sites import AdapterHooks
+from ...lora.reader import client as reader
 from ...models.batch import allocate_kv
 from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 from ...models.decoder import Decoder
@@ -24,23 +24,23 @@ from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import SpeculativeConfig, parse_speculative
 from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
-from .block_pool import BlockPool
-from .device_queue import make_queue
 from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
-from .gates import DraftLimits
-from .graphs import capture_ahead, make_graphs
 from .hardware import find_hardware
-from .logits_edits import edit_draft_logits
-from .model_runner import ModelRunner, RunnerParts
-from .prefix_cache import PrefixCache
-from .rehearsal import rehearse_adapter, rehearse_prompts
-from .sampler import Sampler
-from .scheduler import Scheduler
-from .warm_up import rehearse, warm_up
+from .memory.block_pool import BlockPool
+from .memory.prefix_cache import PrefixCache
+from .queue.gates import DraftLimits
+from .queue.scheduler import Scheduler
+from .runner.device_queue import make_queue
+from .runner.graphs import capture_ahead, make_graphs
+from .runner.model_runner import ModelRunner, RunnerParts
+from .runner.rehearsal import rehearse_adapter, rehearse_prompts
+from .runner.warm_up import rehearse, warm_up
+from .sampling.logits_edits import edit_draft_logits
+from .sampling.sampler import Sampler
 
 
 class EngineParts(NamedTuple):
-    """What `EngineCore` is made of."""
+    """Parts of `EngineCore`."""
 
     config: EngineConfig
     info: EngineInfo
@@ -266,7 +266,7 @@ def _draft_limits(config: EngineConfig, options: SpeculativeConfig, speculation:
         # The host decides about synthetic acceptance.
         overlaps=config.async_scheduling and options.synthetic_acceptance_rates is None,
         max_positions=needs.max_positions,
-        max_drafts_late=needs.max_drafts if needs.drafts_on_device else 0,
+        max_drafts_on_device=needs.max_drafts if needs.drafts_on_device else 0,
     )
 
 

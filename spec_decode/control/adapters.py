@@ -28,7 +28,7 @@ class AdapterKey(NamedTuple):
     """Requests that share an estimate."""
 
     digest: bytes
-    """Of the adapter's content; empty for the base model."""
+    """Digest of the adapter's content; empty for the base model."""
     is_greedy: bool
 
 

@@ -18,7 +18,7 @@ _NEURAL_RATE, _LOOKUP_RATE = 0.7, 0.5
 
 
 class Speculation(NamedTuple):
-    """What the engine runs of speculation."""
+    """Parts of speculation that the engine runs."""
 
     drafter: Drafter
     policy: SpeculationPolicy | None

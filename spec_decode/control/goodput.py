@@ -21,7 +21,7 @@ LEAST_CHANCE = 0.01
 
 
 class Offer(NamedTuple):
-    """What one row may get."""
+    """Drafts that one row may get."""
 
     drafter: int
     survival: Sequence[float]
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     """Numbers of drafts for a batch."""
 
     num_drafts: list[int]
-    """Of each offer."""
+    """Number for each offer."""
     gain: float
     """Goodput over that without drafts, 1.0 for no gain; under proportional fairness of the geometric mean."""
     seconds: float
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 
 class StepPrices(NamedTuple):
-    """What steps cost for one batch."""
+    """Prices of steps for one batch."""
 
     step: Callable[[float], float]
     """Seconds of the target's step by number of drafts."""

@@ -34,7 +34,7 @@ SAMPLED_STEPS = 4
 
 
 class DrafterTraits(NamedTuple):
-    """What the policy has to know of a drafter."""
+    """Traits of a drafter that the policy has to know."""
 
     name: str
     max_drafts: int
@@ -250,7 +250,7 @@ class SpeculationPolicy:
         if rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
             # Where the device drafts, what lies between two steps is the drafting after the first of them.
-            about = self._asked if plan.drafts_late else asked
+            about = self._asked if plan.drafts_on_device else asked
             if about is not None and gap is not None and gap < LONGEST_GAP:
                 self._drafts.add(about[0], len(rows), about[1], gap)
             self._charge_trials(rows, seconds)

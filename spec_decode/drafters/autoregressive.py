@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CatchUpLimits:
-    """How far and how much a drafter computes."""
+    """Limits of what a drafter computes."""
 
     block_size: int
     num_positions: int
@@ -41,11 +41,11 @@ class CatchUpLimits:
     first_position: int = 0
     """Positions before it need no computing."""
     drafts_count: bool = True
-    """Whether the KV of drafts is as valid as any once they are accepted; else it is computed again."""
+    """True when the KV of drafts stays valid once they are accepted; else it is computed again."""
 
 
 class TokenDrafter(Protocol):
-    """A network that drafts one token after the other. Hidden states are what it hands itself from pass to pass."""
+    """A network that drafts one token after the other, and hands hidden states to itself from pass to pass."""
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """Compute the known tokens `chunks` of each of B sequences from position `start` on."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...kernels.device_outcome import DeviceOutcome
 from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
+from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 from ...models.checkpoint.vocabulary import agreement
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.speculative_config import SpeculativeConfig
@@ -43,15 +44,13 @@ MIN_AGREEMENT = 0.5
 """Share of tokens with the same id from which a draft model's vocabulary may be of another size than the target's."""
 
 
-def load_draft_model(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafter:
+def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafter:
     """Load `config.model` as a drafter.
 
     Raises:
         InvalidRequestError: its vocabulary is not the target's.
         NotFoundError, UnsupportedModelError: as for any model.
     """
-    from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
-
     path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
     facts = read_facts(path, context.dtype)
     _check_vocabulary(config.model or "", path, facts.vocab_size, context)
@@ -72,6 +71,12 @@ def load_draft_model(config: SpeculativeConfig, context: DrafterContext) -> Draf
         graphs=context.graphs,
         vocab_size=context.target.config.vocab_size,
     )
+
+
+def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: str) -> int:
+    """Bytes a token in the model's layers, from its config.json alone; see `draft_kv_bytes_per_token`."""
+    path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
+    return read_facts(path, dtype, kv_cache_dtype).kv_bytes_per_token
 
 
 def _check_vocabulary(model: str, path: Path, vocab_size: int, context: DrafterContext) -> None:
@@ -113,7 +118,7 @@ class DraftModelDrafter(Drafter):
         graphs: PassGraphs | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`model` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
+        """`model` belongs to the drafter; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
         short passes are captured there. `vocab_size`: the target's, where it may be another than the model's."""
         self._model = model
         own_size = model.config.vocab_size
@@ -182,11 +187,11 @@ class DraftModelDrafter(Drafter):
         draw(sequences, self._common(logits), self._vocabulary, self._edit_logits, output.best, output.overshoot)
 
     def _common(self, logits: Tensor) -> Tensor:
-        """[B, V] without the tokens that the target has not."""
+        """Logits [B, V] without the tokens that the target lacks."""
         return logits if logits.shape[1] == self._num_common else logits[:, : self._num_common].contiguous()
 
     def _known(self, batch: ForwardBatch) -> ForwardBatch:
-        """`batch` with the model's last token in place of those that it has not."""
+        """`batch` with the model's last token in place of tokens that the model lacks."""
         if self._vocabulary is not None:
             batch.input_ids.clamp_(max=self._num_common - 1)
         return batch
@@ -202,7 +207,7 @@ class DraftModelDrafter(Drafter):
         return PassOutput(*rows.last_of(hidden))
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """What is captured: a `PassOutput` of all rows."""
+        """Compute a `PassOutput` of all rows, in a graph."""
         hidden = self._model.forward(self._known(batch)).hidden.index_select(0, inputs.last)
         logits = self._model.compute_logits(hidden, out=self._logits[: len(hidden)])
         return hidden, logits, most_likely_ids(logits[:, : self._num_common])

@@ -1,11 +1,12 @@
-"""The one place where drafters are chosen."""
+"""The choice of a drafter: the registry of methods, and what drafters are built from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ...platform.core.errors import OutriderError
 from ...platform.core.speculative_config import SpeculativeConfig
@@ -22,7 +23,7 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterContext:
-    """What drafters are built from, beside their own configuration."""
+    """Everything that drafters are built from, beside their own configuration."""
 
     target: Decoder
     """Drafts are its token ids; heads read its hidden states, and may share its embeddings and its head."""
@@ -34,59 +35,30 @@ class DrafterContext:
     load_format: str = "auto"
     """"auto" or "dummy"."""
     seed: int = 0
-    """Of dummy weights."""
+    """Seed of dummy weights."""
     progress: bool = False
-    """Whether to show a progress bar while weights load."""
+    """True to show a progress bar while weights load."""
     max_num_batched_tokens: int = 2048
     """Most tokens that a drafter with layers computes in one pass."""
     max_model_len: int = 2048
     edit_logits: EditLogits | None = None
-    """What masks, biases and penalties do to the target's logits, for those of drafters."""
+    """Applies a request's masks, biases and penalties to the logits of drafters."""
     graphs: PassGraphs | None = None
-    """Where drafters capture their passes; None: they are launched piece by piece."""
+    """Graphs in which drafters capture their passes; None: passes are launched kernel by kernel."""
     asynchronous: bool = False
-    """Whether another thread than the one that drafts may compute the target's steps."""
+    """True when steps overlap: another thread than the engine's computes them."""
 
 
-def _ngram(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-    from .ngram import NgramDrafter
-
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-
-
-def _suffix(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-    from .suffix.drafter import SuffixDrafter
-
-    return SuffixDrafter(config)
-
-
-def _draft_model(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-    from .draft_model import load_draft_model
-
-    return load_draft_model(config, context)
-
-
-def _eagle(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-    from .eagle.drafter import load_eagle
-
-    return load_eagle(config, context)
-
-
-def _medusa(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-    from .medusa.drafter import load_medusa
-
-    return load_medusa(config, context)
-
-
-# method of `speculative_config` -> factory; what it needs is imported on use.
-_FACTORIES: dict[str, Callable[[SpeculativeConfig, DrafterContext], Drafter]] = {
-    "ngram": _ngram,
-    "suffix": _suffix,
-    "draft_model": _draft_model,
-    "eagle": _eagle,
-    "eagle3": _eagle,
-    "medusa": _medusa,
+_MODULES = {
+    "ngram": ".ngram",
+    "suffix": ".suffix.drafter",
+    "draft_model": ".draft_model",
+    "eagle": ".eagle.drafter",
+    "eagle3": ".eagle.drafter",
+    "medusa": ".medusa.drafter",
 }
+"""Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, where the
+drafter owns layers, `kv_bytes_per_token(config, dtype, kv_cache_dtype) -> int`."""
 
 
 def make_drafter(config: SpeculativeConfig | None, context: DrafterContext) -> Drafter:
@@ -99,42 +71,36 @@ def make_drafter(config: SpeculativeConfig | None, context: DrafterContext) -> D
     """
     if config is None:
         return NoDrafter()
-    with _naming(config.model):
-        return _FACTORIES[config.method](config, context)
+    with _errors_name(config.model):
+        drafter: Drafter = _module(config.method).load(config, context)
+        return drafter
 
 
 def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_cache_dtype: str = "auto") -> int:
     """Bytes a token in the layers that the drafter will own, from its config.json alone, before anything is loaded.
 
     Args:
-        dtype: in which it will be served.
+        dtype: the dtype in which the drafter will be served.
         kv_cache_dtype: see `models.batch.kv_dtype`.
 
     Raises:
         NotFoundError, UnsupportedModelError: as for any model.
     """
-    if config is None or config.model is None or config.method == "medusa":
+    if config is None:
         return 0
-    from ...models.checkpoint.loader import read_facts, resolve_model_path
+    with _errors_name(config.model):
+        found: Callable[..., int] | None = getattr(_module(config.method), "kv_bytes_per_token", None)
+        return 0 if found is None else found(config, dtype, kv_cache_dtype)
 
-    with _naming(config.model):
-        path = resolve_model_path(
-            config.model,
-            draft=config.method != "draft_model",
-            revision=config.revision,
-            cache_dir=config.download_dir,
-        )
-        if config.method == "draft_model":
-            return read_facts(path, dtype, kv_cache_dtype).kv_bytes_per_token
-        from .eagle.drafter import eagle_kv_bytes_per_token
 
-        return eagle_kv_bytes_per_token(path, dtype, kv_cache_dtype)
+def _module(method: str) -> Any:
+    return import_module(_MODULES[method], __package__)
 
 
 @contextmanager
-def _naming(model: str | None) -> Iterator[None]:
-    """What is wrong with a draft's files is said of `model` and of the speculative_config, whoever finds it: the same
-    code reads the target's."""
+def _errors_name(model: str | None) -> Iterator[None]:
+    """Let errors of a drafter's files name `model` and the speculative_config; the code that raises them reads the
+    target's files too."""
     try:
         yield
     except OutriderError as error:

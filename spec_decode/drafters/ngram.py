@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
+from ...platform.core.speculative_config import SpeculativeConfig
 from .base import Drafter, DraftRow, Proposal, TargetOutput
+from .factory import DrafterContext
 
 _FEW_PLACES = 24
 """Earlier places of the last tokens that are looked at one by one."""
@@ -93,6 +95,11 @@ class _History:
         new = tokens[len(self._array) :]  # a long list takes longer to turn into an array than to search
         self._array = np.concatenate([self._array, np.array(new, dtype=np.int32)])
         return self._array
+
+
+def load(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:
+    """Build the drafter that `config` asks for; it loads nothing."""
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
 
 
 class NgramDrafter(Drafter):

@@ -13,14 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...models.checkpoint.loader import resolve_model_path
-from ...models.config import DecoderConfig, FamilyTraits, decoder_config
+from ...models.config import DecoderConfig, decoder_config
+from ...models.families import FamilyTraits
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError
 from .data import Sample, choose_vocab_size, frequent_tokens
-from .draft_lora import DraftModelLora, HeadLora
-from .drafter import Drafter
-from .eagle_head import Eagle1Head, Eagle3Head, EagleHead, Shared
-from .layers import HeadShape
-from .medusa_heads import MedusaHeads
+from .methods.base import TrainedDrafter
+from .methods.draft_lora import DraftModelLora, HeadLora
+from .methods.eagle_head import Eagle1Head, Eagle3Head, EagleHead, Shared
+from .methods.layers import HeadShape
+from .methods.medusa_heads import MedusaHeads
 from .options import TrainOptions, reason, wrong
 from .target import Target, load_causal_lm
 
@@ -72,8 +73,8 @@ def head_shape(target: Target, options: TrainOptions, samples: Sequence[Sample])
     )
 
 
-def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]) -> Drafter:
-    """What `options.method` trains, with weights from the seed.
+def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]) -> TrainedDrafter:
+    """A new drafter for `options.method`, with weights from the seed.
 
     Raises:
         InvalidRequestError, NotFoundError: sizes or files that do not fit.
@@ -109,7 +110,7 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
     return head
 
 
-def _draft_lora(options: TrainOptions, target: Target, shared: Shared) -> Drafter:
+def _draft_lora(options: TrainOptions, target: Target, shared: Shared) -> TrainedDrafter:
     draft = options.draft or ""
     alpha = options.alpha or 2.0 * options.rank
     folder = draft_folder(draft)
@@ -184,7 +185,7 @@ def _refuse_scaled_rope(config: dict[str, Any], file: Path) -> None:
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds an EAGLE head, rather than a model of its own: heads have `fc`."""
+    """True when a folder holds an EAGLE head, rather than a model of its own: heads have `fc`."""
     single = folder / "model.safetensors"
     if single.is_file():
         try:
@@ -196,7 +197,7 @@ def is_head(folder: Path) -> bool:
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
-    """Whether the head is an EAGLE-3 one."""
+    """True when the head is an EAGLE-3 head."""
     named = any("Eagle3" in name for name in config.get("architectures") or ())
     return named or "draft_vocab_size" in config or config.get("speculators_model_type") == "eagle3"
 

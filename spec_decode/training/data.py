@@ -253,7 +253,7 @@ def collate(samples: Sequence[Sample], device: torch.device, prompt_weight: floa
 
 
 def learned_tokens(samples: Iterable[Sample]) -> Counter[int]:
-    """How often each token is learned."""
+    """Number of times that each token is learned."""
     seen: Counter[int] = Counter()
     for sample in samples:
         seen.update(sample.token_ids[sample.num_prompt_tokens :])

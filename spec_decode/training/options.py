@@ -1,4 +1,4 @@
-"""What a training run is asked to do. Free of torch: the command line is built from it."""
+"""Options of a training run. Free of torch: the command line is built from them."""
 
 from __future__ import annotations
 

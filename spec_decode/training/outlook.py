@@ -1,11 +1,11 @@
-"""What a run may be expected to reach, said before it starts; it warns where data or steps are too few."""
+"""Expected results of a run, said before it starts; warnings where data or steps are too few."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from .data import Sample, learned_tokens
-from .drafter import Drafter
+from .methods.base import TrainedDrafter
 
 _MEASURED = ((10_000, 1.14), (37_000, 1.20), (75_000, 1.25))
 """Trained tokens, and the acceptance length with 4 drafts on prompts of other topics that an EAGLE-3 head of
@@ -23,7 +23,7 @@ _COVERED = 0.97
 
 
 def outlook(
-    drafter: Drafter, samples: Sequence[Sample], held_out: Sequence[Sample], steps: int, steps_per_epoch: int
+    drafter: TrainedDrafter, samples: Sequence[Sample], held_out: Sequence[Sample], steps: int, steps_per_epoch: int
 ) -> Iterator[str]:
     """Lines about the size of a run, and warnings."""
     learned = learned_tokens(samples).total()

@@ -50,8 +50,8 @@ class Progress:
                 self.say(self._describe())
 
 
-class Pace:
-    """How fast a run trains, and how long it will take."""
+class Speed:
+    """Speed of a run, and the time that is left."""
 
     def __init__(self, done: int, steps: int) -> None:
         self._first, self._done, self._steps, self._loss = done, done, steps, 0.0
@@ -65,7 +65,7 @@ class Pace:
         self._done, self._loss = done, sum(losses) / len(losses)
 
     def describe(self) -> str:
-        """How far it is, and how long it will take."""
+        """A line about the steps done, the speed and the time that is left."""
         window = list(self._window)
         if not window:
             return f"step {self._done + 1} of {self._steps} is under way"

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from .acceptance import Measured
 from .build import draft_folder, is_eagle3, is_head, new_drafter, read_head_config, stored_aux_layers
 from .data import Sample
-from .drafter import Drafter
+from .measurement import Measured
+from .methods.base import TrainedDrafter
 from .options import TrainOptions, wrong
 from .outlook import outlook
 from .progress import EVERY, Progress
@@ -34,10 +34,10 @@ def choose_device(name: str) -> torch.device:
 
 
 class Loaded(NamedTuple):
-    """What a run trains, and from what."""
+    """Drafter and data of a run."""
 
     target: Target
-    drafter: Drafter
+    drafter: TrainedDrafter
     device: torch.device
 
 

@@ -92,7 +92,7 @@ def kept_files(options: TrainOptions) -> set[str]:
 
 
 def describe(options: TrainOptions) -> dict[str, Any]:
-    """What `run.json` holds.
+    """Contents of `run.json`.
 
     Raises:
         NotFoundError: an input cannot be read.
@@ -166,7 +166,7 @@ def _check_deletable(folder: Path, found: str) -> None:
 
 
 def _check_same_run(options: TrainOptions, folder: Path) -> None:
-    """What has been trained must have had the same options; before that, only what has been generated counts."""
+    """Refuse other options than those that weights were trained with; before training only those of the data count."""
     if not os.path.lexists(folder / RUN_FILE):
         raise wrong("resume", f"there is no run in {folder}")
     before, now = _read_run(folder), describe(options)

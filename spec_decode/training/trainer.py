@@ -19,13 +19,13 @@ from torch import nn
 from tqdm import tqdm
 
 from ...platform.core.errors import InvalidRequestError
-from .acceptance import Measured, measure
 from .data import Sample, plan_batches, plan_epoch
-from .drafter import Drafter
 from .features import FeatureCache
+from .measurement import Measured, measure
+from .methods.base import TrainedDrafter
 from .options import TrainOptions
-from .progress import Pace, Progress
-from .store import write_torch
+from .output_files import write_torch
+from .progress import Progress, Speed
 from .target import Target
 
 CHECKPOINT = Path("checkpoint") / "state.pt"
@@ -61,12 +61,12 @@ class Interrupt:
 
 
 def rate_factor(step: int, steps: int, warmup: int) -> float:
-    """What learning rates are multiplied with at a step: a linear rise, then a linear fall to zero."""
+    """Factor of the learning rates at a step: a linear rise, then a linear fall to zero."""
     warmup = min(warmup, steps // 2)
     return min((step + 1) / (warmup + 1), (steps - step) / (steps - warmup))
 
 
-def make_optimizers(drafter: Drafter, options: TrainOptions) -> list[torch.optim.Optimizer]:
+def make_optimizers(drafter: TrainedDrafter, options: TrainOptions) -> list[torch.optim.Optimizer]:
     """AdamW for what is trained, or Muon for the matrices of layers and AdamW for the rest."""
     matrices = drafter.matrices() if options.optimizer == "muon" else []
     chosen = {id(p) for p in matrices}
@@ -84,7 +84,7 @@ class Trainer:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: TrainedDrafter,
         target: Target,
         samples: Sequence[Sample],
         held_out: Sequence[Sample],
@@ -120,17 +120,17 @@ class Trainer:
         measured = self._measure(first, None, progress) if first == 0 else None  # there is nothing to save yet
         shown = {"desc": options.method, "unit": "step", "disable": not options.progress}
         with Interrupt() as interrupt, tqdm(total=self.steps, initial=first, **shown) as bar:
-            pace = Pace(first, self.steps)
-            progress.doing(pace.describe)
+            speed = Speed(first, self.steps)
+            progress.doing(speed.describe)
             recent: list[float] = []
             saved = time.monotonic()
             for step, number in zip(range(first, self.steps), self._order(first), strict=False):
                 began = time.monotonic()
                 recent = [*recent[-49:], self._step(step, number)]
                 done = step + 1
-                pace.note(done, recent, self._learned.tokens(number), time.monotonic() - began)
+                speed.note(done, recent, self._learned.tokens(number), time.monotonic() - began)
                 if done == first + _FIRST_STEPS:
-                    progress.say(pace.describe())
+                    progress.say(speed.describe())
                 if done % options.eval_every == 0 or done == self.steps:
                     measured = self._measure(done, sum(recent) / len(recent), progress)
                 ending = f", acceptance {measured.acceptance_length:.2f}" if measured else ""

@@ -1,4 +1,4 @@
-"""How neural drafters choose their drafts: from logits, by each request's own sampling parameters and rule."""
+"""Drawing of drafts from a neural drafter's logits, by each request's own sampling parameters and rule."""
 
 from __future__ import annotations
 
@@ -34,40 +34,40 @@ class Drafting:
     start: int = 0
     """Leading positions whose KV in the drafter's layers is valid; of drafters that have any."""
     end: int = 0
-    """How far the catch-up pass would have to get."""
+    """First position that the catch-up pass need not compute."""
     draft_ids: list[int] = field(default_factory=list)
-    late_ids: list[tuple[OnDevice, int]] = field(default_factory=list)
-    """Instead of `draft_ids`, where the host does not wait for them: each draft's source, and its place there."""
+    device_ids: list[tuple[OnDevice, int]] = field(default_factory=list)
+    """Source of each draft and its place there: in place of `draft_ids`, where the host does not wait for them."""
     draft_probs: list[Tensor] = field(default_factory=list)
     """[V] float32 each, when the request is verified by rejection sampling."""
 
     @property
     def drafts(self) -> Drafts:
-        """What was drafted."""
+        """The drafts so far."""
         if not self.num_drafts:
             return NO_DRAFTS
         ids: Sequence[int] = self.draft_ids
-        if self.late_ids:
-            assert len({source for source, _ in self.late_ids}) == 1, "join_drafts comes first"
-            ids = DeviceIds(self.late_ids[0][0], [place for _, place in self.late_ids])
+        if self.device_ids:
+            assert len({source for source, _ in self.device_ids}) == 1, "join_drafts comes first"
+            ids = DeviceIds(self.device_ids[0][0], [place for _, place in self.device_ids])
         return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None)
 
     @property
     def num_drafts(self) -> int:
-        """How many were drafted so far."""
-        return len(self.draft_ids) + len(self.late_ids)
+        """Number of drafts so far."""
+        return len(self.draft_ids) + len(self.device_ids)
 
     @property
     def new_tokens(self) -> tuple[Sequence[int], ...]:
-        """What follows the request's tokens, or those that `seen` tells of, in parts: those of this step, which are not
-        in the request yet, and the drafts; the host may not know these."""
-        late = (DeviceIds(source, [place]) for source, place in self.late_ids)
+        """Tokens after the request's own, in parts: those of this step, which are not in the request yet (`seen` has
+        them, if it is set), and the drafts, which the host may not know."""
+        drafts = (DeviceIds(source, [place]) for source, place in self.device_ids)
         sampled = self.row.tokens[len(self.row.request.tokens) :] if self.row.seen is None else []
-        return sampled, self.draft_ids, *late
+        return sampled, self.draft_ids, *drafts
 
 
 class PassOutput(NamedTuple):
-    """What a drafter's pass leaves of B sequences."""
+    """Output of a drafter's pass over B sequences."""
 
     hidden: Tensor
     """[B, H] of their last tokens."""
@@ -81,7 +81,7 @@ class PassOutput(NamedTuple):
     host knows."""
 
     def rows(self, index: Tensor) -> PassOutput:
-        """That of some of the sequences."""
+        """The output of some of the sequences."""
         return PassOutput(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
 
 
@@ -117,10 +117,10 @@ def draw(
         logits: [B, V] float32, or [B, Vd] with a `vocabulary`; may be changed.
         edit: for requests with such parameters. A drafter that did not know of a mask would be wrong most of the time.
         best: `most_likely_ids` of the logits, where they are known already; may be overwritten later.
-        overshoot: that of `PassOutput`.
+        overshoot: see `PassOutput.overshoot`.
     """
     if best is not None and takes_best(sequences, edit):
-        _append_late(sequences, OnDevice(best.clone()))
+        _append_from(sequences, OnDevice(best.clone()))
         return
     edited = [] if edit is None else [i for i, s in enumerate(sequences) if s.row.request.edits_logits]
     if edited and edit is not None:
@@ -136,7 +136,7 @@ def draw(
         else:
             wide = logits if vocabulary is None else vocabulary.widen(logits)
             source = OnDevice(_sample(sequences, wide, overshoot))
-        _append_late(sequences, source)
+        _append_from(sequences, source)
         return
     if greedy:
         known, _ = most_likely(logits)
@@ -155,7 +155,7 @@ def most_likely_ids(logits: Tensor, vocabulary: DraftVocabulary | None = None) -
 
 
 def takes_best(sequences: Sequence[Drafting], edit: EditLogits | None) -> bool:
-    """Whether the next draft of each sequence is the most likely token of its logits as they are."""
+    """True when the next draft of each sequence is the most likely token of its logits as they are."""
     return all(s.rule is Rule.GREEDY and (edit is None or not s.row.request.edits_logits) for s in sequences)
 
 
@@ -167,38 +167,38 @@ def append_best(sequences: Sequence[Drafting], best: Tensor) -> None:
     """
     source = OnDevice(best.flatten().clone())
     for place, sequence in enumerate(sequences):
-        sequence.late_ids += [(source, draft * best.shape[1] + place) for draft in range(sequence.num_wanted)]
+        sequence.device_ids += [(source, draft * best.shape[1] + place) for draft in range(sequence.num_wanted)]
 
 
-def _append_late(sequences: Sequence[Drafting], source: OnDevice) -> None:
+def _append_from(sequences: Sequence[Drafting], source: OnDevice) -> None:
     for place, sequence in enumerate(sequences):
-        sequence.late_ids.append((source, place))
+        sequence.device_ids.append((source, place))
 
 
 def stays_on_device(logits: Tensor) -> bool:
-    """Whether the host does not wait for drafts: the next pass reads them where they are, and so does verification."""
+    """True when the host does not wait for drafts: the next pass and verification read them on the device."""
     return logits.is_cuda
 
 
 def last_drafts(sequences: Sequence[Drafting]) -> tuple[list[list[int]], list[DeviceTokens]]:
-    """The last draft of each of B sequences, which were drawn together, as one pass's tokens: [B] lists of one, and
-    what stands in for them where the host does not know them."""
-    if not sequences[0].late_ids:
+    """The last draft of each of B sequences, which were drawn together, as one pass's tokens: [B] lists of one, with
+    their sources where the host does not know them."""
+    if not sequences[0].device_ids:
         return [s.draft_ids[-1:] for s in sequences], []
-    ids = [DeviceIds(source, [place]) for source, place in (s.late_ids[-1] for s in sequences)]
+    ids = [DeviceIds(source, [place]) for source, place in (s.device_ids[-1] for s in sequences)]
     return [[0] for _ in sequences], device_tokens(enumerate(ids))
 
 
 def join_drafts(sequences: Sequence[Drafting]) -> None:
-    """Let all late drafts have one source."""
-    sources = list(dict.fromkeys(source for s in sequences for source, _ in s.late_ids))
+    """Let all drafts that are on the device have one source."""
+    sources = list(dict.fromkeys(source for s in sequences for source, _ in s.device_ids))
     if len(sources) < 2:
         return
     starts = np.cumsum([0, *(len(source.tensor) for source in sources)]).tolist()
     first = dict(zip(sources, starts, strict=False))
     joined = OnDevice(torch.cat([source.tensor for source in sources]))
     for sequence in sequences:
-        sequence.late_ids = [(joined, first[source] + place) for source, place in sequence.late_ids]
+        sequence.device_ids = [(joined, first[source] + place) for source, place in sequence.device_ids]
 
 
 def _sample(sequences: Sequence[Drafting], logits: Tensor, overshoot: Tensor | None) -> Tensor:

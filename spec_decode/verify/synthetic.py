@@ -21,7 +21,7 @@ from .verification import Rule, Verified, VerifyRow, target_tokens
 
 
 def accept_at_rates(row: VerifyRow, rates: Sequence[float]) -> int:
-    """How many of the row's drafts are accepted.
+    """Number of the row's drafts that are accepted.
 
     Args:
         rates: [at least the row's k] in [0, 1], never rising.

@@ -35,7 +35,7 @@ from ...platform.core.request import Request
 
 
 class Rule(enum.Enum):
-    """How a request's tokens are chosen and its drafts verified."""
+    """Rule by which a request's tokens are chosen and its drafts verified."""
 
     GREEDY = "greedy"
     """The most likely token; the drafter-invariant rule without noise."""
@@ -59,12 +59,13 @@ class VerifyRow(NamedTuple):
     """Index in the sequence of the token that row 0 decides: the length of the accepted sequence."""
     draft_ids: Sequence[int]
     draft_probs: Tensor | None
-    """[k, V] float32: what each draft was drawn from, for `Rule.REJECTION`; None: drafts are certain, q is one-hot."""
+    """[k, V] float32: the distribution that each draft was drawn from, for `Rule.REJECTION`; None: drafts are certain,
+    q is one-hot."""
     rule: Rule
 
 
 class Verified(NamedTuple):
-    """What a verification gives one request."""
+    """Result of a verification for one request."""
 
     token_ids: list[int]
     """The accepted drafts and one token more."""
@@ -139,7 +140,7 @@ _RULES = {
 
 
 class Choices(NamedTuple):
-    """What was chosen for B requests with R rows, on the device; the host has not waited for it."""
+    """Tokens chosen for B requests with R rows, on the device; the host has not waited for them."""
 
     token_ids: Tensor
     """[R] int64: in a request's rows its accepted drafts, the next token, and -1 after it."""

@@ -135,7 +135,7 @@ def test_both_processes_write_objects(watched):
     server = watched.server
     engine_lines = [line for line in lines_of(server) if line["process"] == "engine"]
     (line,) = (line for line in engine_lines if "draft weights" in line["message"])
-    assert (line["level"], line["logger"]) == ("WARNING", "outrider.lora.catalog")
+    assert (line["level"], line["logger"]) == ("WARNING", "outrider.lora.registry.catalog")
     assert line["message"].startswith("adapter 'acme/odd' is served without")
     server.engine().kill()
     server.wait_for(lambda: '"logger": "outrider.platform.client.process.supervisor"' in server.output)

@@ -7,7 +7,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.engine import setup
-from outrider.platform.engine.warm_up import warm_up
+from outrider.platform.engine.runner.warm_up import warm_up
 from outrider.spec_decode.control import adapters, factory
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters.draft_model import DraftModelDrafter

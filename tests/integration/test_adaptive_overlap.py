@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.platform.engine import setup
-from outrider.platform.engine.warm_up import warm_up
+from outrider.platform.engine.runner.warm_up import warm_up
 from outrider.spec_decode.control import factory
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
@@ -108,7 +108,7 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run,
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
         engine.check_integrity()
     beside = [plan for plan, overlaps in plans if overlaps]
-    late = [row for plan in beside for row in plan.rows if row.is_late]
+    late = [row for plan in beside for row in plan.rows if row.awaits_token]
     assert sum(row.num_drafts > 0 for row in late) > 20
     assert sum(row.num_drafts == 0 for row in late) > 20
     assert any(len({row.num_drafts for row in plan.rows}) > 2 for plan in beside), "rows have different numbers"
@@ -162,7 +162,7 @@ def test_spells_without_drafts_overlap_as_without_speculation(
     jobs = jobs_of(models, prompts, KINDS)
     want = plain_tokens(jobs)
     assert tokens(run(engine, jobs)) == want
-    assert all(plan.drafts_late for plan, _ in plans)
+    assert all(plan.drafts_on_device for plan, _ in plans)
     assert [overlaps for _, overlaps in plans].count(False) == 1, "the first"
     assert any(not row.samples or row.num_tokens > 1 for plan, beside in plans for row in plan.rows)
     script.drafters, script.counts = [None, 0], [4]

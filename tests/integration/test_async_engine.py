@@ -8,8 +8,8 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
-from outrider.platform.engine import device_queue
-from outrider.platform.engine.device_queue import make_queue
+from outrider.platform.engine.runner import device_queue
+from outrider.platform.engine.runner.device_queue import make_queue
 
 LENGTHS = {"max_tokens": 20, "ignore_eos": True}
 PLAIN = [
@@ -151,7 +151,7 @@ def test_a_step_is_planned_and_launched_while_the_one_before_runs(make_engine, r
     engine._runner._queue.submit(lambda: held.append(second.wait(timeout=60)))
     outcomes = run(engine, [(prompts[0], greedy)])
     assert held == [True]
-    assert launched[1].rows[0].is_late
+    assert launched[1].rows[0].awaits_token
     assert len(outcomes[0].token_ids) == 24
 
 
@@ -163,11 +163,11 @@ def test_bad_words_are_given_the_token_before(make_engine, run, prompts, monkeyp
     launch = engine._runner.launch
     monkeypatch.setattr(engine._runner, "launch", lambda plan, before=None: plans.append(plan) or launch(plan, before))
     run(engine, [(prompts[0], params_of(temperature=0, bad_words_token_ids=[[5, 6]]))])
-    assert not any(row.is_late for plan in plans for row in plan.rows)
+    assert not any(row.awaits_token for plan in plans for row in plan.rows)
     for penalty in ({}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.3, "frequency_penalty": 0.2}):
         plans.clear()
         run(engine, [(prompts[0], params_of(temperature=0, **penalty))])
-        assert sum(row.is_late for plan in plans for row in plan.rows) == 19
+        assert sum(row.awaits_token for plan in plans for row in plan.rows) == 19
 
 
 def test_an_error_in_a_step_under_way_leaves_a_usable_engine(

@@ -56,7 +56,7 @@ def test_the_text_is_that_without_drafts(
     outcomes = run(engine, jobs)
     assert tokens(outcomes) == plain_tokens(jobs)
     assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
-    late = [row for plan in plans for row in plan.rows if row.is_late]
+    late = [row for plan in plans for row in plan.rows if row.awaits_token]
     assert sum(row.num_drafts > 0 for row in late) > 30
     engine.check_integrity()
 
@@ -74,7 +74,7 @@ def test_steps_with_penalties_overlap(models, make_engine, plain_tokens, run, pr
     plans = watch(engine, monkeypatch)
     outcomes = run(engine, jobs_of(models, prompts, kinds, True))
     assert tokens(outcomes) == want
-    late = [row for plan in plans for row in plan.rows if row.is_late]
+    late = [row for plan in plans for row in plan.rows if row.awaits_token]
     assert sum(row.num_drafts > 0 for row in late) > 20
     in_turn = run(make(make_engine, models, method, async_scheduling=False), jobs_of(models, prompts, kinds, True))
     accepted, usual = (sum(o.speculation.num_accepted_tokens for o in every) for every in (outcomes, in_turn))
@@ -110,10 +110,12 @@ def test_in_batches_that_come_and_go(
         jobs = jobs_of(models, prompts * 2, kinds, True)
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
         engine.check_integrity()
-    late = [row for plan in plans for row in plan.rows if row.is_late]
+    late = [row for plan in plans for row in plan.rows if row.awaits_token]
     assert sum(row.num_drafts > 0 for row in late) > 30
     mixed = [
-        plan for plan in plans if any(row.is_late for row in plan.rows) and any(not row.is_late for row in plan.rows)
+        plan
+        for plan in plans
+        if any(row.awaits_token for row in plan.rows) and any(not row.awaits_token for row in plan.rows)
     ]
     assert mixed, "requests join while others are under way"
     if options == "few blocks":
@@ -182,7 +184,7 @@ def test_a_step_is_launched_before_the_host_knows_what_the_one_before_accepted(
     event = threading.Event()
 
     def noted(plan, before=None):
-        if plan.drafts_late and before is None and not held:
+        if plan.drafts_on_device and before is None and not held:
             held.append(True)
             engine._runner._queue.submit(lambda: seen.append(event.wait(timeout=60)))
         elif before is not None and any(row.num_drafts for row in plan.rows):
@@ -210,7 +212,7 @@ def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts,
     engine = make_engine(speculative_config=config, async_scheduling=True)
     plans = watch(engine, monkeypatch)
     run(engine, [(prompt, greedy) for prompt in prompts])
-    assert not any(plan.drafts_late or row.is_late for plan in plans for row in plan.rows)
+    assert not any(plan.drafts_on_device or row.awaits_token for plan in plans for row in plan.rows)
 
 
 def note_drafts(engine):

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import LoRARequest, SamplingParams
+from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
-from outrider.lora.sites import AdapterHooks
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.checkpoint.loader import load_model
 from outrider.platform.core.config import LoRAConfig

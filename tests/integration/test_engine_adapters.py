@@ -350,7 +350,7 @@ def _numbers(outcome):
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"])
 def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, prompts, wide, method, k, monkeypatch):
     """1 + k rows of each request, and its prompt's, beside those of requests without an adapter there."""
-    monkeypatch.setattr("outrider.platform.engine.model_runner.LOGITS_CHUNK", 7)
+    monkeypatch.setattr("outrider.platform.engine.runner.model_runner.LOGITS_CHUNK", 7)
     options = {"max_tokens": 20, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2}
     sampling = [SamplingParams(temperature=0, **options), SamplingParams(temperature=0.8, seed=11, **options)]
     jobs = [

@@ -19,7 +19,7 @@ from outrider.kernels.device_outcome import (
 )
 from outrider.kernels.verification import pack
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.sampler import Pending, Ready, Sampled, Sampler, SampleRow
+from outrider.platform.engine.sampling.sampler import Pending, Ready, Sampled, Sampler, SampleRow
 from outrider.spec_decode.drafters.base import DraftRow
 from outrider.spec_decode.verify.draft_sampling import Drafting, draw, join_drafts, last_drafts
 from outrider.spec_decode.verify.verification import Rule, choose_rule
@@ -90,7 +90,7 @@ def drafting():
 def test_drafts_of_all_draws_get_one_source(source):
     first, second = drafting(), drafting()
     more = Counted(torch.tensor([30]))
-    first.late_ids, second.late_ids = [(source, 1), (more, 0)], [(source, 0)]
+    first.device_ids, second.device_ids = [(source, 1), (more, 0)], [(source, 0)]
     tokens, late = last_drafts([second])
     assert (tokens, late[0].origins) == ([[0]], [0])
     join_drafts([first, second, drafting()])
@@ -102,7 +102,7 @@ def test_drafts_of_all_draws_get_one_source(source):
 
 def test_new_tokens_are_given_without_waiting(source):
     one = drafting()
-    one.late_ids = [(source, 2), (source, 3)]
+    one.device_ids = [(source, 2), (source, 3)]
     parts = one.new_tokens
     assert Counted.asked == 0
     assert [token for part in parts for token in part] == [9, 12, 13]

@@ -23,7 +23,7 @@ from outrider.models.pass_graphs import GraphedRows, PassGraphs, PassLimits
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
-from outrider.platform.engine.logits_edits import edit_draft_logits
+from outrider.platform.engine.sampling.logits_edits import edit_draft_logits
 from outrider.spec_decode.drafters.base import DraftRow, Proposal, TargetOutput, no_adapters
 from outrider.spec_decode.drafters.factory import DrafterContext, make_drafter
 from outrider.spec_decode.drafters.medusa import drafter as medusa

@@ -23,7 +23,8 @@ from outrider.kernels import sampling as kernels_sampling
 from outrider.kernels import verification as kernels_verification
 from outrider.kernels.device_outcome import OnDevice
 from outrider.kernels.sampling import triton as kernels_sampling_triton
-from outrider.lora import arena, batching, dora, preparing
+from outrider.lora.device import arena, batching, dora
+from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import SequenceRows
@@ -31,10 +32,11 @@ from outrider.models.pass_graphs import PassGraphs, PassLimits
 from outrider.platform.core.batch import RowPlan, StepPlan
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
-from outrider.platform.engine import sampler, setup
+from outrider.platform.engine import setup
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.platform.engine.model_runner import Launched, ModelRunner
-from outrider.platform.engine.warm_up import dummy, rehearse, step
+from outrider.platform.engine.runner.model_runner import Launched, ModelRunner
+from outrider.platform.engine.runner.warm_up import dummy, rehearse, step
+from outrider.platform.engine.sampling import sampler
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
 from outrider.spec_decode.verify import verification
@@ -264,7 +266,7 @@ def test_penalties_are_counted_where_the_tokens_are(
     launch, late = ModelRunner.launch, []
 
     def noted(runner: ModelRunner, plan: StepPlan, before: Launched | None = None) -> Launched:
-        late.extend(row for row in plan.rows if row.is_late)
+        late.extend(row for row in plan.rows if row.awaits_token)
         return launch(runner, plan, before)
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
@@ -306,7 +308,7 @@ def test_numbers_of_drafts_that_change_from_step_to_step(
     launch = ModelRunner.launch
 
     def noted(runner: ModelRunner, plan: StepPlan, before: Launched | None = None) -> Launched:
-        beside.extend(row.num_drafts for row in plan.rows if row.is_late)
+        beside.extend(row.num_drafts for row in plan.rows if row.awaits_token)
         return launch(runner, plan, before)
 
     monkeypatch.setattr(ModelRunner, "launch", noted)

@@ -13,8 +13,8 @@ from outrider import SamplingParams
 from outrider.kernels.native import library
 from outrider.kernels.sampling import most_likely, native
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine import sampler as sampler_module
-from outrider.platform.engine.sampler import Sampler, SampleRow
+from outrider.platform.engine.sampling import sampler as sampler_module
+from outrider.platform.engine.sampling.sampler import Sampler, SampleRow
 
 INF, NAN = math.inf, math.nan
 

@@ -8,14 +8,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.lora import arena, batching, dora, layers, preparing
 from outrider.lora.adapter import AdapterSource, LoraWeights
-from outrider.lora.batching import LoraBatcher
-from outrider.lora.pool import Allocation, RowPool
-from outrider.lora.preparing import StepAdapters
-from outrider.lora.sites import AdapterSites
-from outrider.lora.tensor_keys import EMBEDDING, LM_HEAD
-from outrider.lora.versions import AdapterVersion
+from outrider.lora.device import arena, batching, dora, layers
+from outrider.lora.device import pass_inputs as preparing
+from outrider.lora.device.batching import LoraBatcher
+from outrider.lora.device.pass_inputs import StepAdapters
+from outrider.lora.device.pool import Allocation, RowPool
+from outrider.lora.device.sites import AdapterSites
+from outrider.lora.files.tensor_keys import EMBEDDING, LM_HEAD
+from outrider.lora.registry.versions import AdapterVersion
 from outrider.models.layers.embedding import Embedding
 from outrider.models.layers.linear import Linear
 

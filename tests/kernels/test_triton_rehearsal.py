@@ -13,13 +13,15 @@ from outrider import LoRARequest, SamplingParams
 from outrider.kernels import rms_norm as kernels_rms_norm
 from outrider.kernels import silu_mul as kernels_silu_mul
 from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
-from outrider.lora import arena, batching, dora, preparing
+from outrider.lora.device import arena, batching, dora
+from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.decoder import Decoder
 from outrider.platform.core.config import EngineArgs
-from outrider.platform.engine import rehearsal, setup
-from outrider.platform.engine.rehearsal import rehearse_adapter, rehearse_prompts
-from outrider.platform.engine.warm_up import dummy, step
+from outrider.platform.engine import setup
+from outrider.platform.engine.runner import rehearsal
+from outrider.platform.engine.runner.rehearsal import rehearse_adapter, rehearse_prompts
+from outrider.platform.engine.runner.warm_up import dummy, step
 
 from .compile_keys import recorded_keys
 from .test_graphs_engine import VOCAB, write_adapter, write_model

@@ -15,8 +15,8 @@ from outrider.kernels.verification import torch as reference
 from outrider.kernels.verification import triton as kernels
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.platform.engine import sampler as sampler_module
-from outrider.platform.engine.sampler import Sampler, SampleRow
+from outrider.platform.engine.sampling import sampler as sampler_module
+from outrider.platform.engine.sampling.sampler import Sampler, SampleRow
 from outrider.spec_decode.verify import verification as rules_module
 from outrider.spec_decode.verify.verification import Rule, VerifyRow, as_verified, choose, target_tokens, verify
 

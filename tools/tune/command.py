@@ -114,9 +114,8 @@ def model_shape(model: str) -> ModelShape:
     """
     from ...models.checkpoint.json_files import read_json
     from ...models.checkpoint.loader import resolve_model_path
-    from ...models.config import DTYPES, stored_dtype
+    from ...models.config import DTYPES, config_from_hf, stored_dtype
     from ...models.demo import DEMO_MODEL_NAME, demo_model_path
-    from ...models.families import config_from_hf
 
     path = demo_model_path() if model == DEMO_MODEL_NAME else resolve_model_path(model)
     raw = read_json(Path(path) / "config.json")

@@ -50,11 +50,14 @@ class Round:
 
     seconds: float
     requests: list[RequestTimes]
+    cpu_seconds: float = 0.0
+    """Processor time of the thread that computes; 0 where a GPU does."""
 
     @classmethod
     def joined(cls, batches: Sequence[Round]) -> Round:
         """The round that consists of these batches, one after the other."""
-        return cls(sum(batch.seconds for batch in batches), [r for batch in batches for r in batch.requests])
+        requests = [request for batch in batches for request in batch.requests]
+        return cls(sum(batch.seconds for batch in batches), requests, sum(batch.cpu_seconds for batch in batches))
 
     @property
     def output_tokens(self) -> int:

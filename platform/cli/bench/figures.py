@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...core.messages import SpeculationCounts
-from .driver import RequestTimes, Round
+from .driver import Round
 from .modes import Mode
 from .serving.metrics import acceptance
 
@@ -38,7 +38,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
 
     Throughputs are those of the median round. `speedup` is the median over rounds of output tokens/s over those of the
     round of `off` that ran interleaved with it, `speedup_quartiles` the quartiles and `speedup_error` the standard
-    error of the median.
+    error of the median. `cpu_speedup` compares processor time instead; None on a GPU.
     """
     requests = [request for round_ in cell.rounds for request in round_.requests]
     seconds = [round_.seconds for round_ in cell.rounds]
@@ -46,7 +46,11 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     tokens = statistics.mean(round_.output_tokens for round_ in cell.rounds)
     pairs = list(zip(cell.rounds, off.rounds, strict=True))
     speedups = [ours.speed / plain.speed for ours, plain in pairs]
-    counts = _speculation(requests)
+    timed = [(ours, plain) for ours, plain in pairs if ours.cpu_seconds and plain.cpu_seconds]
+    cpu = [a.output_tokens / b.output_tokens * b.cpu_seconds / a.cpu_seconds for a, b in timed]
+    counts = SpeculationCounts()
+    for found in filter(None, (request.speculation for request in requests)):
+        counts.add(found)
     return {
         "task": cell.task,
         "kind": cell.kind,
@@ -66,6 +70,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
         "speedup": round(statistics.median(speedups), 4),
         "speedup_quartiles": [round(float(share), 4) for share in np.percentile(speedups, (25, 75))],
         "speedup_error": _error_of_median(speedups),
+        "cpu_speedup": round(statistics.median(cpu), 4) if cpu else None,
         "same_text_as_off": _same_text(pairs),
         **(acceptance(counts) or _NO_ACCEPTANCE),
         "drafts_verified": _shares(counts.steps_by_k),
@@ -96,14 +101,6 @@ def _same_text(pairs: Sequence[tuple[Round, Round]]) -> dict[str, int]:
         for mine, theirs in zip(ours.requests, plain.requests, strict=True)
     ]
     return {"same": sum(same), "of": len(same)}
-
-
-def _speculation(requests: Sequence[RequestTimes]) -> SpeculationCounts:
-    total = SpeculationCounts()
-    for request in requests:
-        if request.speculation is not None:
-            total.add(request.speculation)
-    return total
 
 
 def _shares(counts: Sequence[int]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -53,7 +54,10 @@ class _Contestant(NamedTuple):
         the same questions in another round or at another batch size."""
         own = [replace(request, lora=self.lora, cache_salt=f"{salt} {self.kind}") for request in requests]
         run = Run(self.engine.core, f"mode {self.engine.mode.name}")
-        return Round(run.complete(own, concurrency), list(run.times.values()))
+        started = time.thread_time()
+        seconds = run.complete(own, concurrency)
+        cpu_seconds = time.thread_time() - started if self.engine.core.info.device == "cpu" else 0.0
+        return Round(seconds, list(run.times.values()), cpu_seconds)
 
 
 def measure(engines: Sequence[ModeEngine], tasks: Sequence[Task], plan: Plan) -> list[dict[str, Any]]:

@@ -30,7 +30,6 @@ def check_can_plot() -> None:
 
 def draw(report: dict[str, Any], file: Path) -> None:
     """Write the picture as a PNG. Bars are means over the adapters; under each bar stands its acceptance length."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = [row for row in report["rows"] if row["mode"] != OFF]
@@ -39,7 +38,6 @@ def draw(report: dict[str, Any], file: Path) -> None:
     kinds = [kind for kind in _SERIES if any(row["kind"] == kind for row in rows)]
     width = max(7.0, 1.2 + 0.34 * len(modes) * len(kinds))
     figure = Figure(figsize=(width, 3.7 * max(1, len(batch_sizes)) + 1.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(max(1, len(batch_sizes)), 1, sharey=True, squeeze=False).flatten().tolist()
     for axis, batch_size in zip(axes, batch_sizes, strict=False):
         _draw_panel(axis, [row for row in rows if row["batch_size"] == batch_size], modes, kinds)

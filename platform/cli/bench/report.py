@@ -12,10 +12,6 @@ def _optional(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _positions(row: dict[str, Any]) -> str:
-    return " ".join(f"{share:.2f}" for share in row["acceptance_per_position"][:5])
-
-
 _WEIGHTS = {WITH_DRAFT: "with", WITHOUT_DRAFT: "without"}
 _COLUMNS: tuple[tuple[str, int, Callable[[dict[str, Any]], str]], ...] = (
     ("text", -12, lambda row: row["task"]),
@@ -24,19 +20,21 @@ _COLUMNS: tuple[tuple[str, int, Callable[[dict[str, Any]], str]], ...] = (
     ("tokens/s", 9, lambda row: f"{row['output_throughput']:.1f}"),
     ("speed-up", 9, lambda row: f"{row['speedup']:.2f}"),
     ("+-", 5, lambda row: _optional(row["speedup_error"], 2)),
+    ("CPU", 5, lambda row: _optional(row["cpu_speedup"], 2)),
     ("TTFT ms", 9, lambda row: f"{row['ttft_ms']['mean']:.1f}"),
     ("TPOT ms", 9, lambda row: _optional((row["tpot_ms"] or {}).get("mean"), 2)),
     ("p99 ITL", 9, lambda row: _optional((row["itl_ms"] or {}).get("p99"), 1)),
     ("length", 7, lambda row: _optional(row["acceptance_length"], 2)),
     ("rate", 6, lambda row: _optional(row["acceptance_rate"], 2)),
-    ("by position", 26, _positions),
+    ("by position", 26, lambda row: " ".join(f"{share:.2f}" for share in row["acceptance_per_position"][:5])),
     ("same text", 10, lambda row: f"{row['same_text_as_off']['same']}/{row['same_text_as_off']['of']}"),
 )
 """Heading, width (negative: aligned to the left) and cell of a row."""
 _NOTES = """\
-speed-up: output tokens/s over off, median of the rounds; +-: its standard error. TTFT, TPOT: means; TPOT leaves out the
-first token. length: tokens a verification gives (accepted drafts, and one). rate: share of accepted drafts. by
-position: share of the verifications that accept the draft there. same text: requests with off's tokens, all rounds."""
+speed-up: output tokens/s over off, median of the rounds; +-: its standard error. CPU: the speed-up by processor time of
+the computing thread, which other processes disturb less. TTFT, TPOT: means; TPOT leaves out the first token. length:
+tokens a verification gives (accepted drafts, and one). rate: share of accepted drafts. by position: share of the
+verifications that accept the draft there. same text: requests with off's tokens, all rounds."""
 
 
 def labels(*, synthetic: Sequence[float] | None, random_weights: bool) -> list[str]:

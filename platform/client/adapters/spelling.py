@@ -1,4 +1,4 @@
-"""How callers may spell the adapter of a request, and what that means.
+"""Spellings of the adapter of a request, and their meanings.
 
 None                            the base model
 LoRARequest, or its name        an adapter
@@ -24,7 +24,7 @@ _MAX_SHOWN_NAMES = 20
 
 
 def resolve_lora(lora: AnyLoRA | None, known: Callable[[], Mapping[str, LoRARequest]]) -> LoRA | None:
-    """What a request runs on; `known` are the adapters that a name may mean, asked for only when there is a name.
+    """Return the adapter of a request. `known` are the adapters that a name may mean, asked for only for a name.
 
     Raises:
         NotFoundError: no adapter has that name.
@@ -60,7 +60,7 @@ def lora_of_each(value: Any, count: int) -> list[Any]:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether it is an adapter and a weight, however wrong the weight."""
+    """True for an adapter and a weight, however wrong the weight."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], LoRARequest | str):
         return False
     return not isinstance(value[1], LoRARequest | str | tuple | list | None)

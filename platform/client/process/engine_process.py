@@ -47,20 +47,21 @@ logger = logging.getLogger(__name__)
 
 _IDLE_POLL_MS = 1000
 _EMPTY_STEP_POLL_MS = 1
-"""After a step without output (adapters are loading, or the first chunks of a long prompt): no busy waiting."""
+"""Wait after a step without output (adapters are loading, or the first chunks of a long prompt): not busy."""
 _READING_POLL_MS = 10
-"""While the files of an adapter are read and nothing else is to be done."""
+"""Wait while the files of an adapter are read and there is no other work."""
 
 
 def error_info(error: BaseException) -> ErrorInfo:
-    """Any exception as plain data; one that is not ours with the name of its class."""
+    """An exception as plain data; one that is not an OutriderError with the name of its class."""
     if isinstance(error, OutriderError):
         return error.info()
     return ErrorInfo(OutriderError.type, f"{type(error).__name__}: {error}")
 
 
 class EngineLoop:
-    """Serves one client until it says stop. Errors of single requests and calls are answered; one in a step ends it."""
+    """Serves one client until it says stop. Errors of single requests and calls are answered; an error in a step ends
+    the loop."""
 
     def __init__(self, engine: Engine, link: EngineLink) -> None:
         self._engine = engine
@@ -112,7 +113,7 @@ class EngineLoop:
             self._stopping = True
 
     def _refuse(self, message: Undecodable) -> None:
-        """Answer what nobody can read, so that no request waits for ever."""
+        """Answer a message that cannot be decoded, so that no request waits for ever."""
         logger.error("A message cannot be decoded: %s", message.error.message)
         self._failed += [TokenDelta(request_id, error=message.error) for request_id in message.request_ids]
         if message.call_id is not None:

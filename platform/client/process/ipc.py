@@ -29,13 +29,13 @@ from ...core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats
 
 
 class ProcessConfig(msgspec.Struct):
-    """What an engine process is started with; comes over its standard input."""
+    """Configuration of an engine process; comes over its standard input."""
 
     args: EngineArgs
     engine: str
     """Import path "module:callable"."""
     folder: str
-    """Where the link's socket is."""
+    """Folder of the link's socket."""
     sys_path: list[str]
     log_level: int
     progress: bool
@@ -61,7 +61,7 @@ class Call(msgspec.Struct):
     verb: str
     """A key of `VERBS`."""
     arguments: dict[str, Any] = {}
-    """By name; plain data when it has arrived, see `arguments_of`."""
+    """Arguments by name; plain data when the call has arrived, see `arguments_of`."""
 
 
 class Stop(msgspec.Struct):
@@ -75,7 +75,7 @@ class Ready(msgspec.Struct):
 
 
 class Deltas(msgspec.Struct):
-    """What one step brought."""
+    """The deltas of one step."""
 
     deltas: list[TokenDelta]
 
@@ -95,7 +95,7 @@ class Dying(msgspec.Struct):
 
 
 class Undecodable(NamedTuple):
-    """Stands in the engine process for a message that cannot be decoded."""
+    """A message that the engine process cannot decode."""
 
     error: ErrorInfo
     request_ids: list[str]
@@ -190,7 +190,7 @@ def decode(frames: list[bytes]) -> Message:
 
 
 def undecodable(frames: list[bytes], error: Exception) -> Undecodable:
-    """Whom an undecodable message would have been for, as far as it can be read."""
+    """The receivers of a message that cannot be decoded, as far as it can be read."""
     try:
         fields = msgspec.msgpack.decode(frames[-1], strict=False)
     except (msgspec.MsgspecError, UnicodeError):

@@ -33,16 +33,15 @@ from .ipc import (
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_MS = 50
-"""How long after a process's death its last messages may still come in."""
+"""Milliseconds after a process's death in which its last messages may still come in."""
 _STOP_SECONDS = 5.0
 _HANG_CHECKS = 10
-"""In so many looks the time of a hanging engine is counted: when this process itself was stopped for long, it counts as
-one of them."""
+"""Number of checks in `hang_timeout`. The time in which this process itself was stopped counts as one check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a dead engine is started again. Times in seconds."""
+    """Times of new starts after an engine's death, in seconds."""
 
     first_delay: float = 0.5
     max_delay: float = 30.0
@@ -54,7 +53,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What is started, and how."""
+    """Options of an engine process, and of its supervision."""
 
     args: EngineArgs
     engine: str = DEFAULT_ENGINE
@@ -65,13 +64,13 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """Whom the supervisor tells. All are called in the event loop."""
+    """Functions that the supervisor calls, in the event loop."""
 
     on_deltas: Callable[[list[TokenDelta]], None]
     on_death: Callable[[OutriderError], None]
     """The engine died; what it was doing is lost."""
     on_restart: Callable[[EngineProcess], Awaitable[None]]
-    """It has been started again; requests are let in when this returns."""
+    """The engine has been started again; requests are let in when this returns."""
 
 
 class EngineProcess:
@@ -182,8 +181,7 @@ class EngineProcess:
                 await asyncio.sleep(pause)
 
     async def _watch(self, pause: float) -> None:
-        """End the process when its engine no longer answers between two steps: such a one would hold its requests for
-        ever."""
+        """End the process when its engine no longer answers between two steps: it would hold its requests for ever."""
         last, num_missed = -1, 0
         while num_missed < _HANG_CHECKS:
             await asyncio.sleep(pause)
@@ -270,7 +268,7 @@ class Supervisor:
         self.state = "starting"
         """"starting", "ready", "restarting" or "stopped"."""
         self.failure: OutriderError | None = None
-        """Why it has been given up."""
+        """The reason why the engine has been given up."""
         self.num_restarts = 0
         self._spec = spec
         self._callbacks = callbacks
@@ -297,7 +295,7 @@ class Supervisor:
         return await asyncio.shield(self._started)
 
     async def _supervise_safely(self, started: asyncio.Future[EngineInfo]) -> None:
-        """Whatever goes wrong in the supervision itself, nobody waits for ever."""
+        """Supervise; when the supervision itself fails, give up, so that no caller waits for ever."""
         try:
             await self._supervise(started)
         except Exception as error:
@@ -333,7 +331,11 @@ class Supervisor:
             self.num_restarts += 1
 
     async def _run(self, engine: EngineProcess, started: asyncio.Future[EngineInfo]) -> tuple[float, OutriderError]:
-        """From start to death: the seconds it was ready, and why it died. Raises when it does not become ready."""
+        """Run an engine from start to death; returns the seconds it was ready, and why it died.
+
+        Raises:
+            OutriderError: it did not become ready.
+        """
         loop = asyncio.get_running_loop()
         info = await engine.start()
         if started.done():

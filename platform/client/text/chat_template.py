@@ -18,10 +18,10 @@ from ...core.errors import InvalidRequestError
 from .template_checks import check_texts_arrive, check_tools_arrive
 
 _PROBE = "zqprobezq"
-"""Stands for a text."""
+"""A text that no template contains."""
 _A_AS_PARTS = [{"type": "text", "text": "a"}]
 _PAD = "\t \t"
-"""Follows the text to be continued; where it is gone, the template trims the end of messages."""
+"""White space after the text to be continued; where it is gone, the template trims the end of messages."""
 
 
 class ChatOptions(TypedDict, total=False):

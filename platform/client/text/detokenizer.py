@@ -119,7 +119,7 @@ def _decode_held(decode: Decode, context: list[int], held: list[int]) -> str:
 
 
 class SpacelessDecoder:
-    """Around another decoder: no space between special tokens that follow each other."""
+    """Wraps a decoder: no space between special tokens that follow each other."""
 
     def __init__(self, inner: TokenDecoder, special: dict[int, str]) -> None:
         self._inner = inner

@@ -74,7 +74,7 @@ class StopSearch:
         self._node = 0
 
     def feed(self, text: str, *, stops: bool) -> Found | None:
-        """Go on with `text`, up to the first stop string that is complete in it: of those that end at the same
+        """Search on in `text`, up to the first stop string that is complete in it: of those that end at the same
         character, the longest. With `stops` false none is looked for."""
         children, suffix, ends, _ = self._automaton
         node = self._node

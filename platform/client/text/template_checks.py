@@ -47,8 +47,11 @@ def check_texts_arrive(conversation: list[dict[str, Any]], rendered: str) -> Non
 
 
 def _find_text(text: str, rendered: str, start: int, searches: list[Search]) -> int | None:
-    """Where `text` ends in `rendered`, from `start` on; None when it is missing. The search that succeeds becomes the
-    first one: a template treats all texts alike, and a search that fails looks at all that is left of `rendered`."""
+    """Find the place where `text` ends in `rendered`, from `start` on; None when it is missing.
+
+    The search that succeeds becomes the first one: a template treats all texts alike, and a search that fails looks at
+    all that is left of `rendered`.
+    """
     for index, search in enumerate(searches):
         end = search(text, rendered, start)
         if end is not None:
@@ -64,7 +67,7 @@ def _find_whole(text: str, rendered: str, start: int) -> int | None:
 
 
 def _find_words(escape: Callable[[str], str], text: str, rendered: str, place: int) -> int | None:
-    """The same for the words of an escaped text, in their order.
+    """Find the words of an escaped text, in their order.
 
     Templates trim texts, and take out switches ("/no_think"), tags and reasoning: none of these is missed.
     """

@@ -83,6 +83,9 @@ _TEXT_ONLY = "is not there: models generate text only"
 METHODS: dict[str, str] = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _TEXT_ONLY),
     **dict.fromkeys(("beam_search", "sleep", "wake_up", "reset_prefix_cache"), _NOT_THERE),
+    "add_lora": "is not there: see load_lora_adapter()",
+    "remove_lora": "is not there: see unload_lora()",
+    "list_loras": "is not there: see list_lora_adapters()",
     "get_metrics": "is not there: see stats(), and the metrics of each output",
     "llm_engine": "is not there: see generate(), engine_info and stats()",
     "model_config": "is not there: see engine_info",

@@ -74,7 +74,7 @@ class _Refusal(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with limits. `check` must be called about once a second."""
+    """HTTP/1.1 of uvicorn with limits. `check` must be called about once a second."""
 
     transport: Any  # a ClientTransport
 

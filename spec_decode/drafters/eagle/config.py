@@ -1,4 +1,4 @@
-"""What an EAGLE head is: a frozen config from its config.json, the tensors it has, and the target it is for.
+"""Configuration of an EAGLE head: from its config.json, the tensors it has, and the target it is for.
 
 Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (EAGLE-2 has the same weights);
 Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test".
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ....models.batch import kv_dtype
 from ....models.checkpoint.json_files import read_json
-from ....models.config import DTYPES, DecoderConfig, FamilyTraits, decoder_config, named_architectures
-from ....models.families import supported_architectures
+from ....models.config import DTYPES, DecoderConfig, decoder_config, named_architectures
+from ....models.families import FamilyTraits, supported_architectures
 from ..checkpoint import refuse
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ ARCHITECTURES = {
         "Eagle3DraftModel",
     ),
 }
-"""By method: names in `architectures`. The layer is Llama's whatever the family; its tensors say what biases it has."""
+"""Method -> names in `architectures`. The layer is Llama's whatever the family; its tensors say what biases it has."""
 _TRAITS = FamilyTraits(defaults={"vocab_size": 32000, "max_position_embeddings": 2048}, window_switch=True)
 _LAYER = "layers.0."
 # Every EAGLE-3 head has this tensor, and no EAGLE-1/2 head.
@@ -66,21 +66,21 @@ class EagleConfig:
     """EAGLE-3: the next step is fed the hidden state after the final norm."""
     fc_bias: bool = False
     own_embedding: bool = False
-    """Else the target's."""
+    """False: the head uses the target's embedding."""
     own_head: bool = False
-    """Else the target's."""
+    """False: the head uses the target's output head."""
     own_vocabulary: bool = False
     """There is a `d2t`."""
 
 
 def canonical_name(name: str) -> str:
-    """A tensor's name in our words: "layers.0." for the layer, no "model." in front."""
+    """Canonical name of a tensor: "layers.0." for the layer, no "model." in front."""
     name = name.removeprefix("model.")
     return _LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def read_eagle_config(raw: Mapping[str, Any], method: str, target: DecoderConfig) -> EagleConfig:
-    """What config.json says, for a head without tensors (`load_format="dummy"`); see `with_tensors`.
+    """Read config.json, for a head without tensors (`load_format="dummy"`); see `with_tensors`.
 
     Raises:
         InvalidRequestError: it is no head of this method, or does not fit the target; with both figures.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ....models.checkpoint.json_files import read_json
+from ....models.checkpoint.loader import resolve_model_path
 from ....models.pass_graphs import PassOptions
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
@@ -42,23 +44,19 @@ from .hidden_store import HiddenStore
 if TYPE_CHECKING:
     from ....models.pass_graphs import GraphedPass, PassGraphs, PassInputs
 
-__all__ = ["EagleDrafter", "eagle_kv_bytes_per_token", "load_eagle"]
-
 # Tensors of public files that follow from others.
 _NOT_NEEDED = ("t2d",)
 _COMPUTED = "rotary_emb.inv_freq"
 
 
-def load_eagle(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
+def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
     """Load `config.model` as an EAGLE head of the method that it names ("eagle" or "eagle3").
 
     Raises:
         InvalidRequestError: it does not fit the target, or is no such head; with both figures.
         NotFoundError, UnsupportedModelError: as for any model.
     """
-    from ....models.checkpoint.loader import resolve_model_path
-
-    path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
+    path = _path(config)
     head_config = read_eagle_config(read_json(path / "config.json"), config.method, context.target.config)
     if context.load_format == "dummy":
         head = EagleHead(_for_random_weights(head_config), context.target, context.device)
@@ -85,6 +83,15 @@ def load_eagle(config: SpeculativeConfig, context: DrafterContext) -> EagleDraft
     )
 
 
+def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: str) -> int:
+    """Bytes a token of the head's KV and of the hidden states that it keeps; see `draft_kv_bytes_per_token`."""
+    return eagle_kv_bytes_per_token(_path(config), dtype, kv_cache_dtype)
+
+
+def _path(config: SpeculativeConfig) -> Path:
+    return resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
+
+
 def _for_random_weights(config: EagleConfig) -> EagleConfig:
     """`config` with embedding and head of its own where the target's do not fit."""
     smaller = config.draft_vocab_size != config.layer.vocab_size
@@ -105,7 +112,7 @@ class EagleDrafter(Drafter):
         graphs: PassGraphs | None = None,
         defers_adapters: bool = False,
     ) -> None:
-        """`head` belongs to the proposer; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
+        """`head` belongs to the drafter; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
         short passes are captured there. `defers_adapters`: `adapter_leaves` will be called, as steps do not
         overlap."""
         self._head = head
@@ -233,7 +240,7 @@ class EagleDrafter(Drafter):
         return PassOutput(self._head.forward(batch, hidden, self._last(rows, handles, adapters)))
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """What is captured: a `PassOutput` of all rows."""
+        """Compute a `PassOutput` of all rows, in a graph."""
         assert inputs.states is not None
         hidden = self._head.forward(batch, inputs.states, None).index_select(0, inputs.last)
         logits = self._head.logits(hidden, out=self._logits[: len(hidden)])

@@ -41,12 +41,12 @@ LAYER = "layers.0"
 
 @dataclass(frozen=True, slots=True)
 class LastRows:
-    """Of a batch of T tokens, the B whose output is wanted: the others leave their KV alone."""
+    """The B tokens, of a batch of T, whose output is wanted; of the others only the KV is kept."""
 
     rows: SequenceRows
     adapters: Callable[[], Any]
-    """Those of these B rows. They are made when those of the T tokens are no longer needed: on a device both stand in
-    the same memory."""
+    """Prepares the adapters of these B rows, when the adapters of the T tokens are no longer needed: on a device both
+    lie in the same memory."""
 
 
 class _ShiftedRope:
@@ -72,7 +72,7 @@ class EagleHead:
         self.config = config
         self.device = torch.device(device)
         self.target = target
-        """Lends what the head has not."""
+        """Lends the embedding and the output head that the head lacks."""
         layer = config.layer
         if layer.hidden_size != config.target_hidden_size and not (config.own_embedding and config.own_head):
             missing = "lm_head" if config.own_embedding else "embed_tokens"
@@ -140,7 +140,7 @@ class EagleHead:
 
     @property
     def kv_layer(self) -> KVLayerSpec:
-        """What the layer keeps of a token."""
+        """KV that the layer keeps of a token."""
         return KVLayerSpec(self.config.layer.num_kv_heads, self.config.layer.head_dim)
 
     def linears(self) -> list[Linear]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ....kernels.staging import to_device
 from ....models.batch import LayerKV
 from ....models.checkpoint.json_files import read_json
+from ....models.checkpoint.loader import resolve_model_path
 from ....models.pass_graphs import GraphedRows, bucket
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from ....models.pass_graphs import PassGraphs
 
 MAX_LOGITS_BYTES = 256 << 20
-"""Of what captured heads keep. For more rows the device has so much to do that the host keeps ahead of it."""
+"""Most memory for logits of captured heads. With more rows the device is slow enough for the host to keep ahead."""
 _WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
-def load_medusa(config: SpeculativeConfig, context: DrafterContext) -> MedusaDrafter:
+def load(config: SpeculativeConfig, context: DrafterContext) -> MedusaDrafter:
     """Load `config.model` as Medusa heads for the target.
 
     Raises:
@@ -38,8 +39,6 @@ def load_medusa(config: SpeculativeConfig, context: DrafterContext) -> MedusaDra
             figures. (Where no number was given, a step gets as many drafts as there are heads.)
         NotFoundError: files are missing.
     """
-    from ....models.checkpoint.loader import resolve_model_path
-
     path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
     heads_config = read_medusa_config(read_json(path / "config.json"), context.target.config)
     stored = {}
@@ -153,7 +152,7 @@ class MedusaDrafter(Drafter):
         join_drafts(drafting)
 
     def _compute(self, hidden: Tensor, adapters: Any, num_heads: int) -> tuple[Tensor, ...]:
-        """What is captured: logits [num_heads, rows, V] float32 of the first heads, and the most likely tokens
+        """Compute, in a graph, logits [num_heads, rows, V] float32 of the first heads, and the most likely tokens
         [num_heads, rows]."""
         shape = (num_heads, len(hidden), self._heads.config.vocab_size)
         logits = self._logits[: math.prod(shape)].view(shape)
@@ -163,8 +162,7 @@ class MedusaDrafter(Drafter):
 
 
 def _captured_memory(heads: MedusaHeads, most_rows: int) -> tuple[Tensor, Tensor]:
-    """Where captured heads find their rows, and where they put logits; made before the KV cache, which gets what memory
-    is left."""
+    """Memory for the rows and the logits of captured heads; made before the KV cache, which gets what is left."""
     config = heads.config
     rows = min(most_rows, MAX_LOGITS_BYTES // (4 * config.num_heads * config.vocab_size))
     states = torch.zeros(rows, config.hidden_size, dtype=config.dtype, device=heads.device)
@@ -173,7 +171,7 @@ def _captured_memory(heads: MedusaHeads, most_rows: int) -> tuple[Tensor, Tensor
 
 
 def _by_number(sequences: Sequence[Drafting]) -> list[int]:
-    """Those that want drafts; who wants most comes first: each head serves a prefix of the rows."""
+    """Indices of the sequences that want drafts, by number of drafts: each head serves a prefix of the rows."""
     return sorted((i for i, s in enumerate(sequences) if s.num_wanted > 0), key=lambda i: -sequences[i].num_wanted)
 
 

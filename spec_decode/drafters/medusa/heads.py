@@ -46,7 +46,7 @@ class MedusaConfig:
 
 
 def read_medusa_config(raw: Mapping[str, Any], target: DecoderConfig) -> MedusaConfig:
-    """What config.json says. The original format names neither sizes nor architectures: they are the target's.
+    """Read config.json. The original format names neither sizes nor architectures: they are the target's.
 
     Raises:
         InvalidRequestError: it names other sizes than the target's, with both figures, or is not Medusa's.

@@ -1,7 +1,7 @@
 """Suffix decoding (Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications").
 
-Two suffix trees answer what follows the last tokens: one of the request's own tokens, prompt included, and one of what
-past requests of the same text namespace, that is tenant, salt and content of the adapter, were answered.
+Two suffix trees say what follows the last tokens: a tree of the request's own tokens, prompt included, and a tree of
+the outputs of past requests of the same text namespace (tenant, salt and content of the adapter).
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from collections.abc import Sequence
 from ....platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
 from ....platform.core.speculative_config import SpeculativeConfig
 from ..base import Drafter, DraftRow, Proposal, TargetOutput
+from ..factory import DrafterContext
 from .tree import NOTHING, Continuation, Place, SuffixTree, Text
 
 Namespace = tuple[bytes, bytes]
 """See `Request.text_namespace`."""
 
 MAX_STORED_TOKENS = 1 << 18
-"""Tokens of past outputs remembered, over all namespaces. One takes up to about 400 bytes in a tree: 100 MB in all."""
+"""Most tokens of past outputs that are remembered, over all namespaces. One takes up to about 400 bytes in a tree, so
+that all trees take up to 100 MB."""
 MAX_OWN_TOKENS = 1 << 14
-"""Tokens of a running request in its own tree; a longer one is known by its last half of that."""
+"""Most tokens of a running request in its own tree; of a longer request the last half of that many are kept."""
 STEP_TOKENS = 256
-"""Tokens of prompts and past outputs that a step takes into trees or out of them, at some 10 microseconds each, beside
-what the step itself has sampled: a long text must not hold up the others."""
+"""Most tokens of prompts and past outputs that a step puts into trees or takes out, at some 10 microseconds each,
+beside the tokens that it has sampled: a long text must not hold up the others."""
 
 
 class _Output(Text):
@@ -41,7 +43,7 @@ class OutputStores:
 
     def __init__(self, depth: int, max_outputs: int, max_tokens: int = MAX_STORED_TOKENS) -> None:
         self.num_tokens = 0
-        """Of all outputs remembered."""
+        """Tokens of all outputs that are remembered."""
         self.version = 0
         """Changes whenever a tree may have got something new."""
         self._depth = depth
@@ -57,15 +59,15 @@ class OutputStores:
 
     @property
     def num_nodes(self) -> int:
-        """Of all trees: what they take of memory."""
+        """Nodes of all trees: their memory is proportional to it."""
         return sum(tree.num_nodes for tree in self._trees.values())
 
     def tree(self, namespace: Namespace) -> SuffixTree | None:
-        """What this namespace's requests were answered."""
+        """Tree of the outputs of this namespace's requests."""
         return self._trees.get(namespace)
 
     def add(self, namespace: Namespace, tokens: list[int]) -> None:
-        """Remember an output; `work` takes it in."""
+        """Remember an output; `update_trees` puts it into a tree."""
         tokens = tokens[-self._max_tokens :]
         if self._max_outputs == 0 or len(tokens) < 2:  # one token follows nothing
             return
@@ -76,8 +78,8 @@ class OutputStores:
         while len(self._outputs) > self._max_outputs or self.num_tokens > self._max_tokens:
             self._drop(self._outputs.popleft())
 
-    def work(self, budget: int) -> int:
-        """Take `budget` tokens of outputs out of their trees and into them; returns what is left of it."""
+    def update_trees(self, budget: int) -> int:
+        """Take `budget` tokens of old outputs out of the trees and put new ones in; returns the rest of the budget."""
         while self._leaving and budget > 0:
             output = self._leaving[0]
             tree, before = self._trees[output.namespace], output.num_counted
@@ -118,7 +120,7 @@ class OutputStores:
             self._leaving.append(output)
 
 
-class _Live:
+class _RunningRequest:
     """A running request's own tree, and what was last found in its namespace's."""
 
     __slots__ = ("base", "depth", "matched", "past", "remembered", "request", "text", "tree")
@@ -127,13 +129,13 @@ class _Live:
         self.request = request
         self.depth = depth
         self.base = 0
-        """Of the request's tokens, the first one in the tree."""
+        """Index of the request's first token that is in the tree."""
         self.matched = 0
         """Length of the longest suffix that began earlier too."""
         self.past = (-1, 0, 0)
         """Version of the stores, number of tokens and length of the longest suffix known there, when last looked."""
         self.remembered = True
-        """Whether its output enters a store."""
+        """True when its output enters a store."""
         self.restart(0)
 
     def restart(self, base: int) -> None:
@@ -142,7 +144,7 @@ class _Live:
         self.tree, self.text = SuffixTree(self.depth), Text([])
 
     def update(self, tokens: Tokens, budget: int) -> int:
-        """Take in what `tokens` has beyond the last call, at most `budget` of it; returns what is left of it."""
+        """Add the tokens since the last call to the tree, at most `budget`; returns the rest of the budget."""
         if len(tokens) - self.base > MAX_OWN_TOKENS:
             self.restart(len(tokens) - MAX_OWN_TOKENS // 2)
         known = self.base + len(self.text.tokens)
@@ -169,6 +171,11 @@ class _Live:
         return self.tree.find(tokens, len(tokens) - min(self.matched, longest), len(tokens))
 
 
+def load(config: SpeculativeConfig, context: DrafterContext) -> SuffixDrafter:
+    """Build the drafter that `config` asks for; it loads nothing."""
+    return SuffixDrafter(config)
+
+
 class SuffixDrafter(Drafter):
     """Drafts the most frequent continuation of the longest context known. Owns no KV; drafts are certain.
 
@@ -181,11 +188,11 @@ class SuffixDrafter(Drafter):
         self._min_prob = config.suffix_decoding_min_token_prob
         self._depth = self._longest + config.num_speculative_tokens
         self._stores = OutputStores(self._depth, config.suffix_decoding_max_cached_requests)
-        self._live: dict[str, _Live] = {}  # by request id
+        self._live: dict[str, _RunningRequest] = {}  # by request id
 
     @property
     def stores(self) -> OutputStores:
-        """What past requests were answered."""
+        """Outputs of past requests."""
         return self._stores
 
     def forget_adapter(self, digest: bytes) -> None:
@@ -196,9 +203,9 @@ class SuffixDrafter(Drafter):
                 live.remembered = False
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """What followed most often, from the tree that promises more accepted drafts."""
+        """Draft what followed most often, from the tree that promises more accepted drafts."""
         self._remember_finished()
-        spare = self._stores.work(STEP_TOKENS)
+        spare = self._stores.update_trees(STEP_TOKENS)
         proposals = []
         for row in rows:
             drafts = NO_DRAFTS
@@ -212,20 +219,20 @@ class SuffixDrafter(Drafter):
         return proposals
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Past outputs are taken in; running requests catch up when they are drafted for."""
+        """Put past outputs into trees; running requests catch up when they are drafted for."""
         self._remember_finished()
         for row in rows:
             if row.request.params.max_drafts != 0:
                 self._live_of(row.request)
-        self._stores.work(STEP_TOKENS)
+        self._stores.update_trees(STEP_TOKENS)
 
-    def _live_of(self, request: Request) -> _Live:
+    def _live_of(self, request: Request) -> _RunningRequest:
         live = self._live.get(request.request_id)
         if live is None or live.request is not request:
-            live = self._live[request.request_id] = _Live(request, self._depth)
+            live = self._live[request.request_id] = _RunningRequest(request, self._depth)
         return live
 
-    def _drafts(self, live: _Live, row: DraftRow) -> Drafts:
+    def _drafts(self, live: _RunningRequest, row: DraftRow) -> Drafts:
         own = self._continuation(live.tree, live.place(len(row.tokens), self._longest), row.max_drafts)
         tree = self._stores.tree(row.request.text_namespace)
         past = NOTHING

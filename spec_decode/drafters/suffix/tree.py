@@ -44,15 +44,15 @@ class Place(NamedTuple):
     """A string of tokens found in a tree."""
 
     node: _Node
-    """The node at the end of the edge it ends on..."""
+    """The node at the end of the edge that the string ends on."""
     used: int
-    """...and how much of that edge's label belongs to it."""
+    """Number of tokens of that edge's label that belong to the string."""
     length: int
-    """Its tokens."""
+    """Number of tokens of the string."""
 
 
 class Continuation(NamedTuple):
-    """What most often follows."""
+    """The most frequent continuation of a string."""
 
     token_ids: list[int]
     score: float
@@ -67,7 +67,7 @@ class SuffixTree:
 
     def __init__(self, depth: int) -> None:
         self.num_nodes = 0
-        """Without the root: what its memory is proportional to."""
+        """Nodes without the root; the memory is proportional to it."""
         self._depth = depth
         self._root = _Node((), 0, 0, 0)
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from outrider.models.checkpoint.json_files import read_json
-from outrider.models.config import DTYPES
+from outrider.models.config import DTYPES, config_from_hf
 from outrider.models.demo import demo_adapters, demo_model_path
-from outrider.models.families import config_from_hf
 from outrider.platform.cli.bench.driver import RequestTimes
 from outrider.platform.cli.bench.lora import cold, engines
 from outrider.platform.cli.bench.lora.adapters import FILES_PER_RANK, AdapterWriter, linear_shapes

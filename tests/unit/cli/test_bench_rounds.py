@@ -19,6 +19,7 @@ class FakeCore:
 
     def __init__(self, name, log):
         self._name, self._log, self._queued = name, log, []
+        self.info = SimpleNamespace(device="cpu")
 
     def add_request(self, request):
         self._queued.append(request)
@@ -62,8 +63,7 @@ def test_no_run_shares_its_cache_with_another():
             salts.append(request.cache_salt)
             super().add_request(request)
 
-        def find_adapter(self, name):
-            return SimpleNamespace(draft="loaded")
+        adapters = SimpleNamespace(find=lambda name: SimpleNamespace(draft="loaded"))
 
     task = Task("a", [[1]], LoRARequest("with", path="x"), LoRARequest("without", path="y"))
     (off,) = make_modes([], {}, 2)
@@ -72,7 +72,7 @@ def test_no_run_shares_its_cache_with_another():
 
 
 def test_a_round_of_several_batches_is_their_sum():
-    assert Round.joined([Round(1.0, ["a"]), Round(2.0, ["b", "c"])]) == Round(3.0, ["a", "b", "c"])
+    assert Round.joined([Round(1.0, ["a"], 0.5), Round(2.0, ["b", "c"], 1.0)]) == Round(3.0, ["a", "b", "c"], 1.5)
 
 
 def _cell(name, seconds):

@@ -125,7 +125,7 @@ def test_figures_hang_together(demo_result):
         assert row["output_throughput"] == pytest.approx(row["output_tokens"] / row["seconds"]["median"], rel=0.01)
         if row["mode"] == "off":
             assert row["drafts_verified"] == {}
-            assert row["speedup"] == 1.0
+            assert row["speedup"] == row["cpu_speedup"] == 1.0
             assert row["speedup_quartiles"] == [1.0, 1.0]
             assert row["acceptance_length"] is None
             continue

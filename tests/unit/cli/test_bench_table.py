@@ -16,7 +16,7 @@ EAGLE3 = Mode("eagle3", "eagle3", {"method": "eagle3", "num_speculative_tokens":
 def cell(mode: Mode, seconds: float, arrivals: list[float], counts=None) -> Cell:
     """Two rounds of a request with nine tokens."""
     request = RequestTimes(0.0, list(range(9)), arrivals, counts)
-    return Cell(mode, "json", WITH_DRAFT, 1, 4, [Round(seconds, [request])] * 2)
+    return Cell(mode, "json", WITH_DRAFT, 1, 4, [Round(seconds, [request], seconds / 2)] * 2)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def test_the_table_shows_what_its_rows_say(rows):
         "tokens/s": "18.0",
         "speed-up": "2.00",
         "+-": "0.00",
+        "CPU": "2.00",
         "TTFT ms": "100.0",
         "TPOT ms": "50.00",
         "p99 ITL": "200.0",
@@ -77,4 +78,4 @@ def test_the_table_shows_what_its_rows_say(rows):
 
 def test_what_off_has_none_of_stays_empty(rows):
     shown = next(line for line in table_of(rows) if line.startswith("json") and " off " in line)
-    assert shown.split() == "json with off 9.0 1.00 0.00 200.0 100.00 100.0 2/2".split()
+    assert shown.split() == "json with off 9.0 1.00 0.00 1.00 200.0 100.00 100.0 2/2".split()

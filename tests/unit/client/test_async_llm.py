@@ -223,7 +223,7 @@ def test_undecodable_messages_are_answered_and_stop_nothing(model_path: str) -> 
         stream, pid = await first_output(llm), llm.engine_pid
         engine = llm._supervisor.ready_engine()
         wrong: Any = 5
-        request = await llm._parts().requests.make([5], None, request_id="r", lora_request=None)
+        request = llm.input_processor.process("r", [5])
         request[0].tenant = wrong
         state = llm.output_processor.add("r", request)
         engine.send(Add(request))

@@ -85,7 +85,7 @@ def test_tokens_that_nobody_has_taken_yet_come_before_the_engines_death(model_pa
     async def scenario(llm: AsyncLLM) -> None:
         stream = await first_output(llm, delta=True)
         (state,) = llm.output_processor._requests.values()
-        await until(lambda: state.sequences[0].has_news)
+        await until(lambda: state.sequences[0].has_changed)
         assert llm.engine_pid is not None
         os.kill(llm.engine_pid, signal.SIGKILL)
         await until(lambda: llm.state == "restarting")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.platform.engine.block_pool import BlockPool
+from outrider.platform.engine.memory.block_pool import BlockPool
 
 
 def test_allocates_all_or_nothing():

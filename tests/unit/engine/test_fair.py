@@ -11,12 +11,12 @@ from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import EngineArgs, FairConfig, SchedulerConfig, check_args
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
-from outrider.platform.engine.block_pool import BlockPool
-from outrider.platform.engine.fair import Turns
-from outrider.platform.engine.gates import DraftLimits
-from outrider.platform.engine.policies import POLICIES
-from outrider.platform.engine.prefix_cache import PrefixCache
-from outrider.platform.engine.scheduler import Scheduler
+from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
+from outrider.platform.engine.queue.fair import RequestQueue
+from outrider.platform.engine.queue.gates import DraftLimits
+from outrider.platform.engine.queue.policies import POLICIES
+from outrider.platform.engine.queue.scheduler import Scheduler
 
 PRICES = FairConfig(prompt_cost=1.0, output_cost=2.0, rejected_draft_cost=0.5)
 
@@ -31,7 +31,7 @@ def request(name, length=10, weight=1.0, priority=0, max_tokens=40, **params):
 
 
 def turns(policy="fair", credit_tokens=0):
-    return Turns(POLICIES[policy], PRICES, credit_tokens)
+    return RequestQueue(POLICIES[policy], PRICES, credit_tokens)
 
 
 def start(queue, *names, length=10, **fields):
@@ -324,13 +324,13 @@ def test_prompts_are_charged_once_and_only_what_the_cache_does_not_have():
     one = scheduler(num_blocks=40)
     one.add(request("a1", 9, max_tokens=1))
     step(one)
-    assert counter(one._turns, "a") == 9 + 2
+    assert counter(one._queue, "a") == 9 + 2
     one.add(request("a2", 9))
     step(one)
-    assert counter(one._turns, "a") == 11 + 1 + 2
+    assert counter(one._queue, "a") == 11 + 1 + 2
     one._preempt(one.running[0], type("Step", (), {"drop": lambda self, request: None})())
     step(one)
-    assert counter(one._turns, "a") == 14 + 2
+    assert counter(one._queue, "a") == 14 + 2
 
 
 def test_drafts_verified_in_vain_are_charged():
@@ -344,7 +344,7 @@ def test_drafts_verified_in_vain_are_charged():
         one.commit(plan, StepResult([RowResult([7], drafts=given) for given in drafts]))
     assert {row.request.tenant: row.num_drafts for row in plan.rows} == {"a": 3, "b": 0}
     assert names(one.waiting) == ["b2", "a2"]
-    assert counter(one._turns, "a") - counter(one._turns, "b") == 3 * PRICES.rejected_draft_cost
+    assert counter(one._queue, "a") - counter(one._queue, "b") == 3 * PRICES.rejected_draft_cost
 
 
 def test_a_waiting_prompt_comes_before_the_running_prompt_of_one_served_more():

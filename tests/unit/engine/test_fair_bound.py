@@ -16,9 +16,9 @@ from outrider import SamplingParams
 from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import FairConfig, SchedulerConfig
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.block_pool import BlockPool
-from outrider.platform.engine.prefix_cache import PrefixCache
-from outrider.platform.engine.scheduler import DraftLimits, Scheduler
+from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
+from outrider.platform.engine.queue.scheduler import DraftLimits, Scheduler
 
 BLOCK = 4
 TENANTS = "abcd"
@@ -195,7 +195,7 @@ def test_nothing_waits_while_there_is_room(setup):
         assert planned == set(scheduler.running)
         assert all(row.samples for row in plan.rows), "a prompt was cut short"
         if scheduler.num_waiting and scheduler.num_running < setup.num_seqs:
-            following = next(scheduler._turns.candidates())
+            following = next(scheduler._queue.candidates())
             assert -(-(len(following.tokens) + 1) // BLOCK) > scheduler.pool.num_free
         return plan
 

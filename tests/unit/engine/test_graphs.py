@@ -12,11 +12,11 @@ from outrider.platform.core.batch import RowResult, StepPlan, StepResult
 from outrider.platform.core.config import EngineArgs, EngineConfig, Hardware, ModelFacts, SchedulerConfig, resolve
 from outrider.platform.core.errors import ErrorInfo
 from outrider.platform.core.request import Drafts
-from outrider.platform.engine import graphs
-from outrider.platform.engine.block_pool import BlockPool
-from outrider.platform.engine.graphs import capture_ahead, make_graphs
-from outrider.platform.engine.prefix_cache import PrefixCache
-from outrider.platform.engine.scheduler import DraftLimits, Scheduler
+from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
+from outrider.platform.engine.queue.scheduler import DraftLimits, Scheduler
+from outrider.platform.engine.runner import graphs
+from outrider.platform.engine.runner.graphs import capture_ahead, make_graphs
 
 FACTS = ModelFacts(
     path="/model", architecture="LlamaForCausalLM", dtype="bfloat16", vocab_size=100, max_position_embeddings=4096,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.platform.core.request import Request
-from outrider.platform.engine.logits_edits import EDITS, LogitsRow, apply_edits, edit_state
+from outrider.platform.engine.sampling.logits_edits import EDITS, LogitsRow, apply_edits, edit_state
 
 VOCAB, EOS = 12, 11
 

@@ -9,9 +9,9 @@ from outrider.platform.core.batch import RowPlan, RowResult
 from outrider.platform.core.labels import MAX_MIXES, OTHER, AdapterLabels, LabelValues
 from outrider.platform.core.messages import SpeculationCounts, TokenDelta
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.model_runner import _draft_row
-from outrider.platform.engine.outcome import accept, until_stop
-from outrider.platform.engine.sampler import Sampled
+from outrider.platform.engine.queue.outcome import accept, until_stop
+from outrider.platform.engine.runner.model_runner import _draft_row
+from outrider.platform.engine.sampling.sampler import Sampled
 from outrider.platform.engine.speculation_totals import SpeculationTotals
 
 

@@ -12,11 +12,11 @@ from outrider import SamplingParams
 from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import SchedulerConfig
 from outrider.platform.core.request import Request
-from outrider.platform.engine.block_pool import BlockPool
-from outrider.platform.engine.gates import DraftLimits
-from outrider.platform.engine.pipeline import Pipeline
-from outrider.platform.engine.prefix_cache import PrefixCache
-from outrider.platform.engine.scheduler import Scheduler
+from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
+from outrider.platform.engine.queue.gates import DraftLimits
+from outrider.platform.engine.queue.scheduler import Scheduler
+from outrider.platform.engine.runner.pipeline import Pipeline
 
 BLOCK, VOCAB = 4, 50
 
@@ -42,7 +42,7 @@ class Launched:
         self.plan, self.before, self.sampled = plan, before, None
         self.rows = []
         for row in plan.rows:
-            tokens = [*row.request.tokens[: row.end], *([None] if row.is_late else [])]
+            tokens = [*row.request.tokens[: row.end], *([None] if row.awaits_token else [])]
             assert len(tokens) == row.end, "the host does not know tokens that it should"
             assert row.num_tokens > 0
             self.rows.append((row, tokens, list(row.request.blocks)))
@@ -344,6 +344,6 @@ def test_steps_are_committed_in_the_order_of_their_launch():
     plan_of(scheduler, request("a", [1], 5))
     second = scheduler.schedule()
     scheduler.launched(second)
-    assert second.rows[0].is_late
+    assert second.rows[0].awaits_token
     with pytest.raises(AssertionError, match="order of their launch"):
         scheduler.commit(second, StepResult([RowResult([1])]))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.platform.core.batch import RowPlan
-from outrider.platform.engine.row_choices import is_followed
+from outrider.platform.engine.queue.row_choices import is_followed
 
 from .test_pipeline import expected, finish, make, pipe, request
 from .test_pipeline_drafts import LATE, Drafting, check_texts, follow, jobs, largest, running
@@ -63,7 +63,7 @@ def test_steps_overlap_whatever_number_of_drafts_is_chosen(counts):
     assert kinds[: len(begins) + 6] == [*begins, *["launch", "collect"] * 3]
     assert sum(pair == ("launch", "launch") for pair in pairwise(kinds)) == 1, "from then on one is always under way"
     assert len(chooser.asked) == device.num_launched, "once for each step"
-    assert (device.num_late_drafts > 0) is (counts != [0])
+    assert (device.num_device_drafts > 0) is (counts != [0])
 
 
 def chosen(rows, counts, limits=LATE, drafter=0):
@@ -108,8 +108,8 @@ def test_logits_that_read_what_comes_wait_without_drafts_too():
 
 def test_steps_wait_for_drafts_of_the_host():
     assert not chosen([largest(running())], [2], drafter=1)
-    assert not chosen([largest(running())], [2], LATE._replace(max_drafts_late=0)), "the drafter is on the host"
-    assert chosen([largest(running())], [0], LATE._replace(max_drafts_late=0))
+    assert not chosen([largest(running())], [2], LATE._replace(max_drafts_on_device=0)), "the drafter is on the host"
+    assert chosen([largest(running())], [0], LATE._replace(max_drafts_on_device=0))
 
 
 def test_drafts_of_the_host_come_between_steps():
@@ -119,4 +119,4 @@ def test_drafts_of_the_host_come_between_steps():
     scheduler.add(request("a", [1, 2, 3], 20))
     assert finish(scheduler, pipe(scheduler, device)) == {"a": expected([1, 2, 3], 20)}
     assert [kind for kind, _ in device.events[:4]] == ["launch", "collect", "launch", "collect"]
-    assert device.num_late_drafts == 0
+    assert device.num_device_drafts == 0

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.platform.core.batch import RowPlan, RowResult, StepResult
 from outrider.platform.core.request import Drafts
-from outrider.platform.engine.gates import DraftLimits
-from outrider.platform.engine.row_choices import is_followed, row_choices
+from outrider.platform.engine.queue.gates import DraftLimits
+from outrider.platform.engine.queue.row_choices import is_followed, row_choices
 
 from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, next_token, pipe, plan_of, request, step
 
@@ -23,10 +23,15 @@ class Row:
 
     def __init__(self, row, longest):
         request = row.request
-        self.request, self.start, self.num_tokens, self.is_late = request, row.start, row.num_tokens, row.is_late
+        self.request, self.start, self.num_tokens, self.awaits_token = (
+            request,
+            row.start,
+            row.num_tokens,
+            row.awaits_token,
+        )
         self.num_drafts, self.new_drafts, self.samples = row.num_drafts, row.max_new_drafts, row.samples
         self.blocks, self.known, self.drafts = list(request.blocks), list(request.tokens), []
-        if not row.is_late:
+        if not row.awaits_token:
             self.drafts = list(request.drafts.token_ids)
             assert len(self.drafts) == row.num_drafts
         limit = min(request.num_prompt_tokens + request.params.max_tokens, longest)
@@ -43,15 +48,15 @@ class Launched:
 
 
 class Drafting(Device):
-    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is right now and then. `drafts_late` of a
-    plan says that it drafts with what it knows itself, else it waits for `collect`, and may lag behind."""
+    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is right now and then. `drafts_on_device` of
+    a plan says that it drafts with what it knows itself, else it waits for `collect`, and may lag behind."""
 
     longest = 48
 
     def __init__(self, share=2, lazy=True, lags=False):
         super().__init__(lazy)
         self.share, self.lags = share, lags
-        self.draft_kv, self.num_late_drafts = {}, 0
+        self.draft_kv, self.num_device_drafts = {}, 0
 
     def told(self, plan, before):
         return Launched(plan, before, self.longest)
@@ -62,11 +67,11 @@ class Drafting(Device):
     def _compute(self, launched):
         for row in launched.rows.values():
             start = row.start
-            if row.is_late:
+            if row.awaits_token:
                 earlier = launched.before.rows[row.request]
                 start -= earlier.num_drafts - earlier.accepted
                 row.known, row.drafts = list(earlier.tokens), earlier.made[: row.num_drafts]
-                self.num_late_drafts += row.num_drafts
+                self.num_device_drafts += row.num_drafts
             assert len(row.drafts) == row.num_drafts, "other drafts than planned"
             tokens = [*row.known, *row.drafts][: start + row.num_tokens]
             assert len(tokens) == start + row.num_tokens
@@ -76,8 +81,8 @@ class Drafting(Device):
             row.tokens = row.known
             if row.samples:
                 self._verify(row)
-                if launched.plan.drafts_late:
-                    self._draft_late(row, start)
+                if launched.plan.drafts_on_device:
+                    self._draft_on_device(row, start)
 
     def _verify(self, row):
         row.tokens, row.accepted = list(row.known), 0
@@ -87,7 +92,7 @@ class Drafting(Device):
                 break
             row.accepted += 1
 
-    def _draft_late(self, row, start):
+    def _draft_on_device(self, row, start):
         """All 1 + k positions are computed, and those after the last token hold whatever they hold."""
         if not row.new_drafts:
             return
@@ -110,7 +115,7 @@ class Drafting(Device):
     def _result(self, plan, planned, row):
         request = row.request
         new = row.tokens[len(request.tokens) :] if row.samples else []
-        if plan.drafts_late:
+        if plan.drafts_on_device:
             # The host may have been told meanwhile where the row begins.
             computed = len(row.tokens) if row.new_drafts else min(request.num_draft_computed, len(request.tokens))
         else:
@@ -209,11 +214,11 @@ class WithoutLayers(Drafting):
             tokens.append(next_token(tokens) if hit else 49)
         row.made = tokens[len(row.tokens) :]
 
-    def _draft_late(self, row, start):
+    def _draft_on_device(self, row, start):
         self._draft(row)
 
     def _result(self, plan, planned, row):
-        if row.samples and not plan.drafts_late:
+        if row.samples and not plan.drafts_on_device:
             self._draft(row)
         new = row.tokens[len(row.request.tokens) :] if row.samples else []
         return RowResult(new, row.accepted, drafts=Drafts(row.made), num_draft_computed=len(row.tokens))
@@ -242,7 +247,7 @@ def test_the_next_step_is_planned_while_one_runs(share):
         for kinds in zip(*([kind for kind, _ in device.events][at:] for at in (0, 1)), strict=False)
     )
     assert beside == 1, "the second step joins the first once; then one is always under way"
-    assert device.num_late_drafts > (20 if share == 4 else 50)
+    assert device.num_device_drafts > (20 if share == 4 else 50)
     order = [number for kind, number in device.events if kind == "collect"]
     assert order == sorted(order)
 
@@ -257,7 +262,7 @@ def running(num_tokens=10, params=None, **fields):
     return item
 
 
-def drafts_late(row, limits=LATE):
+def drafts_on_device(row, limits=LATE):
     return is_followed([row], limits)
 
 
@@ -278,8 +283,8 @@ def test_a_row_beside_another_counts_all_drafts_as_right():
     item = running()
     follow(item, 3, 2)
     row = largest(item)
-    assert (row.start, row.num_tokens, row.num_drafts, row.max_new_drafts, row.is_late) == (13, 3, 2, 3, True)
-    assert drafts_late(row)
+    assert (row.start, row.num_tokens, row.num_drafts, row.max_new_drafts, row.awaits_token) == (13, 3, 2, 3, True)
+    assert drafts_on_device(row)
     item.num_computed = 11
     item.land(item.under_way[0])
     item.under_way.append(row)
@@ -293,7 +298,7 @@ def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
     follow(item, 3, 0)
     for limits, late in ((LATE, False), (LATE._replace(extra_slots=False), True)):
         row = largest(item, limits)
-        assert (row.num_drafts, row.max_new_drafts, drafts_late(row, limits)) == (0, 3, late)
+        assert (row.num_drafts, row.max_new_drafts, drafts_on_device(row, limits)) == (0, 3, late)
 
 
 @pytest.mark.parametrize("coming", [0, 1, 2, 3])
@@ -316,8 +321,8 @@ WAITING = {
 @pytest.mark.parametrize("why", WAITING)
 def test_drafts_wait_for_the_host(why):
     item = WAITING[why]
-    assert not drafts_late(largest(item))
-    assert drafts_late(largest(running()))
+    assert not drafts_on_device(largest(item))
+    assert drafts_on_device(largest(running()))
 
 
 def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
@@ -327,13 +332,13 @@ def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
         (LATE._replace(max_positions=12), False),
         (LATE._replace(max_positions=13), True),
     ):
-        assert drafts_late(largest(item), limits) is late
+        assert drafts_on_device(largest(item), limits) is late
     rows = [row for row, _ in row_choices(item, 16, 3, LATE, 100)]
     assert [row.max_new_drafts for row in rows] == [3, 0, 0]
-    assert all(drafts_late(row) for row in rows), "blocks were short: the next step waits for no drafts"
+    assert all(drafts_on_device(row) for row in rows), "blocks were short: the next step waits for no drafts"
     never = running(params={"speculative": False}, num_draft_computed=0)
-    assert drafts_late(largest(never)), "it asks for no drafts"
-    assert drafts_late(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0)), "a part of a prompt"
+    assert drafts_on_device(largest(never)), "it asks for no drafts"
+    assert drafts_on_device(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0)), "a part of a prompt"
 
 
 @pytest.mark.parametrize("limits", [DraftLimits(3), LATE])
@@ -373,4 +378,4 @@ def test_a_sequence_under_way_does_not_give_way_before_it_is_committed():
         step(scheduler, pipeline, outputs)
     finish(scheduler, pipeline, outputs)
     assert outputs == {"a": expected(range(4), 30), "b": expected(range(4, 8), 30)}
-    assert device.num_late_drafts > 0
+    assert device.num_device_drafts > 0

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request
-from outrider.platform.engine.prompt_pace import FEWEST, START, UNMEASURED, PromptPace
-from outrider.platform.engine.step_budget import StepBudget
+from outrider.platform.engine.queue.prompt_throttle import FEWEST, START, UNMEASURED, PromptThrottle
+from outrider.platform.engine.queue.step_budget import StepBudget
 
 Machine = Callable[[int], float]
 """Tokens of a step -> seconds."""
@@ -23,7 +23,7 @@ MACHINES: dict[str, Machine] = {
 }
 
 
-def run(pace: PromptPace, machine: Machine, streams: int, steps: int, noise: Random | None = None) -> list[float]:
+def run(pace: PromptThrottle, machine: Machine, streams: int, steps: int, noise: Random | None = None) -> list[float]:
     """Decode, then compute prompts beside it; the times of the mixed steps over that of a decode."""
     alone = machine(streams)
     for _ in range(20):
@@ -43,7 +43,7 @@ def run(pace: PromptPace, machine: Machine, streams: int, steps: int, noise: Ran
 @pytest.mark.parametrize("streams", [1, 8, 32])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_a_step_takes_about_twice_a_decode(name: str, streams: int, noisy: bool) -> None:
-    ratios = run(PromptPace(), MACHINES[name], streams, 120, Random(1) if noisy else None)
+    ratios = run(PromptThrottle(), MACHINES[name], streams, 120, Random(1) if noisy else None)
     late = ratios[40:]
     least = MACHINES[name](streams + FEWEST) / MACHINES[name](streams)
     assert max(late) < max(2.5, 1.05 * least)
@@ -51,11 +51,11 @@ def test_a_step_takes_about_twice_a_decode(name: str, streams: int, noisy: bool)
 
 
 def test_nothing_is_held_back_where_nobody_decodes() -> None:
-    assert PromptPace().limit(0, 0, 5) is None
+    assert PromptThrottle().limit(0, 0, 5) is None
 
 
 def test_many_that_wait_for_few_are_not_held_back() -> None:
-    pace = PromptPace()
+    pace = PromptThrottle()
     assert pace.limit(8, 8, 1) == START
     assert pace.limit(8, 8, 2) == 2 * START
     assert pace.limit(8, 8, 32) == 32 * START
@@ -63,7 +63,7 @@ def test_many_that_wait_for_few_are_not_held_back() -> None:
 
 
 def test_a_number_of_decodes_that_was_never_measured_takes_the_nearest() -> None:
-    pace = PromptPace()
+    pace = PromptThrottle()
     pace.learn(8, 0, 0.01)
     pace.learn(1, 64, 0.1)
     limit = pace.limit(1, 8, 1)
@@ -72,7 +72,7 @@ def test_a_number_of_decodes_that_was_never_measured_takes_the_nearest() -> None
 
 
 def test_where_prompts_never_end_decodes_are_measured_all_the_same() -> None:
-    pace, machine = PromptPace(), MACHINES["a GPU"]
+    pace, machine = PromptThrottle(), MACHINES["a GPU"]
     ratios, num_without = [], 0
     for _ in range(UNMEASURED + 80):
         step = StepBudget(10_000, 0)
@@ -90,7 +90,7 @@ def test_where_prompts_never_end_decodes_are_measured_all_the_same() -> None:
 def test_the_bound_is_never_more_than_the_step_has_left() -> None:
     step = StepBudget(10, 0)
     step.add(RowPlan(Request("r", [1], 1, SamplingParams(), 0), 0, 1, 0, samples=True, max_new_drafts=0))
-    PromptPace().apply(step, 1)
+    PromptThrottle().apply(step, 1)
     assert step.for_prompts == step.num_left == 9
 
 
@@ -99,7 +99,7 @@ def test_the_bound_is_never_more_than_the_step_has_left() -> None:
     st.lists(st.tuples(st.integers(0, 500), st.integers(0, 5000), st.floats(0.0, 100.0, allow_nan=False)), max_size=50)
 )
 def test_whatever_times_come_prompts_get_on(steps: list[tuple[int, int, float]]) -> None:
-    pace = PromptPace()
+    pace = PromptThrottle()
     for step in steps:
         pace.learn(*step)
     limit = pace.limit(4, 4, 1)

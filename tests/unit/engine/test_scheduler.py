@@ -14,9 +14,9 @@ from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import SchedulerConfig
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.block_pool import BlockPool
-from outrider.platform.engine.prefix_cache import PrefixCache
-from outrider.platform.engine.scheduler import DraftLimits, Scheduler
+from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
+from outrider.platform.engine.queue.scheduler import DraftLimits, Scheduler
 
 BLOCK, VOCAB = 4, 50
 NO_SPECULATION = DraftLimits()

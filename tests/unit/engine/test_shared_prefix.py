@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.platform.core.request import Request
-from outrider.platform.engine.block_pool import BlockPool
-from outrider.platform.engine.prefix_cache import PrefixCache
+from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
 
 BLOCK = 4
 DECLARED = list(range(10))

@@ -6,11 +6,11 @@ import pytest
 
 from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import SchedulerConfig
-from outrider.platform.engine import warm_up as warming
-from outrider.platform.engine.block_pool import BlockPool
-from outrider.platform.engine.prefix_cache import PrefixCache
-from outrider.platform.engine.scheduler import Scheduler
-from outrider.platform.engine.warm_up import warm_up
+from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
+from outrider.platform.engine.queue.scheduler import Scheduler
+from outrider.platform.engine.runner import warm_up as warming
+from outrider.platform.engine.runner.warm_up import warm_up
 
 NUM_BLOCKS = 64
 

@@ -3,10 +3,10 @@
 import torch
 
 from outrider.lora.adapter import AdapterSource
-from outrider.lora.files import AdapterFiles
-from outrider.lora.placing import Placer
-from outrider.lora.reader import AdapterReader
-from outrider.lora.sites import AdapterHooks, make_sites
+from outrider.lora.device.sites import AdapterHooks, make_sites
+from outrider.lora.files.folder import AdapterFiles
+from outrider.lora.reader.client import AdapterReader
+from outrider.lora.tiers.row_writer import Placer
 from outrider.models.layers.embedding import Embedding
 
 from .conftest import HIDDEN, make_linears

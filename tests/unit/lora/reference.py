@@ -4,8 +4,8 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
-from outrider.lora.sites import AdapterHooks
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.checkpoint.loader import load_model
 from outrider.platform.core.config import LoRAConfig

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save, save_file
 
 from outrider.lora.adapter import parse
-from outrider.lora.dora import BaseWeight
-from outrider.lora.served import StoredModule, StoredWeights, serve
-from outrider.lora.sites import AdapterSites
-from outrider.lora.tensor_header import InvalidFileError, read_header
+from outrider.lora.device.dora import BaseWeight
+from outrider.lora.device.sites import AdapterSites
+from outrider.lora.files.serving_form import StoredModule, StoredWeights, serve
+from outrider.lora.files.tensor_header import InvalidFileError, read_header
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.lora.dora import GainSites
-from outrider.lora.pool import Allocation
+from outrider.lora.device.dora import GainSites
+from outrider.lora.device.pool import Allocation
 from outrider.models.layers.linear import Linear
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.lora.adapter import DraftTarget, ModuleShape, parse
+from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
-from outrider.lora.sites import AdapterHooks
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError, InvalidRequestError
 from outrider.platform.core.lora_request import LoRARequest

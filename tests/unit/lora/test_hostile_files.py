@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.lora.adapter import DraftTarget, ModuleShape, parse
-from outrider.lora.sites import AdapterSites
+from outrider.lora.device.sites import AdapterSites
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.lora.adapter import Adapter
-from outrider.lora.aging import AGING_SECONDS, LOOK_SECONDS
+from outrider.lora.device.sites import AdapterHooks, make_sites
 from outrider.lora.manager import AdapterManager
-from outrider.lora.registry import AdapterRegistry
-from outrider.lora.sites import AdapterHooks, make_sites
+from outrider.lora.registry.registry import AdapterRegistry
+from outrider.lora.tiers.starvation import AGING_SECONDS, LOOK_SECONDS
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.lora_request import LoRARequest
 
@@ -158,7 +158,7 @@ def test_steps_and_requests_do_not_look_at_all_names(make_manager, folder, tmp_p
     manager = make_manager(max_loras=2, max_cpu_loras=4)
     idle = str(tmp_path / "idle")
     (tmp_path / "idle").mkdir()
-    monkeypatch.setattr("outrider.lora.files.parse", None)  # nothing is read
+    monkeypatch.setattr("outrider.lora.files.folder.parse", None)  # nothing is read
     manager.register([LoRARequest(f"n{i}", path=idle) for i in range(2000)])
     monkeypatch.undo()
     assert len(manager.list()) == manager.stats().num_adapters == 2000

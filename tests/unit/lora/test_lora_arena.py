@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.lora.adapter import LoraWeights
-from outrider.lora.arena import RowArena
-from outrider.lora.layout import RowLayout
-from outrider.lora.pool import Allocation
+from outrider.lora.device.arena import RowArena
+from outrider.lora.device.layout import RowLayout
+from outrider.lora.device.pool import Allocation
 
 CPU = torch.device("cpu")
 # (modules and their outputs, inputs) of each site

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from outrider.lora import batching, layers
 from outrider.lora.adapter import LoraWeights
-from outrider.lora.arena import RowArena
-from outrider.lora.batching import LONG_RUN, LoraBatcher
-from outrider.lora.layers import EmbeddingSite, LoraSite
-from outrider.lora.layout import RowLayout
-from outrider.lora.pool import RowPool
+from outrider.lora.device import batching, layers
+from outrider.lora.device.arena import RowArena
+from outrider.lora.device.batching import LONG_RUN, LoraBatcher
+from outrider.lora.device.layers import EmbeddingSite, LoraSite
+from outrider.lora.device.layout import RowLayout
+from outrider.lora.device.pool import RowPool
 
 RANKS = {b"a": 2, b"b": 3, b"c": 1}
 SIZES = (6, 4)

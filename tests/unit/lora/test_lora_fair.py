@@ -5,17 +5,17 @@ import random
 import pytest
 import torch
 
-from outrider.lora.aging import AGING_SECONDS
 from outrider.lora.manager import AdapterManager
+from outrider.lora.tiers.starvation import AGING_SECONDS
 from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import FairConfig, LoRAConfig, SchedulerConfig
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.platform.engine.block_pool import BlockPool
 from outrider.platform.engine.features import PrefixNamespaces
-from outrider.platform.engine.prefix_cache import PrefixCache
-from outrider.platform.engine.scheduler import Scheduler
+from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
+from outrider.platform.engine.queue.scheduler import Scheduler
 
 from .conftest import make_linears
 from .test_lora_manager_machine import StepLoader

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora import catalog as catalog_module
-from outrider.lora import files as files_module
+from outrider.lora.files import folder as files_module
 from outrider.lora.manager import LOADING
+from outrider.lora.registry import catalog as catalog_module
 from outrider.platform.core.adapter_files import files_digest
 from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
@@ -362,7 +362,7 @@ def test_loading_does_not_block_and_close_ends_the_threads(make_manager, folder,
         return real(*args, **options)
 
     monkeypatch.setattr(files_module, "parse", parse)
-    monkeypatch.setattr("outrider.lora.transfers.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("outrider.lora.tiers.transfers.AT_ONCE_BYTES", 0)
     manager = make_manager()
     request = make_request("a", folder("a"))
     manager.resolve(request)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.lora.adapter import Adapter, LoraWeights
-from outrider.lora.loader import Done
+from outrider.lora.device.sites import AdapterHooks, make_sites
 from outrider.lora.manager import AdapterManager
-from outrider.lora.sites import AdapterHooks, make_sites
+from outrider.lora.tiers.loader import Done
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest

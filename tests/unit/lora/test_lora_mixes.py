@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
-from outrider.lora.mixing import Part, mix_adapters
-from outrider.lora.sites import AdapterHooks
+from outrider.lora.device.sites import AdapterHooks
+from outrider.lora.registry.mixes import Part, mix_adapters
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
 

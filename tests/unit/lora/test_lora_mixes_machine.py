@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.lora.adapter import parse
+from outrider.lora.files.weights import ModuleShape
 from outrider.lora.manager import AdapterManager
-from outrider.lora.weights import ModuleShape
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import NotFoundError
 from outrider.platform.core.lora_request import LoRARequest

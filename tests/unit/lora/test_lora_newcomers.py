@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from outrider.lora import files as files_module
+from outrider.lora.files import folder as files_module
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
 

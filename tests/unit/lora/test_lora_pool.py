@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.lora.pool import RowPool
+from outrider.lora.device.pool import RowPool
 
 KEYS = [bytes([i]) for i in range(6)]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from outrider.lora.aging import AGING_SECONDS
 from outrider.lora.manager import ROWS
+from outrider.lora.tiers.starvation import AGING_SECONDS
 from outrider.platform.core.errors import InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
 

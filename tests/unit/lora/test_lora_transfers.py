@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
-from outrider.lora import files as files_module
-from outrider.lora.loader import Loader
+from outrider.lora.files import folder as files_module
 from outrider.lora.manager import LOADING
+from outrider.lora.tiers.loader import Loader
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 
@@ -20,9 +20,9 @@ from .conftest import SIZES, admitted, level, make_request, settle, write_adapte
 @pytest.fixture
 def gate(monkeypatch):
     """Writes to the device are a thread's, and wait for `gate.set()`."""
-    from outrider.lora.placing import Placer
+    from outrider.lora.tiers.row_writer import Placer
 
-    monkeypatch.setattr("outrider.lora.transfers.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("outrider.lora.tiers.transfers.AT_ONCE_BYTES", 0)
 
     event, real = threading.Event(), Placer._write
 
@@ -99,7 +99,7 @@ def test_rows_under_way_are_given_to_nobody_else(make_manager, folder, gate):
 )
 def test_a_write_that_fails(make_manager, folder, monkeypatch, error):
     """Only the adapter's requests get the error, rows and memory come back, and later requests try again."""
-    from outrider.lora.placing import Placer
+    from outrider.lora.tiers.row_writer import Placer
 
     manager, real = make_manager(max_loras=2, max_lora_rank=4), Placer._write
     good = admitted(manager, "good", folder("good"), "good")
@@ -327,7 +327,7 @@ def test_what_is_done_at_once_is_handed_over_like_the_rest():
 
 @pytest.mark.parametrize("limit", [0, 1 << 30], ids=["large", "small"])
 def test_small_adapters_are_written_by_the_thread_that_steps(make_manager, tmp_path, monkeypatch, limit):
-    monkeypatch.setattr("outrider.lora.transfers.AT_ONCE_BYTES", limit)
+    monkeypatch.setattr("outrider.lora.tiers.transfers.AT_ONCE_BYTES", limit)
     manager, writers = make_manager(), []
     write = manager._transfers._placer._write
     monkeypatch.setattr(

@@ -8,9 +8,9 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 
-from outrider.lora.batching import LONG_RUN
+from outrider.lora.device.batching import LONG_RUN
+from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
-from outrider.lora.sites import AdapterHooks
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.checkpoint.loader import load_model
 from outrider.platform.core.config import LoRAConfig

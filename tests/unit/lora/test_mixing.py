@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
 from outrider.lora.adapter import LOADED, Adapter, LoraWeights, ModuleShape, parse
-from outrider.lora.mixing import Part, mix_adapters
+from outrider.lora.registry.mixes import Part, mix_adapters
 from outrider.platform.core.errors import AdapterError
 
 ADAPTERS = {

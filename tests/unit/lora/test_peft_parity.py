@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.lora.batching import LONG_RUN
+from outrider.lora.device.batching import LONG_RUN
 
 from .reference import ALL, VOCAB, Engine, peft_logits, save_base, train
 

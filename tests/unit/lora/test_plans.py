@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from outrider.kernels.native import library
-from outrider.lora import plans, tensor_file, weights
 from outrider.lora.adapter import AdapterSource
+from outrider.lora.files import read_plan as plans
+from outrider.lora.files import tensor_file, weights
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
@@ -86,7 +87,7 @@ def test_what_takes_more_thought_goes_the_long_way(both, tmp_path, understood, k
 
 def test_neighbours_that_lie_far_apart_go_the_long_way(both, tmp_path, monkeypatch, understood):
     """A group's bytes may lie anywhere in the file, as its dtypes come one after the other."""
-    monkeypatch.setattr("outrider.lora.served._ELEMENTS", 300)
+    monkeypatch.setattr("outrider.lora.files.serving_form._ELEMENTS", 300)
     state = {key: value if "lora_A" in key else value.bfloat16() for key, value in tensors().items()}
     for name in ("a", "b"):
         path = write_adapter(tmp_path / name, state)

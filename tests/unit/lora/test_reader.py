@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora.tensor_keys import EMBEDDING, LM_HEAD
+from outrider.lora.files.tensor_keys import EMBEDDING, LM_HEAD
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 

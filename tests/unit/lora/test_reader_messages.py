@@ -1,4 +1,4 @@
-"""Turns, and messages between an engine's process and its reader."""
+"""RequestQueue, and messages between an engine's process and its reader."""
 
 import os
 import socket
@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from outrider.lora import pacing
-from outrider.lora.layout import ModelLayout, RowLayout
-from outrider.lora.pacing import LockTurns, ProcessorTurns, StepSignal
-from outrider.lora.reader_messages import Setup, make_layouts, receive, send
+from outrider.lora.device.layout import ModelLayout, RowLayout
+from outrider.lora.reader.messages import Setup, make_layouts, receive, send
+from outrider.lora.tiers import step_signal as pacing
+from outrider.lora.tiers.step_signal import LockTurns, ProcessorTurns, StepSignal
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora import reader as reader_module
 from outrider.lora.adapter import AdapterSource
+from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
-from outrider.lora.reader import AdapterReader
-from outrider.lora.sites import AdapterHooks
+from outrider.lora.reader import client as reader_module
+from outrider.lora.reader.client import AdapterReader
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
@@ -159,9 +159,9 @@ def test_it_goes_with_the_engines_process(tmp_path, held):
         f"""
 import os, signal, sys, time
 import torch
-from outrider.lora.files import AdapterFiles
-from outrider.lora.layout import ModelLayout, RowLayout
-from outrider.lora.reader import AdapterReader
+from outrider.lora.files.folder import AdapterFiles
+from outrider.lora.device.layout import ModelLayout, RowLayout
+from outrider.lora.reader.client import AdapterReader
 
 layouts = [ModelLayout(*(RowLayout(torch.float32) for _ in range(2))) for _ in range(2)]
 reader = AdapterReader(AdapterFiles({{}}, "", {{}}, max_rank=8, dtype=torch.float32), layouts)

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.lora.adapter import ModuleShape, parse
+from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
-from outrider.lora.sites import AdapterHooks
 from outrider.models.layers.embedding import EMBEDDING, LM_HEAD, Embedding
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from outrider.models.config import stored_dtype
-from outrider.models.families import config_from_hf, supported_architectures
+from outrider.models.config import config_from_hf, stored_dtype
+from outrider.models.families import supported_architectures
 from outrider.models.layers.rope import RotaryEmbedding, inverse_frequencies
 from outrider.platform.core.errors import UnsupportedModelError
 

@@ -272,7 +272,7 @@ def make_head(target):
 
 @pytest.fixture
 def load_head(decoder, tmp_path):
-    """load_head(path or Head, method, **fields) -> the proposer, through the factory; the plain one unless adaptive."""
+    """load_head(path or Head, method, **fields) -> the drafter, through the factory; the plain one unless adaptive."""
     from outrider.platform.core.speculative_config import parse_speculative
     from outrider.spec_decode.drafters.factory import DrafterContext, make_drafter
 

@@ -46,16 +46,16 @@ class Sequence:
 
 
 class Engine:
-    """A proposer with blocks of its own; the target is transformers', computed whole for every step.
+    """A drafter with blocks of its own; the target is transformers', computed whole for every step.
 
     `drafts_count`: what was computed of drafts stays valid once they are accepted, as a draft model's does.
     """
 
-    def __init__(self, target, proposer, rng=None, *, drafts_count: bool = False) -> None:
-        self.target, self.proposer, self.rng = target, proposer, rng or random.Random(0)
+    def __init__(self, target, drafter, rng=None, *, drafts_count: bool = False) -> None:
+        self.target, self.drafter, self.rng = target, drafter, rng or random.Random(0)
         self.drafts_count = drafts_count
-        self.kv = allocate_kv(proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
-        proposer.bind(self.kv, no_adapters)
+        self.kv = allocate_kv(drafter.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
+        drafter.bind(self.kv, no_adapters)
         self.free = list(range(NUM_BLOCKS))
         self.rng.shuffle(self.free)
         self.references: dict[int, int] = {}
@@ -132,13 +132,13 @@ class Engine:
         joined = [torch.cat(parts) for parts in zip(*states, strict=True)]
         output = TargetOutput()
         if joined:
-            output = TargetOutput(joined[-1], tuple(joined[i] for i in self.proposer.needs.aux_layers))
+            output = TargetOutput(joined[-1], tuple(joined[i] for i in self.drafter.needs.aux_layers))
         for sequence, *_ in work:
             sequence.request.blocks = sequence.table
         if any(row.max_drafts or row.num_drafts for row in rows) or self.rng.random() < 0.5:
-            proposals = self.proposer.propose(rows, output)
+            proposals = self.drafter.propose(rows, output)
         else:
-            self.proposer.watch(rows, output)
+            self.drafter.watch(rows, output)
             proposals = [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
         for (sequence, k, *_), row, proposal in zip(work, rows, proposals, strict=True):
             assert len(proposal.drafts.token_ids) <= k

@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from .....models.checkpoint.json_files import read_json
 from .....models.checkpoint.loader import resolve_model_path
-from .....models.config import DTYPES, stored_dtype
-from .....models.families import config_from_hf
+from .....models.config import DTYPES, config_from_hf, stored_dtype
 from ....core.errors import InvalidRequestError, PromptTooLongError
 from ....core.lora_request import LoRARequest
 from ..machine import RANDOM_WEIGHTS, describe_machine, describe_model

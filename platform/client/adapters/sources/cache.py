@@ -44,7 +44,7 @@ class DownloadCache:
     """See the module's docstring. Any thread may call."""
 
     def __init__(self, folder: str | None = None, max_bytes: int = DEFAULT_MAX_CACHE_BYTES) -> None:
-        """Nothing is created before the first use. `folder`: see `default_cache_dir`."""
+        """Create nothing before the first use. `folder`: see `default_cache_dir`."""
         self.folder = Path(folder or default_cache_dir()).absolute()
         self.max_bytes = max_bytes
         self._mutex = threading.RLock()
@@ -178,7 +178,7 @@ class DownloadCache:
         return True
 
     def _remove_abandoned(self) -> None:
-        """Downloads that a process left when it died."""
+        """Delete the downloads that a process left when it died."""
         for path in self.folder.glob(f"{_TEMPORARY}*"):
             if time.time() - _last_used(path) > _ABANDONED_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)

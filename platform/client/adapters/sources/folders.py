@@ -22,9 +22,9 @@ from .resolver import DRAFT_FOLDER, no_adapter, shown_source, valid_folder_name
 
 MAX_PATH = 4096
 _MAX_ENTRIES = 1000
-"""Of one folder that are looked at."""
+"""Entries of one folder that are looked at."""
 _PREFIX = "adapter_"
-"""Of the files that belong to an adapter; a training run leaves others beside them, which nobody reads."""
+"""Beginning of the names of an adapter's files; a training run leaves others beside them, which are not read."""
 
 
 class FileState(NamedTuple):
@@ -44,16 +44,16 @@ class CheckedFolder(NamedTuple):
     path: str
     """Its real path, in which nothing is a link."""
     state: tuple[FileState, ...]
-    """Of the folder and of what would be read; empty when there is no such folder."""
+    """State of the folder and of each file that would be read; empty when there is no such folder."""
 
 
 class FolderRules(NamedTuple):
-    """What folders may be read."""
+    """Rules for the folders that may be read."""
 
     roots: tuple[str, ...]
     """Real paths."""
     max_bytes: int
-    """Of all files of one adapter together."""
+    """Largest size of all files of one adapter together."""
 
     def check(self, path: str, field: str = "lora_path") -> CheckedFolder:
         """Look at a folder without reading a file.
@@ -82,7 +82,7 @@ class FolderRules(NamedTuple):
             raise no_adapter(f"{field} {shown_source(path)!r} cannot be read: {reason}", field) from error
 
     def check_again(self, folder: CheckedFolder, field: str = "lora_path") -> None:
-        """AdapterError when something of a checked folder has been exchanged since."""
+        """Raise AdapterError when something in a checked folder has been exchanged since."""
         if self.check(folder.path, field) != folder:
             raise no_adapter(f"{field}: the folder changed while the adapter was loaded; try again", field)
 
@@ -110,7 +110,7 @@ class FolderRules(NamedTuple):
             yield _state(real)
 
     def _adapter_entries(self, folder: str, field: str) -> Iterator[str]:
-        """What the engine may open: the adapter's own files, and all there is in its folder of draft weights."""
+        """The files that the engine may open: the adapter's own, and all in its folder of draft weights."""
         for entry in _entries(folder, field):
             if entry.name == DRAFT_FOLDER:
                 yield entry.path

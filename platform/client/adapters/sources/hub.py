@@ -56,7 +56,7 @@ class HubResolver:
         return str(folder)
 
     def _check_size(self, source: str, repository: str, revision: str | None) -> None:
-        """AdapterError when it is too large or no adapter; nothing when the hub cannot be asked."""
+        """Raise AdapterError when it is too large or no adapter; do nothing when the hub cannot be asked."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -86,7 +86,7 @@ def _quiet_bar() -> Any:
     from tqdm.auto import tqdm
 
     class Quiet(tqdm):
-        """Never shown."""
+        """A progress bar without output."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             options.pop("name", None)  # the hub's own bars have one

@@ -45,7 +45,7 @@ def _made(factory: Callable[[], Any]) -> AdapterResolver:
 
 @functools.cache
 def installed_plugins() -> tuple[AdapterResolver, ...]:
-    """Those with an entry point; one that cannot be loaded is logged and left out."""
+    """The resolvers with an entry point; one that cannot be loaded is logged and left out."""
     found = []
     for entry in entry_points(group=ENTRY_POINTS):
         try:

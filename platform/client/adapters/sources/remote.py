@@ -82,7 +82,7 @@ class StoreResolver:
         raise unavailable(f"{shown_source(source)!r} changes while it is read; try again")
 
     def _files(self, source: str, store: Any, root: str) -> list[_RemoteFile]:
-        """What an adapter consists of.
+        """The files of an adapter.
 
         Raises:
             AdapterError: it is none, or too large.

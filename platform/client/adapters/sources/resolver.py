@@ -1,4 +1,4 @@
-"""What finds adapters, and how their sources are written."""
+"""The protocol of resolvers, which find adapters, and the spellings of sources."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_SHOWN = 200
 
 @runtime_checkable
 class AdapterResolver(Protocol):
-    """Finds adapters; what plug-ins implement. Called in worker threads, several at once, and may take its time."""
+    """Finds adapters; plug-ins implement it. Worker threads call it, several at once; it may take long."""
 
     def resolve(self, name: str, source: str | None) -> str | os.PathLike[str] | None:
         """A local folder with the adapter's files, as PEFT writes them, which stays while the adapter is in use.
@@ -54,7 +54,7 @@ def scheme_of(source: str) -> str | None:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether it is written as one, maybe with a revision."""
+    """True when a source is written as an id of the hub, maybe with a revision."""
     return _HUB_ID.fullmatch(text) is not None and ".." not in text
 
 
@@ -83,5 +83,5 @@ def unavailable(message: str) -> AdapterSourceError:
 
 
 def valid_folder_name(name: str) -> bool:
-    """Whether a name may be that of a subfolder: one component of a path, not hidden, nothing that is not printed."""
+    """True when a name may be that of a subfolder: one component of a path, not hidden, nothing that is not printed."""
     return bool(name) and len(name) <= 255 and not name.startswith(".") and name.isprintable() and "/" not in name

@@ -1,4 +1,4 @@
-"""Calls that are made once for all who ask at the same time, and not at once again after a failure."""
+"""Calls that are made once for all callers of the same moment, and not again soon after a failure."""
 
 from __future__ import annotations
 

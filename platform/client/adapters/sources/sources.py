@@ -1,4 +1,4 @@
-"""From what a user calls an adapter to a local folder, without the engine or the event loop waiting for it."""
+"""Sources of adapters, as users write them, to local folders; neither the engine nor the event loop waits."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURE_SECONDS = 5.0
-"""How long a source that failed is not asked again: requests that come meanwhile get the same error."""
+"""Seconds for which a source that failed is not asked again; requests get the same error meanwhile."""
 LOOK_SECONDS = 1.0
-"""How old what is known of --lora-dir may be."""
+"""Seconds for which the listing of --lora-dir is kept."""
 _MAX_NAMES = 4096
-"""Names of which it is remembered for a moment whether they exist."""
+"""Names that are remembered for a moment, with the folder or the fact that there is none."""
 _MAX_DOWNLOADS = 4
 _MAX_WAITING = 256
 
@@ -67,8 +67,8 @@ class SourceOptions:
 class AdapterSources:
     """Knows all resolvers. One object a client of the engine; any thread may call.
 
-    Downloads run in a few threads of their own; who asks for the same source at the same time shares one. What an
-    adapter was read from stays on the disk until `restrict` says that its name needs it no longer.
+    Downloads run in a few threads of their own; callers that ask for the same source at the same time share one. The
+    folder that an adapter was read from stays on the disk until `restrict` says that its name needs it no longer.
     """
 
     def __init__(self, options: SourceOptions | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,7 +104,7 @@ class AdapterSources:
     # --- from a source to a folder --------------------------------------------------------------------------------
 
     async def localize(self, lora: LoRA | None, *, again: bool = False) -> LoRA | None:
-        """The same with local folders in the place of sources; what has them already comes back as it is.
+        """Replace the sources of an adapter by local folders; one that has them already comes back as it is.
 
         Args:
             again: Ask the source again, also when it has been: it may have another content now.
@@ -121,7 +121,7 @@ class AdapterSources:
         return lora if lora is None else await self.localize_request(lora, again=again)
 
     async def localize_request(self, request: LoRARequest, *, again: bool = False) -> LoRARequest:
-        """The same for one adapter."""
+        """`localize` for one adapter."""
         if not _is_remote(request):
             return request
         path = await self._folder(request.name, request.path, "lora_path", again)
@@ -174,7 +174,7 @@ class AdapterSources:
             return next((folder for folder in reversed(folders) if folders[folder] == source), None)
 
     def _fetch(self, name: str, source: str) -> Future[str | None]:
-        """When the result is there, `name` has its folder."""
+        """Start or join the download of a source; `name` has its folder when the result is there."""
         with self._lock:
             self._waiting.setdefault(source, set()).add(name)
             try:
@@ -184,7 +184,7 @@ class AdapterSources:
                 raise
 
     def _fetch_now(self, name: str, source: str) -> str | None:
-        """In a worker thread."""
+        """Ask the resolvers, in a worker thread."""
         folder = None
         try:
             folder = self._ask([*self._all_plugins(), *self._stores], name, source)
@@ -241,7 +241,7 @@ class AdapterSources:
 
     @property
     def finds_names(self) -> bool:
-        """Whether names that nobody has loaded may mean something."""
+        """True when a name may mean an adapter that has not been loaded: there are directories or plug-ins."""
         return bool(self._directories) or bool(self._all_plugins())
 
     async def find(self, name: str) -> LoRARequest | None:
@@ -332,7 +332,7 @@ class AdapterSources:
             return tuple(self._folders.get(name, ()))
 
     def restrict(self, name: str, needed: Collection[str | None] = ()) -> None:
-        """Of the folders that were fetched for a name only the `needed` ones are: the others may be evicted."""
+        """Keep only the `needed` ones of the folders that were fetched for a name; the others may be evicted."""
         self._found.drop(name)
         self._plugged.drop(name)
         for path in needed:
@@ -353,7 +353,7 @@ def _needs_fetch(source: str) -> bool:
 
 
 def _is_remote(request: LoRARequest) -> bool:
-    """Whether something in it is no plain path. Quick for what is absolute."""
+    """True when a source in it is no plain path. Quick for absolute paths."""
     paths = (request.path, request.draft_path)
     return any(path is not None and not path.startswith("/") and scheme_of(path) is not None for path in paths)
 
@@ -363,5 +363,5 @@ def _moved(request: LoRARequest, path: str, draft_path: str | None) -> LoRAReque
 
 
 async def _result(future: Future[T]) -> T:
-    """Its result; who stops waiting ends nothing for the others."""
+    """Await a result; a caller that stops waiting ends nothing for the others."""
     return await asyncio.shield(asyncio.wrap_future(future))

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+from collections import ChainMap
 from typing import Any
 
 import pytest
@@ -145,7 +146,14 @@ class Names(dict[str, LoRARequest]):
     keys = __iter__
 
 
-def test_through_the_engine_process(model_path: str, nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_looked_up_one_by_one() -> None:
+    """Thousands may be registered."""
+    known = ChainMap(Names({"a": A, "b": B}), {})
+    assert resolve_lora("a", lambda: known) == A
+    assert resolve_lora("a:0.7+b:0.3", lambda: known) == MIX
+
+
+def test_through_the_engine_process(model_path: str, nothing_is_left: None) -> None:
     async def main() -> None:
         spec = EngineSpec(args=EngineArgs(model=model_path, enable_lora=True), engine="fake_engine:FakeEngine")
         async with AsyncLLM.from_spec(spec) as llm:
@@ -154,9 +162,7 @@ def test_through_the_engine_process(model_path: str, nothing_is_left: None, monk
             for spelled, meant in (([("a", 0.7), (B, 0.3)], MIX), (("a", 0.5), HALF), ("+a:0.5", HALF)):
                 outputs = [output async for output in llm.generate([5], params, lora_request=spelled)]
                 assert outputs[-1].lora_request == meant
-            monkeypatch.setattr(llm._parts().requests._known, "maps", [Names(llm.adapters.requests)])
             assert [output async for output in llm.generate([5], params, lora_request="a")]
-            monkeypatch.undo()
             with pytest.raises(NotFoundError, match="'b' is not loaded"):
                 await anext(llm.generate([5], params, lora_request="a:0.7+b:0.3"))
 

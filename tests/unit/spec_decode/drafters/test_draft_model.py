@@ -1,4 +1,4 @@
-"""The draft-model proposer against transformers: its drafts are the continuation of the very tokens of the sequence."""
+"""The draft-model drafter against transformers: its drafts are the continuation of the very tokens of the sequence."""
 
 import json
 import random
@@ -86,13 +86,13 @@ class Sequence:
 
 
 class Engine:
-    """The proposer with a cache of its own, in which blocks are handed out out of order."""
+    """The drafter with a cache of its own, in which blocks are handed out out of order."""
 
     def __init__(self, draft: Draft, *, invariant: bool = False, budget: int = 2048) -> None:
         model = load_model(draft.path, dtype="float32")
-        self.proposer = DraftModelDrafter(model, invariant=invariant, max_num_batched_tokens=budget)
-        self.kv: list[LayerKV] = allocate_kv(self.proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
-        self.proposer.bind(self.kv, no_adapters)
+        self.drafter = DraftModelDrafter(model, invariant=invariant, max_num_batched_tokens=budget)
+        self.kv: list[LayerKV] = allocate_kv(self.drafter.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
+        self.drafter.bind(self.kv, no_adapters)
         self.free = list(range(NUM_BLOCKS))
         random.Random(0).shuffle(self.free)
 
@@ -103,7 +103,7 @@ class Engine:
         return Sequence(Request(f"r{seed}", tokens, length, params, seed_key=1000 + seed), table)
 
     def propose(self, *rows: tuple[Sequence, DraftRow]) -> list[Proposal]:
-        proposals = self.proposer.propose([row for _, row in rows], TargetOutput())
+        proposals = self.drafter.propose([row for _, row in rows], TargetOutput())
         return [s.take(proposal) for (s, _), proposal in zip(rows, proposals, strict=True)]
 
     def step(self, sequence: Sequence, max_drafts: int, chunk: int | None = None) -> Proposal:
@@ -309,9 +309,9 @@ def test_composition(draft: Draft) -> None:
     assert isinstance(make(None), NoDrafter)
     assert isinstance(make(None, method="ngram", num_speculative_tokens=3), NgramDrafter)
     assert isinstance(make(None, method="ngram"), NgramDrafter)
-    proposer = make(draft, adaptive=False)
-    assert isinstance(proposer, DraftModelDrafter)
-    assert proposer.needs.kv_layers == (KVLayerSpec(2, 8),) * 2
+    drafter = make(draft, adaptive=False)
+    assert isinstance(drafter, DraftModelDrafter)
+    assert drafter.needs.kv_layers == (KVLayerSpec(2, 8),) * 2
 
 
 def test_another_vocabulary_is_refused(draft: Draft) -> None:
@@ -361,9 +361,9 @@ def test_a_missing_draft_model_is_refused(tmp_path: Path) -> None:
         make(None, method="draft_model", model=str(tmp_path / "nothing"))
 
 
-def test_no_proposer_proposes_nothing(draft: Draft) -> None:
+def test_without_speculation_nothing_is_proposed(draft: Draft) -> None:
     sequence = Engine(draft).sequence(5)
-    proposer = NoDrafter()
-    proposer.bind([], no_adapters)
-    assert proposer.needs == DrafterNeeds()
-    assert proposer.propose([sequence.row(3)], TargetOutput())[0].drafts.token_ids == []
+    drafter = NoDrafter()
+    drafter.bind([], no_adapters)
+    assert drafter.needs == DrafterNeeds()
+    assert drafter.propose([sequence.row(3)], TargetOutput())[0].drafts.token_ids == []

@@ -146,9 +146,9 @@ def test_any_schedule_leaves_the_drafts_as_they_are(target, loaded, method):
     @settings(max_examples=25)
     @given(st.integers(0, 2**32), st.sampled_from([5, 2048]))
     def check(seed, budget):
-        head, proposer = loaded(method, budget)
+        head, drafter = loaded(method, budget)
         rng = random.Random(seed)
-        random_schedule(Engine(target, proposer, rng), head, rng, steps=12, whole=budget > 100)
+        random_schedule(Engine(target, drafter, rng), head, rng, steps=12, whole=budget > 100)
 
     check()
 

@@ -36,10 +36,10 @@ def prepare(handles):
     return _PREPARED if "a" in _PREPARED else None
 
 
-def adapt(proposer, weights: dict) -> dict:
+def adapt(drafter, weights: dict) -> dict:
     """Give each projection a site; the weights that a merged head would have."""
     generator, merged = torch.Generator().manual_seed(9), dict(weights)
-    for linear in proposer.needs.linears:
+    for linear in drafter.needs.linears:
         deltas = []
         for name, _ in linear.slices:
             weight = weights[f"{name}.weight"]
@@ -52,9 +52,9 @@ def adapt(proposer, weights: dict) -> dict:
 @pytest.mark.parametrize(("method", "options"), [("eagle", {"fc_bias": True}), ("eagle3", {"draft_vocab": 60})])
 def test_each_row_is_drafted_for_with_its_own_weights(target, make_head, load_head, method, options):
     base, tuned = make_head(method, **options), make_head(method, **options)
-    proposer = load_head(base)
-    tuned.weights = adapt(proposer, base.weights)
-    proposer.bind(allocate_kv(proposer.needs.kv_layers, 64, BLOCK, torch.float32), prepare)
+    drafter = load_head(base)
+    tuned.weights = adapt(drafter, base.weights)
+    drafter.bind(allocate_kv(drafter.needs.kv_layers, 64, BLOCK, torch.float32), prepare)
     generator = torch.Generator().manual_seed(2)
 
     def draw(count):
@@ -78,8 +78,8 @@ def test_each_row_is_drafted_for_with_its_own_weights(target, make_head, load_he
             rows.append(row)
             total, computed[i] = total + end - start, end
         joined = [torch.cat(parts) for parts in zip(*states, strict=True)]
-        aux = tuple(joined[i] for i in proposer.needs.aux_layers)
-        for i, proposal in enumerate(proposer.propose(rows, TargetOutput(joined[-1], aux))):
+        aux = tuple(joined[i] for i in drafter.needs.aux_layers)
+        for i, proposal in enumerate(drafter.propose(rows, TargetOutput(joined[-1], aux))):
             valid[i] = proposal.num_draft_computed
             mine, other = (tuned, base) if requests[i].adapter else (base, tuned)
             tokens, ids = requests[i].tokens, proposal.drafts.token_ids
@@ -96,15 +96,15 @@ def test_medusa_rows_have_their_own_weights(load_head, tmp_path):
         weights[f"{i}.1.weight"] = torch.randn(97, 32)
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3}))
     torch.save(weights, tmp_path / "medusa_lm_head.pt")
-    proposer = load_head(tmp_path, "medusa", num_speculative_tokens=3)
-    merged = adapt(proposer, weights)
-    proposer.bind([], prepare)
+    drafter = load_head(tmp_path, "medusa", num_speculative_tokens=3)
+    merged = adapt(drafter, weights)
+    drafter.bind([], prepare)
     hidden = torch.randn(3, 32)
     rows = []
     for i, (adapter, k) in enumerate([("a", 1), (None, 3), ("a", 2)]):
         request = Request(f"r{i}", [1], 1, SamplingParams(temperature=0.0), seed_key=i, adapter=adapter)
         rows.append(DraftRow(request, [1, 2], 1, 0, k, [], True, 0, i))
-    for i, proposal in enumerate(proposer.propose(rows, TargetOutput(hidden))):
+    for i, proposal in enumerate(drafter.propose(rows, TargetOutput(hidden))):
         w = SimpleNamespace(of=merged if rows[i].request.adapter else weights)
         expected = []
         for head in range(rows[i].max_drafts):

@@ -10,8 +10,8 @@ from outrider.models.batch import allocate_kv
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.drafters.base import no_adapters
-from outrider.spec_decode.drafters.eagle.config import read_eagle_config
-from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter, eagle_kv_bytes_per_token
+from outrider.spec_decode.drafters.eagle.config import eagle_kv_bytes_per_token, read_eagle_config
+from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
 from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
 
 
@@ -201,10 +201,10 @@ def test_missing_files(load_head, tmp_path):
 def test_random_weights_need_no_file(make_head, load_head, tmp_path, method, options):
     head = make_head(method, **options)
     (tmp_path / "config.json").write_text(json.dumps(head.config()))
-    proposer = load_head(tmp_path, method, load_format="dummy")
-    assert isinstance(proposer, EagleDrafter)
-    kv = allocate_kv(proposer.needs.kv_layers, 4, 4, torch.float32)
-    proposer.bind(kv, no_adapters)
+    drafter = load_head(tmp_path, method, load_format="dummy")
+    assert isinstance(drafter, EagleDrafter)
+    kv = allocate_kv(drafter.needs.kv_layers, 4, 4, torch.float32)
+    drafter.bind(kv, no_adapters)
     from outrider.platform.core.request import Request
     from outrider.platform.core.sampling_params import SamplingParams
     from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
@@ -212,8 +212,8 @@ def test_random_weights_need_no_file(make_head, load_head, tmp_path, method, opt
     request = Request("r", [1, 2, 3], 3, SamplingParams(), seed_key=1)
     states = torch.randn(3, 32)
     rows = [DraftRow(request, [1, 2, 3, 4], 3, 0, 3, [0, 1], True)]
-    output = TargetOutput(states, (states,) * len(proposer.needs.aux_layers))
-    (proposal,) = proposer.propose(rows, output)
+    output = TargetOutput(states, (states,) * len(drafter.needs.aux_layers))
+    (proposal,) = drafter.propose(rows, output)
     assert len(proposal.drafts.token_ids) == 3
     assert proposal.drafts.probs.shape == (3, 97)
     torch.testing.assert_close(proposal.drafts.probs.sum(-1), torch.ones(3))

@@ -11,7 +11,7 @@ from outrider import SamplingParams
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.platform.engine.prefix_cache import PrefixCache
+from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.spec_decode.drafters.eagle.hidden_store import HiddenStore
 
 METHODS = ["eagle", "eagle3", "medusa"]
@@ -193,7 +193,7 @@ def test_requests_with_and_without_drafts_side_by_side(make_engine, folders, pro
 
 @pytest.mark.parametrize("method", METHODS)
 def test_unseeded_requests_run_to_their_end(make_engine, folders, prompts, method):
-    """Rejection sampling with the heads' q; the frequencies are tested with all proposers elsewhere."""
+    """Rejection sampling with the heads' q; the frequencies are tested with all drafters elsewhere."""
     engine = make_engine(speculative_config=speculative(folders, method))
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     outcome = run(engine, [(p, params) for p in prompts])

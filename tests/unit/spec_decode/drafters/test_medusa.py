@@ -56,9 +56,9 @@ def load(load_head, tmp_path):
             save_file({name: tensor.contiguous() for name, tensor in w.items()}, tmp_path / file)
         else:
             torch.save(w, tmp_path / file)
-        proposer = load_head(tmp_path, "medusa", num_speculative_tokens=3, **fields)
-        proposer.bind([], no_adapters)
-        return proposer
+        drafter = load_head(tmp_path, "medusa", num_speculative_tokens=3, **fields)
+        drafter.bind([], no_adapters)
+        return drafter
 
     return load
 
@@ -173,9 +173,9 @@ def test_tensors_that_do_not_fit(load, change, words):
 def test_without_a_number_there_are_as_many_drafts_as_heads(load_head, tmp_path, adaptive):
     (tmp_path / "config.json").write_text(json.dumps(ORIGINAL))
     torch.save(tensors(num_heads=2), tmp_path / "medusa_lm_head.pt")
-    proposer = load_head(tmp_path, "medusa", adaptive=None if adaptive else False)  # None: as if it were not there
-    proposer.bind([], no_adapters)
-    (proposal,) = proposer.propose([row([1, 2, 3], k=4)], TargetOutput(torch.randn(2, HIDDEN)))
+    drafter = load_head(tmp_path, "medusa", adaptive=None if adaptive else False)  # None: as if it were not there
+    drafter.bind([], no_adapters)
+    (proposal,) = drafter.propose([row([1, 2, 3], k=4)], TargetOutput(torch.randn(2, HIDDEN)))
     assert len(proposal.drafts.token_ids) == 2
     for said in (3, 4):
         with pytest.raises(InvalidRequestError, match=f"num_speculative_tokens is {said}.*2 Medusa heads"):
@@ -184,8 +184,8 @@ def test_without_a_number_there_are_as_many_drafts_as_heads(load_head, tmp_path,
 
 def test_random_weights_need_no_file(load_head, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ORIGINAL))
-    proposer = load_head(tmp_path, "medusa", load_format="dummy", num_speculative_tokens=3)
-    (proposal,) = proposer.propose([row([1, 2, 3])], TargetOutput(torch.randn(2, HIDDEN)))
+    drafter = load_head(tmp_path, "medusa", load_format="dummy", num_speculative_tokens=3)
+    (proposal,) = drafter.propose([row([1, 2, 3])], TargetOutput(torch.randn(2, HIDDEN)))
     assert len(proposal.drafts.token_ids) == 3
 
 

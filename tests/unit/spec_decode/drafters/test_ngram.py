@@ -1,4 +1,4 @@
-"""Prompt lookup against a search written down plainly, and what the proposer keeps of a request."""
+"""Prompt lookup against a search written down plainly, and what the drafter keeps of a request."""
 
 import random
 
@@ -27,8 +27,8 @@ def row(request: Request, tokens: list[int], max_drafts: int = 3, sampled: bool 
     return DraftRow(request, tokens, len(tokens) - 1, len(tokens) - 1, max_drafts, [], sampled)
 
 
-def drafts(proposer: NgramDrafter, request: Request, tokens: list[int], max_drafts: int = 3) -> list[int]:
-    return proposer.propose([row(request, tokens, max_drafts)], TargetOutput())[0].drafts.token_ids
+def drafts(drafter: NgramDrafter, request: Request, tokens: list[int], max_drafts: int = 3) -> list[int]:
+    return drafter.propose([row(request, tokens, max_drafts)], TargetOutput())[0].drafts.token_ids
 
 
 @pytest.mark.parametrize("vocab", [2, 4, 30])
@@ -56,68 +56,68 @@ def test_lookup(tokens: list[int], min_n: int, max_n: int, expected: int) -> Non
 
 
 def test_drafts_are_what_followed() -> None:
-    proposer, request = NgramDrafter(1, 3), make_request()
-    assert drafts(proposer, request, [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
-    assert proposer.propose([row(request, [1, 2, 3, 4, 5, 6, 1, 2, 3])], TargetOutput())[0].drafts.probs is None
+    drafter, request = NgramDrafter(1, 3), make_request()
+    assert drafts(drafter, request, [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
+    assert drafter.propose([row(request, [1, 2, 3, 4, 5, 6, 1, 2, 3])], TargetOutput())[0].drafts.probs is None
 
 
 def test_a_loop_goes_on() -> None:
-    proposer, request = NgramDrafter(1, 3), make_request()
-    assert drafts(proposer, request, [9, 1, 2, 1, 2, 1, 2], max_drafts=5) == [1, 2, 1, 2, 1]
-    assert drafts(proposer, make_request("s"), [4, 4], max_drafts=3) == [4, 4, 4]
+    drafter, request = NgramDrafter(1, 3), make_request()
+    assert drafts(drafter, request, [9, 1, 2, 1, 2, 1, 2], max_drafts=5) == [1, 2, 1, 2, 1]
+    assert drafts(drafter, make_request("s"), [4, 4], max_drafts=3) == [4, 4, 4]
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 40])
 @pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 5), (2, 3), (4, 4), (1, 12)])
 def test_places_that_are_remembered_give_what_a_search_gives(vocab: int, min_n: int, max_n: int) -> None:
     """With few places and with so many that the array is searched."""
-    proposer, request, tokens = NgramDrafter(min_n, max_n), make_request(), []
+    drafter, request, tokens = NgramDrafter(min_n, max_n), make_request(), []
     for length in range(1, 160):
         tokens = [*tokens, random.randrange(vocab)]
         if length % 3:
             start = reference(tokens, min_n, max_n)
-            assert drafts(proposer, request, tokens, max_drafts=1) == ([] if start < 0 else [tokens[start]])
+            assert drafts(drafter, request, tokens, max_drafts=1) == ([] if start < 0 else [tokens[start]])
 
 
 def test_a_growing_sequence_is_looked_up_whole() -> None:
-    proposer, request = NgramDrafter(1, 4), make_request()
+    drafter, request = NgramDrafter(1, 4), make_request()
     tokens = [random.randrange(5) for _ in range(200)]
     while len(tokens) < 900:
         start = reference(tokens, 1, 4)
         expected = [] if start < 0 else (tokens[start:] * 5)[:5]
-        assert drafts(proposer, request, tokens, max_drafts=5)[: len(expected)] == expected
+        assert drafts(drafter, request, tokens, max_drafts=5)[: len(expected)] == expected
         tokens = tokens + [random.randrange(5) for _ in range(random.randrange(1, 40))]
 
 
 def test_no_drafts_when_none_are_asked_for_and_a_row_catches_up() -> None:
-    proposer, request = NgramDrafter(1, 3), make_request()
-    assert drafts(proposer, request, [1, 2, 1], max_drafts=0) == []
-    assert proposer.propose([row(request, [1, 2, 1], 3, sampled=False)], TargetOutput())[0].drafts.token_ids == []
-    assert drafts(proposer, request, [1, 2, 1, 3, 1, 2], max_drafts=1) == [1]
+    drafter, request = NgramDrafter(1, 3), make_request()
+    assert drafts(drafter, request, [1, 2, 1], max_drafts=0) == []
+    assert drafter.propose([row(request, [1, 2, 1], 3, sampled=False)], TargetOutput())[0].drafts.token_ids == []
+    assert drafts(drafter, request, [1, 2, 1, 3, 1, 2], max_drafts=1) == [1]
 
 
 def test_requests_do_not_see_each_other() -> None:
-    proposer, first, second = NgramDrafter(1, 3), make_request("a"), make_request("b")
-    assert drafts(proposer, first, [1, 2, 3, 4, 1, 2]) == [3, 4, 1]
-    assert drafts(proposer, second, [8, 9, 1, 2]) == []
-    both = proposer.propose([row(second, [8, 9, 1, 2, 8, 9]), row(first, [1, 2, 3, 4, 1, 2, 3])], TargetOutput())
+    drafter, first, second = NgramDrafter(1, 3), make_request("a"), make_request("b")
+    assert drafts(drafter, first, [1, 2, 3, 4, 1, 2]) == [3, 4, 1]
+    assert drafts(drafter, second, [8, 9, 1, 2]) == []
+    both = drafter.propose([row(second, [8, 9, 1, 2, 8, 9]), row(first, [1, 2, 3, 4, 1, 2, 3])], TargetOutput())
     assert [p.drafts.token_ids for p in both] == [[1, 2, 8], [4, 1, 2]]
 
 
 def test_a_name_used_again_is_a_new_request() -> None:
-    proposer = NgramDrafter(1, 3)
-    drafts(proposer, make_request("a"), [1, 2, 3, 4, 1, 2])
-    assert drafts(proposer, make_request("a"), [5, 6, 7, 1, 2, 9, 9, 2, 1, 2]) == [9, 9, 2]
+    drafter = NgramDrafter(1, 3)
+    drafts(drafter, make_request("a"), [1, 2, 3, 4, 1, 2])
+    assert drafts(drafter, make_request("a"), [5, 6, 7, 1, 2, 9, 9, 2, 1, 2]) == [9, 9, 2]
 
 
 def test_finished_requests_are_forgotten() -> None:
-    proposer, requests = NgramDrafter(1, 3), [make_request(str(i)) for i in range(5)]
+    drafter, requests = NgramDrafter(1, 3), [make_request(str(i)) for i in range(5)]
     for request in requests:
-        drafts(proposer, request, [1, 1])
+        drafts(drafter, request, [1, 1])
     for request in requests[:4]:
         request.status = Status.FINISHED
-    proposer.propose([], TargetOutput())
-    assert list(proposer._histories) == ["4"]
+    drafter.propose([], TargetOutput())
+    assert list(drafter._histories) == ["4"]
 
 
 def test_everything_counts_as_computed() -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.spec_decode.training.build import load_head, new_drafter
-from outrider.spec_decode.training.eagle_head import Shared
+from outrider.spec_decode.training.methods.eagle_head import Shared
 
 K = 3
 
@@ -197,7 +197,7 @@ def test_untrained_medusa_heads_say_what_the_target_does(options, samples, read_
 
 @pytest.mark.parametrize("method", ["eagle3", "eagle"])
 def test_draft_weights_of_a_head(method, options, samples, read_batch, folders, tmp_path):
-    from outrider.lora.peft_config import read_config
+    from outrider.lora.files.peft_config import read_config
 
     aux = None if method == "eagle3" else ()
     target, features = read_batch(samples[:6], aux, folders.adapter)

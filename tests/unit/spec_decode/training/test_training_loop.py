@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from outrider.platform.core.errors import InvalidRequestError, OutriderError
 from outrider.spec_decode.training import run as run_module
 from outrider.spec_decode.training import target as target_module
-from outrider.spec_decode.training.acceptance import rounds_of, summarize
 from outrider.spec_decode.training.data import plan_batches
+from outrider.spec_decode.training.measurement import rounds_of, summarize
 from outrider.spec_decode.training.run import train_draft
 from outrider.spec_decode.training.target import Target, choose_aux_layers, import_peft
 from outrider.spec_decode.training.trainer import rate_factor

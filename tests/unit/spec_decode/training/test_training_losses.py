@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from outrider.spec_decode.training import drafter as drafter_module
 from outrider.spec_decode.training.build import new_drafter
 from outrider.spec_decode.training.data import collate
-from outrider.spec_decode.training.drafter import Step, Wanted, greedy_tokens, soft_cross_entropy
+from outrider.spec_decode.training.methods import base as drafter_module
+from outrider.spec_decode.training.methods.base import Step, Wanted, greedy_tokens, soft_cross_entropy
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])

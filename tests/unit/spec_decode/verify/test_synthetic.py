@@ -7,7 +7,7 @@ import torch
 
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.platform.engine.sampler import Sampler, SampleRow
+from outrider.platform.engine.sampling.sampler import Sampler, SampleRow
 from outrider.spec_decode.verify.synthetic import accept_at_rates, verify_synthetic
 from outrider.spec_decode.verify.verification import Rule, VerifyRow, verify
 

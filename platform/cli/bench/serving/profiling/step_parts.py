@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from ......models.pass_graphs import GraphedPass
 from .....engine.engine_core import EngineCore
-from .....engine.model_runner import ModelRunner
-from .....engine.sampler import Sampler
+from .....engine.runner.model_runner import ModelRunner
+from .....engine.sampling.sampler import Sampler
 
 Wrap: TypeAlias = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """(name, function) to a function that does the same and is timed under the name."""

@@ -1,0 +1,79 @@
+"""The memory of the rank rows: all that a model's adapters have in one rank row lies side by side (`layout`).
+
+One tensor [R, width]: a row is written by one copy, beside the step and without the sites.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels.lora.groups import is_grouped
+from ...kernels.memory import lazy_zeros
+from ..tiers.step_signal import give_way
+from .layout import ALIGNMENT, PackedRows, RowLayout
+from .pool import Allocation
+
+_PAGE = 4096
+
+
+class RowArena:
+    """See the module's docstring."""
+
+    def __init__(self, layout: RowLayout, device: torch.device) -> None:
+        """`allocate` when all sites have their place in the layout."""
+        self.layout = layout
+        self._device = device
+        self.rows = torch.empty(0, 0, dtype=layout.dtype, device=device)
+        """[R, width]; filled by `write` alone."""
+        self.live: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
+        """[R, modules]: 0 where a row has no weights of the module."""
+        self.live_on_device: Tensor | None = None
+        """`live` in the memory of a CUDA device, for its kernels; None elsewhere."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one rank row over all sites."""
+        return self.layout.width * self.layout.dtype.itemsize
+
+    def allocate(self, num_rows: int) -> None:
+        """Memory for the rows."""
+        dtype, stride = self.layout.dtype, self.layout.width
+        if stride * dtype.itemsize % _PAGE < ALIGNMENT:
+            # Rows a multiple of the page apart would share the same few lines of a cache that looks addresses up by
+            # their low bits, and an adapter's rows are read side by side.
+            stride += 5 * ALIGNMENT // dtype.itemsize
+        self.rows = lazy_zeros((num_rows, stride), dtype, self._device)[:, : self.layout.width]
+        self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8, order="F")  # as the kernel reads it
+        if is_grouped(dtype, self._device):
+            self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)
+
+    def write(self, allocation: Allocation, packed: PackedRows) -> None:
+        """Fill an adapter's rows, and clear what a former owner left in them. For any thread, as long as nobody reads
+        these rows; other threads get their turn between two spans."""
+        num_rows = len(packed.data)
+        owned = allocation.index
+        live = np.zeros((len(owned), len(self.layout.pieces)), np.uint8)
+        live[:num_rows] = packed.live
+        stale = (self.live[owned] & ~live).any(0)
+        for index in np.flatnonzero(stale):
+            for columns in self.layout.pieces[index]:
+                self.rows[_where(owned), columns] = 0
+        column = 0
+        for start, stop in packed.spans:
+            give_way()
+            part = packed.data[:, column : column + stop - start]
+            self.rows[_where(owned[:num_rows]), start:stop] = part.to(self._device, non_blocking=True)
+            column += stop - start
+        self.live[owned] = live
+        if self.live_on_device is not None:
+            self.live_on_device[_where(owned)] = torch.from_numpy(live).to(self._device)
+
+
+def _where(index: NDArray[np.int32]) -> slice | Tensor:
+    """Rows as an index: a slice where they are neighbours, which copies several times faster."""
+    if len(index) and int(index[-1]) - int(index[0]) + 1 == len(index):
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return torch.from_numpy(index.astype(np.int64))

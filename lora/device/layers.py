@@ -1,0 +1,182 @@
+"""The adapters' side of the model's projections: where their rank rows are, and how a step's tokens meet them.
+
+LoraSite (one a Linear)           LoraBatch (one a step)
+a  [R, S, in]   row r of all      runs of tokens of one adapter, for the native kernel;
+b  [R, sum out] belongs to one    on CUDA groups of an adapter's tokens, for its kernels;
+                adapter           elsewhere segments with the rows they need and, where
+                                  several adapters meet, a mask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels.lora import expand_invariant, shrink_expand, shrink_expand_invariant
+from ...kernels.lora.groups import RowGroups
+from ...kernels.lora.native import NativeRows, RowSegments, is_native
+from .pool import Allocation
+
+if TYPE_CHECKING:
+    from ...kernels.lora.device_rows import TritonRows
+
+Live = NDArray[np.uint8]
+"""[R, modules]: 0 where a rank row has no weights of a module."""
+
+
+class RowSelection:
+    """A set of adapters and their pool rows."""
+
+    def __init__(self, allocations: Sequence[Allocation], device: torch.device) -> None:
+        self.allocations = tuple(allocations)
+        owners = sorted((row, index) for index, allocation in enumerate(allocations) for row in allocation.rows)
+        rows = [row for row, _ in owners]
+        self.num_rows = len(rows)
+        self.index: NDArray[np.int64] = np.array(rows, np.int64)
+        self.row_owners = torch.tensor([index for _, index in owners], device=device)
+        """[n]: index into `allocations`."""
+        contiguous = rows[-1] - rows[0] + 1 == len(rows)
+        self._where: slice | Tensor = (
+            slice(rows[0], rows[-1] + 1) if contiguous else torch.from_numpy(self.index).to(device)
+        )
+
+    def gather(self, pool: Tensor) -> Tensor:
+        """The selected rows of a pool [R, ...]: a view where they are neighbours, else a copy."""
+        return pool[self._where] if isinstance(self._where, slice) else pool.index_select(0, self._where)
+
+    def columns(self, pool: Tensor, index: Tensor) -> Tensor:
+        """Columns of the selected rows of a pool [R, V]: `index` [T]: a copy [T, n], without one of whole rows."""
+        if isinstance(self._where, slice):
+            return pool[self._where].index_select(1, index).t().contiguous()
+        return pool[self._where, index[:, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSegment:
+    """Tokens [start, stop) of the step, and the rows that they use."""
+
+    start: int
+    stop: int
+    selection: RowSelection
+    keep: Tensor | None = None
+    """[stop - start, n], from `kernels.lora.keep_mask`; None when every row applies to every token."""
+    invariant: bool = False
+    """True when the deltas must not depend on the other tokens, bit for bit; the selection is one adapter."""
+
+
+class LoraRun(NamedTuple):
+    """Neighbouring tokens of one adapter; `owner` None: of the base model."""
+
+    owner: Allocation | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraBatch:
+    """One step's adapters; opaque to the models, which hand it to every site. Tokens of no run belong to the base."""
+
+    runs: tuple[LoraRun, ...]
+    """The adapters' runs, ascending."""
+    native: RowSegments | None
+    """Addresses for the native kernel."""
+    segments: tuple[LoraSegment, ...]
+    """The others: disjoint and ascending."""
+    invariant: bool = False
+    groups: RowGroups | None = None
+    """All runs, for the kernels of a CUDA device."""
+    replayable: bool = False
+    """True when a graph captured with a batch of the same batcher, of at least as many tokens, serves this step. What
+    gains need is not in the batcher's buffer, so that steps with any run without a graph."""
+    lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
+    """By site that was asked, those of `runs` whose adapters have embeddings: found once, as a batch serves many
+    steps, and asking for it takes microseconds a run."""
+
+
+class LoraSite:
+    """The pools of one linear projection, with one slice for each module merged into it; views of a `RowArena`."""
+
+    def __init__(
+        self, a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Live, live_on_device: Tensor | None = None
+    ) -> None:
+        """`a` [R, S, in], `b` [R, sum(slice_sizes)], `live` [R, S]; on a device with kernels there too."""
+        self._a = a
+        self._b = b.split(list(slice_sizes), 1)
+        self._live = live
+        self._native = NativeRows(a, b, slice_sizes, live) if is_native(a.dtype, a.device) else None
+        self._grouped = _grouped(a, b, slice_sizes, live_on_device)
+
+    def fused(self, adapters: LoraBatch) -> tuple[int, RowSegments] | None:
+        """Inputs that `NativeLinear` needs to do `add` in its own call; None where it cannot."""
+        if adapters.native is None or self._native is None:
+            return None
+        return self._native.address, adapters.native
+
+    def add(self, y: Tensor, x: Tensor, adapters: LoraBatch) -> None:
+        """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place; both are contiguous."""
+        if adapters.native is not None and self._native is not None:
+            self._native.add(y, x, adapters.native)
+            return
+        if adapters.groups is not None:
+            assert self._grouped is not None
+            self._grouped.add(y, x, adapters.groups)
+            return
+        for segment in adapters.segments:
+            selection = segment.selection
+            if not self._live[selection.index].any():
+                continue  # none of these adapters targets the projection
+            whole = segment.start == 0 and segment.stop == len(x)
+            ys, xs = (y, x) if whole else (y[segment.start : segment.stop], x[segment.start : segment.stop])
+            a, b = selection.gather(self._a), [selection.gather(part) for part in self._b]
+            if segment.invariant:
+                shrink_expand_invariant(ys, xs, a, b)
+            else:
+                shrink_expand(ys, xs, a, b, segment.keep)
+
+
+def _grouped(a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Tensor | None) -> TritonRows | None:
+    if live is None:
+        return None
+    from ...kernels.lora.device_rows import TritonRows  # imports Triton
+
+    return TritonRows(a, b, slice_sizes, live)
+
+
+class EmbeddingSite:
+    """The pools of a token embedding: token t of an adapter with A [r, V] and B [r, H] gets `A[:, t]ᵀ B` added."""
+
+    def __init__(self, a: Tensor, b: Tensor, live: Live, live_on_device: Tensor | None = None) -> None:
+        """`a` [R, V], `b` [R, H], `live` [R, 1]; views of a `RowArena`."""
+        self._a = a
+        self._b = b
+        self._live = live
+        self._device = a.device
+        self._grouped = _grouped(a.unsqueeze(1), b, [b.shape[1]], live_on_device)
+
+    def add(self, y: Tensor, input_ids: Tensor, adapters: LoraBatch) -> None:
+        """Add the adapters' deltas for `input_ids` [T] to their embeddings `y` [T, H] in place."""
+        if adapters.groups is not None:
+            assert self._grouped is not None
+            self._grouped.add_embeddings(y, input_ids, adapters.groups)
+            return
+        runs = adapters.lookups.get(self)
+        if runs is None:
+            runs = adapters.lookups[self] = tuple(run for run in adapters.runs if self._has(run))
+        for owner, start, stop in runs:
+            assert owner is not None
+            selection = RowSelection([owner], self._device)
+            columns, rows = selection.columns(self._a, input_ids[start:stop]), selection.gather(self._b)
+            if adapters.invariant:
+                expand_invariant(y[start:stop], columns, rows)
+            else:
+                y[start:stop].addmm_(columns, rows)
+
+    def _has(self, run: LoraRun) -> bool:
+        """Return whether the adapter has embeddings. Rows do not change as long as they are an allocation's."""
+        return run.owner is not None and bool(self._live[run.owner.index].any())

@@ -1,0 +1,215 @@
+"""The row allocator of the device pool. It sees keys and integers, no tensors.
+
+    rows:  0 1 2 3 4 5 6 7 8 9 ...
+           a a a a . . b b c c        row r of *every* projection's pool belongs to the same adapter
+
+One unit is one rank row across all layers, so a rank-8 adapter takes half of what a rank-16 one takes.
+
+    free --allocate, begin_write--> being written --end_write--> ready --evict--> free
+                                    being written --evict--> limbo --end_write--> free
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Allocation:
+    """An adapter's rows for as long as they are its own; told apart by identity. Never changed."""
+
+    __slots__ = ("index", "key", "rows")
+
+    def __init__(self, key: bytes, rows: tuple[int, ...]) -> None:
+        self.key = key
+        self.rows = rows
+        """Ascending."""
+        self.index: NDArray[np.int32] = np.array(rows, np.int32)
+        """`rows` as an array, [n]."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    allocation: Allocation
+    num_users: int = 0
+    pinned: bool = False
+
+
+class RowPool:
+    """Rows for adapters, told apart by the digest of their content, of which at most `max_running` have users.
+
+    Those that are neither pinned, in use nor being written make way for others, the least recently used first. Rows
+    that are being written are given to nobody else before that has ended, whatever becomes of their owner.
+    """
+
+    def __init__(
+        self, num_rows: int, max_running: int, before_evicting: Callable[[bytes], None] = lambda key: None
+    ) -> None:
+        """`before_evicting`: called with a key that is about to lose its rows, if something was written there."""
+        self.num_rows = num_rows
+        self.max_running = max_running
+        self.num_free = num_rows
+        self.num_running = 0
+        """Adapters with users."""
+        self.num_pinned_rows = 0
+        self._before_evicting = before_evicting
+        self._is_free = np.ones(num_rows, np.bool_)
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._pinned: set[bytes] = set()
+        self._writing: set[Allocation] = set()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def digests(self) -> list[bytes]:
+        """Adapters with rows, least recently used first."""
+        return list(self._entries)
+
+    def allocation(self, key: bytes) -> Allocation:
+        """The rows of an adapter on the device; KeyError otherwise."""
+        return self._entries[key].allocation
+
+    def num_users(self, key: bytes | None) -> int:
+        """Running requests that use the adapter's rows; 0 for one that is not here."""
+        entry = self._entries.get(key) if key is not None else None
+        return entry.num_users if entry else 0
+
+    def is_pinned(self, key: bytes) -> bool:
+        """Return whether the adapter is here to stay."""
+        return key in self._pinned
+
+    def is_ready(self, key: bytes | None) -> bool:
+        """Return whether the adapter's rows are written."""
+        entry = self._entries.get(key) if key is not None else None
+        return entry is not None and entry.allocation not in self._writing
+
+    def is_evictable(self, key: bytes) -> bool:
+        """Return whether the adapter is here and its rows could be another's now."""
+        entry = self._entries.get(key)
+        return entry is not None and not entry.pinned and entry.num_users == 0 and entry.allocation not in self._writing
+
+    def allocate(self, key: bytes, num_rows: int, victims: Iterable[bytes] | None = None) -> Allocation | None:
+        """Give `key` rows, evicting others as needed; None, with nothing changed, when that makes not enough room.
+
+        `victims` are those that may go, in this order; by default all, the least recently used first.
+        """
+        if key in self._entries:
+            raise ValueError("the adapter has rows already")
+        if num_rows < 1:
+            raise ValueError("an adapter takes at least one row")
+        free, going = self.num_free, []
+        for other in self._entries if victims is None else victims:
+            if free >= num_rows:
+                break
+            if self.is_evictable(other):
+                going.append(other)
+                free += len(self._entries[other].allocation.rows)
+        if free < num_rows:
+            return None
+        for victim in going:
+            self.evict(victim)
+        allocation = Allocation(key, self._take(num_rows))
+        self._entries[key] = _Entry(allocation)
+        return allocation
+
+    def _take(self, num_rows: int) -> tuple[int, ...]:
+        """The smallest run of free rows that is long enough (a run is used as a slice), else the lowest rows."""
+        free = np.flatnonzero(self._is_free)
+        firsts = np.flatnonzero(np.diff(free, prepend=-2) > 1)  # of each run, as index into `free`
+        lengths = np.diff(firsts, append=len(free))
+        fitting = np.where(lengths >= num_rows, lengths, self.num_rows + 1)
+        best = int(np.argmin(fitting))
+        start = firsts[best] if lengths[best] >= num_rows else 0
+        rows = free[start : start + num_rows]
+        self._is_free[rows] = False
+        self.num_free -= num_rows
+        return tuple(rows.tolist())
+
+    def _give_back(self, allocation: Allocation) -> None:
+        self._is_free[allocation.index] = True
+        self.num_free += len(allocation.rows)
+
+    def begin_write(self, allocation: Allocation) -> None:
+        """The rows are being written from now on."""
+        assert self._entries[allocation.key].allocation is allocation
+        self._writing.add(allocation)
+
+    def end_write(self, allocation: Allocation) -> None:
+        """The rows are written, or never will be; they are free when their owner has been evicted meanwhile."""
+        self._writing.remove(allocation)
+        entry = self._entries.get(allocation.key)
+        if entry is None or entry.allocation is not allocation:
+            self._give_back(allocation)
+
+    def evict(self, key: bytes) -> None:
+        """Take the rows of an adapter that nobody uses, pinned or not."""
+        if self._entries[key].num_users:
+            raise ValueError("running requests use the adapter")
+        if self.is_ready(key):
+            self._before_evicting(key)
+        self.set_pinned(key, False)
+        allocation = self._entries.pop(key).allocation
+        if allocation not in self._writing:
+            self._give_back(allocation)
+
+    def can_run(self, key: bytes) -> bool:
+        """Return whether one more running request may use the adapter: it does run, or not too many others do."""
+        return self.num_users(key) > 0 or self.num_running < self.max_running
+
+    def retain(self, key: bytes) -> None:
+        """One more running request uses the adapter."""
+        entry = self._entries[key]
+        if entry.allocation in self._writing:
+            raise ValueError("the adapter's rows are not written yet")
+        if not self.can_run(key):
+            raise ValueError(f"{self.num_running} adapters run already")
+        self.num_running += entry.num_users == 0
+        entry.num_users += 1
+        self._entries.move_to_end(key)
+
+    def release(self, key: bytes) -> None:
+        """A running request no longer uses the adapter."""
+        entry = self._entries[key]
+        if entry.num_users < 1:
+            raise ValueError("nobody uses the adapter")
+        entry.num_users -= 1
+        self.num_running -= entry.num_users == 0
+        self._entries.move_to_end(key)
+
+    def set_pinned(self, key: bytes, pinned: bool) -> None:
+        """Keep the adapter on the device whatever else is wanted, or stop doing so."""
+        entry = self._entries[key]
+        if entry.pinned != pinned:
+            entry.pinned = pinned
+            self.num_pinned_rows += len(entry.allocation.rows) * (1 if pinned else -1)
+            (self._pinned.add if pinned else self._pinned.discard)(key)
+
+    def pinned(self) -> set[bytes]:
+        """The pinned adapters that have rows."""
+        return set(self._pinned)
+
+    def check_integrity(self) -> None:
+        """Every row is free or belongs to exactly one adapter, here or in limbo."""
+        allocations = {entry.allocation for entry in self._entries.values()} | self._writing
+        owned = [row for allocation in allocations for row in allocation.rows]
+        free = np.flatnonzero(self._is_free).tolist()
+        assert len(owned) == len(set(owned)), "a row belongs to two adapters"
+        assert not set(free).intersection(owned), "a row in use is free"
+        assert sorted([*free, *owned]) == list(range(self.num_rows)), "a row is lost"
+        assert self.num_free == len(free)
+        assert self.num_running == sum(entry.num_users > 0 for entry in self._entries.values()) <= self.max_running
+        assert self._pinned == {key for key, entry in self._entries.items() if entry.pinned}
+        assert self.num_pinned_rows == sum(len(self._entries[key].allocation.rows) for key in self._pinned)
+        for key, entry in self._entries.items():
+            assert entry.allocation.key == key
+            assert entry.num_users >= 0
+            assert not entry.num_users or entry.allocation not in self._writing, "used before it was written"
+            assert list(entry.allocation.rows) == sorted(entry.allocation.rows)
+            assert entry.allocation.index.tolist() == list(entry.allocation.rows)

@@ -1,0 +1,152 @@
+"""adapter_config.json as PEFT writes it: what is served, what is refused by name, and the scale of every module."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...platform.core.adapter_files import CONFIG_FILE
+from ...platform.core.errors import AdapterError
+from ...platform.core.sampling_params import shown as shown_value
+from .patterns import Patterns
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_SHOWN_PATH = 200
+
+# Initializations that change the base model's weights too: without those changes the adapter means something else.
+_BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
+
+
+def adapter_error(message: str) -> AdapterError:
+    """An AdapterError about an adapter's files."""
+    return AdapterError(message, param="lora_path")
+
+
+def shown(path: object) -> str:
+    """A path for a message: quoted, so that it stays one line, and of bounded length."""
+    text = str(path)
+    return repr(text if len(text) <= _MAX_SHOWN_PATH else f"{text[: _MAX_SHOWN_PATH - 1]}…")
+
+
+def _changes_base(value: Any) -> bool:
+    return isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS)
+
+
+def _trains_modules(value: Any) -> bool:
+    """Return whether modules other than embeddings and heads are trained in full. PEFT users often save untrained
+    copies of those, which the file's reader tells from trained ones."""
+    names = value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return True
+    return any(name.rpartition(".")[2] not in ("embed_tokens", "lm_head") for name in names)
+
+
+# (field, whether its value asks for something that is not served, how to call that). A field that is absent or has
+# its neutral value is fine; target_modules and layers_to_transform need no rule, the tensors' keys say it all.
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("modules_to_save", _trains_modules, "fully trained modules (modules_to_save)"),
+    ("bias", lambda value: value not in (None, "none"), "trained biases (bias other than 'none')"),
+    ("lora_bias", bool, "a bias on lora_B (lora_bias)"),
+    ("fan_in_fan_out", bool, "transposed weights (fan_in_fan_out)"),
+    ("init_lora_weights", _changes_base, "init_lora_weights that changes the base weights"),
+    ("layer_replication", bool, "layer_replication"),
+    ("trainable_token_indices", bool, "trained embeddings (trainable_token_indices)"),
+    ("target_parameters", bool, "adapters on bare parameters (target_parameters)"),
+    ("alora_invocation_tokens", bool, "activated LoRA (alora_invocation_tokens)"),
+    ("use_qalora", bool, "QA-LoRA (use_qalora)"),
+    ("use_bdlora", bool, "block-diagonal LoRA (use_bdlora)"),
+    ("arrow_config", bool, "Arrow routing (arrow_config)"),
+    ("kasa_config", bool, "KaSA (kasa_config)"),
+    ("monteclora_config", bool, "MonteCLoRA (monteclora_config)"),
+    ("velora_config", bool, "VeLoRA (velora_config)"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig:
+    """The part of a PEFT configuration that decides what an adapter computes."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Patterns
+    alpha_pattern: Patterns
+    use_dora: bool
+    modules_to_save: tuple[str, ...]
+    """Embeddings and heads at most."""
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All but the scales."""
+        return self.rank, self.rank_pattern.items, self.use_dora, self.modules_to_save
+
+    def rank_of(self, module: str) -> int:
+        """The rank that the configuration gives a module, named as in the model that PEFT was given."""
+        return int(self.rank_pattern.find(module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """Scale alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
+        rank = self.rank_of(module)
+        alpha = float(self.alpha_pattern.find(module, self.alpha))
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _positive(name: str, value: Any, *, integer: bool) -> Any:
+    good = isinstance(value, int) or (not integer and isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, bool) or not good or not 0 < value < 2**31:
+        kind = "a positive integer" if integer else "a positive number"
+        raise adapter_error(f"{CONFIG_FILE}: {name} must be {kind} below 2^31, got {str(value)[:40]}")
+    return value
+
+
+def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> Patterns:
+    values = config.get(name) or {}
+    if not isinstance(values, dict):
+        raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {shown_value(values)}")
+    patterns = Patterns(name, values)
+    for pattern, value in values.items():
+        _positive(f"{name}[{shown_value(pattern)}]", value, integer=integer)
+    return patterns
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Read and check `folder`/adapter_config.json.
+
+    Raises:
+        AdapterError: the file is missing or broken, or asks for something that is not served (named in the message).
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():  # a pipe or a device would be read for ever
+        raise adapter_error(f"no {CONFIG_FILE} in {shown(folder)}")
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_MAX_CONFIG_BYTES + 1)
+        if len(content) > _MAX_CONFIG_BYTES:
+            raise adapter_error(f"{shown(file)} is larger than {_MAX_CONFIG_BYTES} bytes")
+        config = json.loads(content.decode())
+    except AdapterError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise adapter_error(f"cannot read {shown(file)}: {str(error)[:200]}") from None
+    if not isinstance(config, dict):
+        raise adapter_error(f"{shown(file)} is not a JSON object")
+    if config.get("peft_type") != "LORA":
+        raise adapter_error(
+            f"{CONFIG_FILE}: peft_type {shown_value(config.get('peft_type'))} is not served; only 'LORA' is"
+        )
+    for name, refused, what in _REFUSED:
+        if refused(config.get(name)):
+            raise adapter_error(f"{CONFIG_FILE}: {what} is not served (got {name}={shown_value(config[name])})")
+    return PeftConfig(
+        rank=_positive("r", config.get("r"), integer=True),
+        alpha=_positive("lora_alpha", config.get("lora_alpha"), integer=False),
+        use_rslora=bool(config.get("use_rslora")),
+        rank_pattern=_pattern(config, "rank_pattern", integer=True),
+        alpha_pattern=_pattern(config, "alpha_pattern", integer=False),
+        use_dora=bool(config.get("use_dora")),
+        modules_to_save=tuple(config.get("modules_to_save") or ()),
+    )

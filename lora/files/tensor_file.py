@@ -1,0 +1,172 @@
+"""The file with an adapter's tensors, opened so that nothing in it runs and shapes are known before data is read."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...platform.core.adapter_files import WEIGHT_FILES
+from ...platform.core.errors import OutriderError
+from ..tiers.step_signal import give_way
+from .peft_config import adapter_error, shown
+from .pickle_file import load_pickle
+from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_header
+
+# A header is a line of JSON for each tensor; an adapter of a large model has ten thousand of 150 bytes.
+_MAX_HEADER_BYTES = 16 << 20
+_METADATA_BYTES = 1 << 20
+"""Bytes of a header, beside its tensors."""
+_ENTRY_BYTES = 512
+"""Bytes of a header for each of its tensors, at most."""
+_LENGTH_BYTES = 8
+"""In front of the header: how long it is."""
+_PIECE = 1 << 17
+"""Bytes that are read at once."""
+
+_REMEMBERED = 16
+"""Headers that are remembered."""
+_REMEMBERED_BYTES = 1 << 20
+"""Bytes of a header that is remembered, at most: as objects they take several times as much."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Bytes of the tensors that can be read; which of them are served is said elsewhere."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Header:
+    """Header of a safetensors file, found right. The same object for files with the same one, as long as it is
+    remembered."""
+
+    entries: dict[str, HeaderEntry]
+    shapes: dict[str, tuple[int, ...]]
+
+
+class TensorFile(NamedTuple):
+    """An open file."""
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+    """The tensor of a key; contiguous. To be called for shapes that were found right: the memory is taken now."""
+    header: Header | None = None
+    """Header of a safetensors file."""
+    fill: Callable[[memoryview, int], None] | None = None
+    """Fills a buffer from this byte of its data on."""
+
+
+@contextmanager
+def open_tensors(folder: Path, limits: FileLimits) -> Iterator[TensorFile]:
+    """adapter_model.safetensors of a folder, or else adapter_model.bin.
+
+    Raises:
+        AdapterError: there is neither, or it is broken, then or while its tensors are read, or has more than `limits`.
+    """
+    file = next((folder / name for name in WEIGHT_FILES if os.path.isfile(folder / name)), None)
+    if file is None:
+        for name in WEIGHT_FILES:
+            if os.path.isfile(folder / f"{name}.index.json"):
+                raise adapter_error(f"an adapter in several files ({name}.index.json) is not served; {shown(folder)}")
+        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder)}")
+    try:
+        if file.suffix == ".safetensors":
+            with _open_safetensors(file, limits) as tensors:
+                yield tensors
+        else:
+            state = load_pickle(file, limits)
+            yield TensorFile(
+                {key: tuple(value.shape) for key, value in state.items()}, lambda key: state[key].contiguous()
+            )
+    except OutriderError:
+        raise
+    except (SafetensorError, InvalidFileError) as error:
+        raise adapter_error(f"{shown(file)} is not a valid safetensors file: {error}") from error
+    except Exception as error:  # a broken pickle or a vanished file fails in many ways; all mean the same here
+        raise adapter_error(f"cannot read {shown(file)}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _open_safetensors(file: Path, limits: FileLimits) -> Iterator[TensorFile]:
+    """Tensors are read when they are asked for: what is used at once is still in the processor's cache."""
+    with file.open("rb", buffering=0) as opened:
+        descriptor = opened.fileno()
+        num_bytes = os.fstat(descriptor).st_size
+        size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+        limit = min(_MAX_HEADER_BYTES, _METADATA_BYTES + _ENTRY_BYTES * limits.num_tensors)
+        if size > limit:  # before it is read: parsing it would take a minute, and gigabytes
+            raise InvalidFileError(f"its header claims {size} bytes; the limit is {limit}")
+        start = _LENGTH_BYTES + size
+        if num_bytes < start:
+            raise InvalidFileError(f"it has {num_bytes} bytes, fewer than its header claims ({start})")
+        header = _header(file, _content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
+        entries = header.entries
+        limits.check_number(len(entries))
+
+        def read(key: str) -> Tensor:
+            entry = entries[key]
+            if entry.dtype not in DTYPES:
+                raise adapter_error(f"{key} has dtype {entry.dtype}, which is not served")
+            content = torch.from_numpy(_content(descriptor, start + entry.start, entry.stop - entry.start))
+            return content.view(DTYPES[entry.dtype]).view(entry.shape)
+
+        yield TensorFile(header.shapes, read, header, lambda buffer, first: _fill(descriptor, buffer, start + first))
+
+
+def _header(file: Path, text: bytes, num_bytes: int) -> Header:
+    """The header with this text, of a file with `num_bytes` of data; InvalidFileError, SafetensorError.
+
+    Most adapters have the same one as another before, byte for byte, and it was found right then.
+    """
+    known = _known(hashlib.sha256(text).digest(), num_bytes) if len(text) <= _REMEMBERED_BYTES else []
+    if not known:
+        with safe_open(str(file), framework="pt", device="cpu") as checked:  # sizes, gaps, keys
+            del checked
+        entries = read_header(text, num_bytes)
+        known.append(Header(entries, {key: entry.shape for key, entry in entries.items()}))
+    return known[0]
+
+
+@functools.lru_cache(_REMEMBERED)
+def _known(digest: bytes, num_bytes: int) -> list[Header]:
+    """Return the list for a header's digest and the size of its data: it holds the header once that was found right."""
+    return []
+
+
+def _content(descriptor: int, start: int, size: int) -> NDArray[np.uint8]:
+    """Bytes of a file."""
+    content = np.empty(size, np.uint8)
+    _fill(descriptor, content.data, start)
+    return content
+
+
+def _fill(descriptor: int, rest: memoryview, start: int) -> None:
+    """Read into a buffer, in pieces; between them other threads may run."""
+    while rest.nbytes:
+        count = os.preadv(descriptor, [rest[:_PIECE]], start)
+        if not count:
+            raise EOFError(f"it has become shorter by {rest.nbytes} bytes")
+        rest, start = rest[count:], start + count
+        give_way()

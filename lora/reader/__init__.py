@@ -1,0 +1,1 @@
+"""Reader: another process that reads adapters' files beside the engine's steps."""

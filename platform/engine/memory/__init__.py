@@ -1,0 +1,1 @@
+"""Memory: KV blocks, and the prefix cache over them."""

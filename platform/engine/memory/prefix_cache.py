@@ -1,0 +1,129 @@
+"""Finds KV blocks that already hold the beginning of a sequence.
+
+A full block is known by the chained hash of (namespace, parent hash, its tokens), so equal hashes mean equal
+prefixes in an equal namespace. The namespace is made of the tenant, the salt and the digest of the adapter's
+content: nothing is shared across them. BLAKE2b is used because a collision would hand one tenant's keys and values
+to another.
+
+The leading blocks that all tenants share (`Request.num_shared_tokens`) are chained from a namespace of the adapter's
+content alone. The first block after them is chained from their hash and the tenant's namespace, so the tenant's own
+text is as separate as ever:
+
+    shared root (adapter) -> block 0 -> block 1 -+-> tenant a -> block 2 -> ...
+                                                 +-> tenant b -> block 2 -> ...
+    own root (tenant a, salt, adapter) -> block 0 -> ...
+
+The three kinds of roots are hashed under different personalizations, which no tenant has a say in: a namespace of one
+kind cannot be made to look like one of another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+from typing import NamedTuple
+
+from ...core.request import Request
+from .block_pool import BlockPool
+
+# Personalizations of the hash.
+_BLOCK, _OWN, _SHARED, _AFTER_SHARED = b"block", b"own root", b"shared root", b"after shared"
+
+
+def _hash(data: bytes, kind: bytes) -> bytes:
+    return blake2b(data, digest_size=16, person=kind).digest()
+
+
+class PrefixMatch(NamedTuple):
+    """A cached prefix; the caller owns one reference to each block."""
+
+    blocks: list[int]
+    num_tokens: int
+    num_draft_tokens: int
+    """Leading tokens whose KV is valid in the proposer's layers too."""
+
+
+class PrefixCache:
+    """Maps hashes to blocks of a `BlockPool`. Holds no references: a cached block may be free, and is then lost on
+    reuse."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.num_queries = 0
+        self.num_hits = 0
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._draft_ready: set[int] = set()
+        """Blocks, cached or in use, whose KV in the proposer's layers is valid."""
+        pool.on_reuse = self._forget
+        pool.keeps = self._hash_of.__contains__
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Acquire the longest cached prefix of the request's tokens. At least one token is left to compute, for its
+        logits."""
+        if request.namespace is None or request.params.prompt_logprobs is not None:
+            return PrefixMatch([], 0, 0)
+        limit = (len(request.tokens) - 1) // self.block_size
+        self._extend_hashes(request, limit)
+        blocks: list[int] = []
+        for digest in request.block_hashes[:limit]:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        self.pool.acquire(blocks)
+        drafted = next((i for i, block in enumerate(blocks) if block not in self._draft_ready), len(blocks))
+        return PrefixMatch(blocks, len(blocks) * self.block_size, drafted * self.block_size)
+
+    def count(self, request: Request, num_found: int) -> None:
+        """Note for the statistics that a request started with `num_found` of its tokens cached."""
+        if request.namespace is not None:
+            self.num_queries += len(request.tokens)
+            self.num_hits += num_found
+
+    def publish(self, request: Request) -> None:
+        """Offer the request's full, accepted blocks. Where another block already holds the same prefix, that one
+        stays."""
+        if request.namespace is None:
+            return
+        full = min(request.num_computed, len(request.tokens)) // self.block_size
+        if full > request.num_published:
+            self._extend_hashes(request, full)
+            for index in range(request.num_published, full):
+                digest, block = request.block_hashes[index], request.blocks[index]
+                if digest not in self._block_of:
+                    self._block_of[digest] = block
+                    self._hash_of[block] = digest
+            request.num_published = full
+        drafted = min(request.num_draft_computed // self.block_size, full)
+        if drafted > request.num_draft_published:
+            self._draft_ready.update(request.blocks[request.num_draft_published : drafted])
+            request.num_draft_published = drafted
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        hashes = request.block_hashes
+        assert request.namespace is not None
+        while len(hashes) < count:
+            start = len(hashes) * self.block_size
+            tokens = array("q", request.tokens[start : start + self.block_size]).tobytes()
+            hashes.append(_hash(self._parent(request, len(hashes)) + tokens, _BLOCK))
+
+    def _parent(self, request: Request, index: int) -> bytes:
+        """What the hash of a request's block `index` continues."""
+        assert request.namespace is not None
+        num_shared = request.num_shared_tokens // self.block_size
+        if index == 0:
+            return _hash(request.shared_namespace, _SHARED) if num_shared else _hash(request.namespace, _OWN)
+        parent = request.block_hashes[index - 1]
+        return _hash(parent + request.namespace, _AFTER_SHARED) if index == num_shared else parent
+
+    def _forget(self, block: int) -> None:
+        self._draft_ready.discard(block)
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the two maps mirror each other."""
+        assert {digest: block for block, digest in self._hash_of.items()} == self._block_of

@@ -1,0 +1,1 @@
+"""Queue: which sequences run, in which order, and what each step computes of them."""

@@ -1,0 +1,285 @@
+"""Whose turn it is: the waiting and running sequences, by account, and what each account has been served.
+
+Virtual token counters, after Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), Algorithm 2 with
+weights. An account's counter grows by the price of what it is served, over its weight:
+
+    when a sequence first starts    prompt_cost          a prompt token that the prefix cache does not have
+    in every step                   output_cost          a token emitted
+                                    rejected_draft_cost  a draft verified in vain
+
+The account with the smallest counter is next; nothing waits while there is room, whatever the counters. One that comes
+to the queue with nothing queued is lifted to the smallest counter among those queued, or, when there are none, to that
+of the account that left the queue last, so that who was away cannot catch up on it. It is lifted to S less than the
+paper has it, S what the tokens of one full step cost as output: without this credit whoever uses less than its share
+would stand behind a flood again right after each of its requests.
+
+With U = max(prompt_cost * L, output_cost * M) / weight, L the longest prompt and M the tokens that run together, the
+counters of queued accounts differ by at most U + S (Lemma 4.3, where S is 0), so what two accounts are served while
+both have requests queued differs by at most twice that (Theorem 4.4); S is small beside M. With k drafts a step,
+rejected_draft_cost * k is part of the output's cost in U.
+
+Where a step finds no room, the account served most gives way, and inside it the sequence that is least urgent. Beyond
+the paper, which lets running sequences finish: an account may take the place of one that was served more and has more
+running (`displaced_by`), since a first token should not wait for another tenant's last.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from functools import total_ordering
+from itertools import chain, count, zip_longest
+from typing import Any
+
+from ...core.config import FairConfig
+from ...core.request import Request, Status
+from .policies import Policy
+
+# Accounts kept, beside twice those in use, before idle ones are looked through.
+_KEPT = 64
+
+
+@total_ordering
+class Account:
+    """One tenant's sequences. Compared by whose turn it is, which changes all the time: never a key to sort by for
+    long. Also less than infinity, and greater than minus infinity."""
+
+    __slots__ = ("counter", "name", "running", "serial", "waiting", "weight")
+
+    def __init__(self, name: str, serial: int) -> None:
+        self.name = name
+        self.serial = serial
+        self.weight = 1.0
+        self.counter = 0.0
+        self.waiting: list[Request] = []  # both sorted by `Request.order`
+        self.running: list[Request] = []
+
+    @property
+    def turn(self) -> tuple[float, int, int]:
+        """The smallest is next: served least, then with the fewest running; never equal to another's."""
+        return self.counter, len(self.running), self.serial
+
+    def __lt__(self, other: object) -> bool:
+        if isinstance(other, Account):
+            return self.turn < other.turn
+        return self.counter < other if isinstance(other, float) else NotImplemented
+
+
+def _order(request: Request) -> tuple[Any, ...]:
+    return request.order
+
+
+def _turn(account: Account) -> tuple[float, int, int]:
+    return account.turn
+
+
+def _remove(queue: list[Request], request: Request) -> None:
+    """Remove a request from a list sorted by order; orders are unique."""
+    index = bisect_left(queue, request.order, key=_order)
+    assert queue[index] is request
+    del queue[index]
+
+
+def _in_turn(queues: list[list[Request]]) -> list[Request]:
+    """These lists joined; the only one as it is, for it may be long."""
+    return queues[0] if len(queues) == 1 else list(chain.from_iterable(queues))
+
+
+class RequestQueue:
+    """The scheduler's queue and running set. A request is in the one or in the other from `add` to `remove`."""
+
+    def __init__(self, policy: Policy, prices: FairConfig, max_num_batched_tokens: int) -> None:
+        self.num_waiting = self.num_running = 0
+        self._policy = policy
+        self._prices = prices
+        self._credit = prices.output_cost * max_num_batched_tokens
+        self._arrivals, self._serials = count(), count()
+        self._accounts: dict[str, Account] = {}
+        self._sweep_at = _KEPT
+        self._queued: dict[Account, None] = {}  # with waiting sequences
+        self._served: dict[Account, None] = {}  # with running ones
+        self._level = 0.0  # what the smallest counter of the queue has been at most, when it was looked at
+        self._last_left: Account | None = None  # the account whose last waiting sequence went, most recently
+
+    # ------------------------------------------------------------------ lists
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """Waiting sequences, account by account, those of the next first. Not to be changed."""
+        return _in_turn([account.waiting for account in sorted(self._queued, key=_turn)])
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Running sequences, those of the account served least first. Not to be changed."""
+        return _in_turn([account.running for account in sorted(self._served, key=_turn)])
+
+    def least_urgent(self) -> Request:
+        """The running sequence to preempt first."""
+        return max(self._served, key=_turn).running[-1]
+
+    def candidates(self) -> Iterator[Request]:
+        """Waiting sequences in order, each account's place looked up anew after every one. The
+        sequence just given may have been started or removed when the next is asked for."""
+        heap = [(account.turn, account, 0) for account in self._queued]
+        heapq.heapify(heap)
+        while heap:
+            turn, account, index = heapq.heappop(heap)
+            waiting = account.waiting
+            while index < len(waiting) and account.turn == turn:
+                request = waiting[index]
+                yield request
+                if index < len(waiting) and waiting[index] is request:
+                    index += 1
+            if index < len(waiting):
+                heapq.heappush(heap, (account.turn, account, index))
+
+    def upcoming(self, number: int) -> list[Request]:
+        """The next `number` to start, about: one of each account in turn."""
+        if len(self._queued) == 1:
+            return next(iter(self._queued)).waiting[:number]
+        heads = [account.waiting[:number] for account in sorted(self._queued, key=_turn)[:number]]
+        rounds = chain.from_iterable(zip_longest(*heads))
+        return [request for request in rounds if request is not None][:number]
+
+    # ----------------------------------------------------------- moves, charges
+
+    def add(self, request: Request) -> None:
+        """A new sequence waits. Its account's weight is the request's from now on."""
+        name = self._policy.account(request)
+        account = self._accounts.get(name)
+        if account is None:
+            self._forget_idle()
+            account = self._accounts[name] = Account(name, next(self._serials))
+        account.weight = request.weight
+        request.order = (account, self._policy.rank(request), next(self._arrivals))
+        self._enqueue(account, request)
+
+    def start(self, request: Request, num_prompt_tokens: int) -> None:
+        """A waiting sequence runs; its account is charged for prompt tokens."""
+        account: Account = request.order[0]
+        self._dequeue(account, request)
+        insort(account.running, request, key=_order)
+        self._served[account] = None
+        self.num_running += 1
+        # The head is computed for every token whose log-probability is wanted.
+        is_scored = request.params.prompt_logprobs is not None
+        price = self._prices.output_cost if is_scored else self._prices.prompt_cost
+        account.counter += price * num_prompt_tokens / account.weight
+
+    def stop(self, request: Request) -> None:
+        """A running sequence waits again, with what it was charged for paid."""
+        account: Account = request.order[0]
+        self._retire(account, request)
+        self._enqueue(account, request)
+
+    def remove(self, request: Request, *, running: bool) -> None:
+        """A sequence is gone from where it is."""
+        (self._retire if running else self._dequeue)(request.order[0], request)
+
+    def charge(self, request: Request, num_emitted: int, num_rejected: int) -> None:
+        """Charge a sequence's account for tokens emitted, by what choosing them takes, and for drafts verified in
+        vain."""
+        prices, account = self._prices, request.order[0]
+        cost = prices.output_cost * request.token_cost * num_emitted + prices.rejected_draft_cost * num_rejected
+        account.counter += cost / account.weight
+
+    def num_wanted(self, num_seats: int) -> int:
+        """How many waiting sequences count as impatient when a step's prompts are bounded. Those that find a seat; all,
+        for throughput, where every account has a queue: else the others would pay for a flood's."""
+        if self.num_waiting <= num_seats or all(
+            len(account.waiting) > 1 for account in {**self._served, **self._queued}
+        ):
+            return self.num_waiting
+        return num_seats
+
+    def is_behind(self, request: Request) -> bool:
+        """Return whether the account of this sequence, which need not run yet, keeps less running for its weight than
+        one that was served more and has a queue: one that floods need not be spared."""
+        account: Account = request.order[0]
+        num_then = len(account.running) + (request.status is not Status.RUNNING)
+        return any(other.waiting for other in self._ahead_of(account, num_then))
+
+    def displaced_by(self, request: Request) -> Request | None:
+        """The running sequence that makes way for a waiting one which finds no room; None: it must wait.
+
+        It is of an account that was served more, and that keeps at least as many running, for its weight, as the
+        waiting one's then has: so no two take from each other in turn. An account with nothing running need not wait;
+        one with some, until it is behind by more than it may cost to compute again what is taken.
+        """
+        account: Account = request.order[0]
+        others = self._ahead_of(account, len(account.running) + 1)
+        if not others:
+            return None
+        most = max(others, key=_turn)
+        victim = most.running[-1]
+        behind = (most.counter - account.counter) * most.weight
+        if account.running and behind <= self._prices.prompt_cost * victim.num_computed:
+            return None
+        return victim
+
+    # -------------------------------------------------------------------- inner
+
+    def _ahead_of(self, account: Account, num_running: int) -> list[Account]:
+        """The accounts that were served more, and that keep at least as many running for their weight, with one less,
+        as this one with `num_running`."""
+        share = num_running / account.weight
+        return [
+            other
+            for other in self._served
+            if other is not account and (len(other.running) - 1) / other.weight >= share and account < other
+        ]
+
+    def _enqueue(self, account: Account, request: Request) -> None:
+        if not account.waiting:
+            self._raise_level()
+            account.counter = max(account.counter, self._lowest(account))
+            self._queued[account] = None
+        insort(account.waiting, request, key=_order)
+        self.num_waiting += 1
+
+    def _dequeue(self, account: Account, request: Request) -> None:
+        _remove(account.waiting, request)
+        self.num_waiting -= 1
+        if not account.waiting:
+            del self._queued[account]
+            self._last_left = account
+
+    def _retire(self, account: Account, request: Request) -> None:
+        _remove(account.running, request)
+        self.num_running -= 1
+        if not account.running:
+            del self._served[account]
+
+    def _lowest(self, account: Account) -> float:
+        """The counter that an account has at least which comes to the queue at the present level."""
+        return self._level - self._credit / account.weight
+
+    def _raise_level(self) -> None:
+        level = self._last_left.counter if self._last_left is not None else 0.0
+        if self._queued:
+            level = min(other.counter for other in self._queued)
+        # Never lower than before, or credit would add up: each that comes is the smallest for those who follow.
+        self._level = max(self._level, level)
+
+    def _forget_idle(self) -> None:
+        """Forget accounts without sequences that would be lifted anyway, from time to time: names are the clients'."""
+        if len(self._accounts) < self._sweep_at:
+            return
+        self._raise_level()
+        for account in list(self._accounts.values()):
+            if not account.waiting and not account.running and account.counter <= self._lowest(account):
+                del self._accounts[account.name]
+        self._sweep_at = 2 * len(self._accounts) + _KEPT
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless accounts, lists and counts agree."""
+        accounts = self._accounts.values()
+        assert self._queued.keys() == {account for account in accounts if account.waiting}
+        assert self._served.keys() == {account for account in accounts if account.running}
+        assert self.num_waiting == sum(len(account.waiting) for account in accounts)
+        assert self.num_running == sum(len(account.running) for account in accounts)
+        for account in accounts:
+            for queue in (account.waiting, account.running):
+                assert all(request.order[0] is account for request in queue)
+                assert queue == sorted(queue, key=_order)

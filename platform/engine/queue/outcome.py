@@ -1,0 +1,92 @@
+"""Takes one row's result into its sequence: which tokens count, and whether they end it."""
+
+from __future__ import annotations
+
+from ...core.batch import RowPlan, RowResult
+from ...core.messages import TokenDelta
+from ...core.request import NO_DRAFTS, Request
+
+
+def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | None:
+    """Apply `got` to `row.request`; returns what to tell the client, or None when there is nothing yet.
+
+    After `a` of `k` drafts were accepted, `num_computed` grows by the row's tokens less the `k - a` rejected ones,
+    whose KV the next step overwrites.
+    """
+    request = row.request
+    if got.error is not None:
+        return TokenDelta(request.request_id, error=got.error)
+    request.num_computed = row.end - (row.num_drafts - got.num_accepted)
+    if got.prompt_logprobs is not None:
+        if request.prompt_logprobs is None:
+            request.prompt_logprobs = [None]
+        request.prompt_logprobs.extend(got.prompt_logprobs)
+    request.drafts = NO_DRAFTS
+    request.num_draft_computed = got.num_draft_computed
+    if not got.token_ids:
+        return None
+    first = request.num_output_tokens == 0
+    reason, stop, kept = None, None, 0
+    for token in got.token_ids:
+        request.tokens.append(token)
+        kept += 1
+        reason, stop = _finish_reason(request, token, max_model_len)
+        if reason is not None:
+            break
+    accepted = min(got.num_accepted, kept)
+    for counts in (request.speculation, request.speculation_totals):
+        if counts is not None:
+            counts.count(row.num_drafts, accepted)
+    request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + len(got.drafts.token_ids))
+    request.drafts = got.drafts
+    delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
+    delta.num_draft_tokens, delta.num_accepted = row.num_drafts, accepted
+    if got.logprobs is not None:
+        delta.logprobs = got.logprobs[:kept]
+    if first:
+        delta.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        delta.num_cached_tokens, delta.queue_seconds = request.num_cached_tokens, request.queue_seconds
+        delta.adapter_digest = request.text_namespace[1].hex()
+    if request.speculation_totals is not None:
+        delta.speculation = request.speculation
+    return delta
+
+
+def ends_after(request: Request, max_model_len: int) -> bool:
+    """Return whether what is under way brings the last token that `request` may have, whichever it is, if its drafts
+    are right."""
+    params, num_pending = request.params, request.num_pending
+    outputs = request.num_output_tokens + num_pending
+    return (params.max_tokens is not None and outputs >= params.max_tokens) or (
+        len(request.tokens) + num_pending >= max_model_len
+    )
+
+
+def until_stop(request: Request, token_ids: list[int]) -> tuple[list[int], bool]:
+    """Tokens of `token_ids` that count, if they follow what `request` has, and whether the last of them ends it. What
+    else may end it is in nobody's hands (stop strings) or was known when the step was planned (lengths)."""
+    first = request.num_output_tokens + 1
+    for i, token in enumerate(token_ids):
+        if _stop(request, token, first + i) is not None:
+            return token_ids[: i + 1], True
+    return token_ids, False
+
+
+def _stop(request: Request, token: int, num_outputs: int) -> tuple[str, int | None] | None:
+    """(finish_reason, stop_reason) if `token`, as the last of `num_outputs`, is one to stop at."""
+    if num_outputs < request.params.min_tokens:
+        return None
+    if token in request.eos_token_ids and not request.params.ignore_eos:
+        return "stop", None
+    return ("stop", token) if token in request.stop_ids else None
+
+
+def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
+    """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to go on."""
+    params, outputs = request.params, request.num_output_tokens
+    stop = _stop(request, token, outputs)
+    if stop is not None:
+        return stop
+    if (params.max_tokens is not None and outputs >= params.max_tokens) or len(request.tokens) >= max_model_len:
+        return "length", None
+    return None, None

@@ -1,0 +1,89 @@
+"""How large a sequence's row may be, and whether drafts can be made after it without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...core.batch import RowPlan
+from ...core.request import Request
+from .gates import DraftLimits
+
+
+def row_choices(
+    request: Request, budget: int, share: int, limits: DraftLimits, longest: int
+) -> Iterator[tuple[RowPlan, int]]:
+    """The next rows of a sequence that `budget` allows, the largest first: with room for new drafts, without, without
+    drafts at all. What is under way is taken to be right wholly: a row that follows is never longer than that.
+
+    Args:
+        share: Most drafts to verify now, and to propose for the next step.
+        longest: A sequence may become.
+
+    Yields:
+        a row, and the positions after its end that need blocks too.
+    """
+    awaits_token, num_pending = request.awaits_token, request.num_pending
+    known = len(request.tokens) + num_pending - request.num_planned
+    num_drafts = 0
+    if share:
+        there = request.under_way[-1].max_new_drafts if awaits_token else len(request.drafts.token_ids)
+        if there:
+            num_drafts = max(
+                0, min(there, budget - known, share, limits.room(request, num_pending, num_pending, longest))
+            )
+    choices = ((num_drafts, True), (num_drafts, False), (0, False)) if share else ((0, False),)
+    for count, lookahead in choices:
+        num_tokens = min(known + count, budget)
+        samples = num_tokens >= known
+        new_drafts = 0
+        if samples and share and (lookahead or not limits.extra_slots):
+            new_drafts = min(share, _wanted(request, count, limits, longest))
+        row = RowPlan(
+            request, request.num_planned, num_tokens, count, samples, new_drafts, awaits_token=awaits_token and samples
+        )
+        yield row, new_drafts if limits.extra_slots else 0
+
+
+def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
+    """Return whether the next step can be planned before the host knows what these `rows` bring: the device makes its
+    drafts, or there are none."""
+    if not limits.overlaps or not rows:
+        return False
+    if any(row.max_new_drafts for row in rows):
+        return all(may_draft_on_device(row, limits) for row in rows)
+    return not any(_is_read(row) for row in rows)
+
+
+def may_draft_on_device(row: RowPlan, limits: DraftLimits) -> bool:
+    """Return whether the device can make the drafts after this row, exactly as many as planned, before the host knows
+    what the row brought: of a decode or a verification, of a sequence for whose logits the host need not know its
+    tokens, that the drafter does not lag behind."""
+    request = row.request
+    if request.reads_tokens or not row.samples or row.num_tokens != 1 + row.num_drafts:
+        return False
+    if request.num_output_tokens < max(1, request.params.min_tokens):
+        return False  # how many tokens there are decides about logits; or this may be the last of a prompt
+    if not row.max_new_drafts:
+        return True
+    if row.drafter != 0 or row.max_new_drafts > limits.max_drafts_on_device:
+        return False
+    if row.end + row.max_new_drafts > limits.max_positions:
+        return False
+    if not limits.extra_slots:
+        return True
+    if row.awaits_token:  # a drafter that was not asked has fallen behind: nobody knows how far before the commit
+        return bool(request.under_way[-1].max_new_drafts)
+    return request.num_draft_computed >= len(request.tokens)
+
+
+def _is_read(row: RowPlan) -> bool:
+    """Whether the host must know what this row brings for the logits after it: its tokens, or their number."""
+    if not row.samples:
+        return False
+    request = row.request
+    return request.reads_tokens or (row.num_drafts > 0 and request.num_output_tokens < request.params.min_tokens)
+
+
+def _wanted(request: Request, num_drafts: int, limits: DraftLimits, longest: int) -> int:
+    """Drafts to propose after a row that verifies `num_drafts`."""
+    return limits.room(request, 1 + request.awaits_token, request.num_pending + num_drafts + 1, longest)

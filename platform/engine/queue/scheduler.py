@@ -1,0 +1,400 @@
+"""Decides what each step computes, and takes its results into the sequences.
+
+There are no phases. A sequence is a row of tokens of which a prefix has been computed; a step computes some more of
+each. A prompt chunk, a decode and the verification of k drafts differ only in their counts.
+
+A step may be planned while another one runs (`launched`): a token that is being sampled has its place, and the device
+knows it (`RowPlan.awaits_token`). Drafts that are being verified count as right: blocks are there for that case.
+Whatever depends on the token, or takes from a sequence under way, waits for the commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from ...core.batch import RowPlan, StepPlan, StepResult
+from ...core.config import SchedulerConfig
+from ...core.errors import ErrorInfo, OutriderError
+from ...core.messages import TokenDelta
+from ...core.request import NO_DRAFTS, Request, Status
+from ..memory.block_pool import BlockPool
+from ..memory.prefix_cache import PrefixCache
+from .draft_budget import draft_budget
+from .fair import RequestQueue
+from .gates import DraftChooser, DraftLimits, Gate
+from .outcome import accept, ends_after
+from .policies import POLICIES
+from .prompt_throttle import PromptThrottle
+from .row_choices import is_followed, row_choices
+from .step_budget import StepBudget
+
+PREFETCHED = 16  # waiting sequences that gates may prepare for while the batch is full
+
+
+class Scheduler:
+    """Owns the queue, the running set and every request's blocks. `schedule` and `commit` alternate."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        prefix_cache: PrefixCache,
+        gates: Sequence[Gate] = (),
+        drafts: DraftLimits | None = None,
+        chooser: DraftChooser | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.prefix_cache = prefix_cache
+        self.num_preemptions = 0
+        self._gates = gates
+        self._draft_limits = drafts or DraftLimits()
+        self._chooser = chooser
+        policy = POLICIES[config.policy]
+        self._queue = RequestQueue(policy, config.fair, config.max_num_batched_tokens)
+        self._is_metered = policy.is_metered
+        self._throttle = PromptThrottle() if config.prompt_pacing else None
+        self._requests: dict[str, Request] = {}
+        self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
+        self._running_siblings: Counter[str] = Counter()  # by group; of "", which is none, never asked
+        self._reasons: dict[str, str] = {}
+        self._failed: list[TokenDelta] = []
+        self._leaving: set[Request] = set()  # finished, with rows under way that write their blocks
+        self._needs_commit = False  # the last plan is short of something that a sequence under way holds
+
+    # ------------------------------------------------------------------ queue
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Admitted sequences, most urgent first. Not to be changed."""
+        return self._queue.running
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """Queued sequences, most urgent first. Not to be changed."""
+        return self._queue.waiting
+
+    @property
+    def num_running(self) -> int:
+        """Admitted sequences."""
+        return self._queue.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Queued sequences."""
+        return self._queue.num_waiting
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Queued sequences by what held them in the last step; "capacity" where nothing but room is missing."""
+        reasons: dict[str, int] = {}
+        for request in self._queue.waiting:
+            reason = self._reasons.get(request.request_id, "capacity")
+            reasons[reason] = reasons.get(reason, 0) + 1
+        return reasons
+
+    def has_work(self) -> bool:
+        """Return whether any sequence is unfinished, or an error is still to be told."""
+        return bool(self._requests or self._failed or self._leaving)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Queue a new sequence."""
+        self._queue.add(request)
+        self._requests[request.request_id] = request
+        if request.group is not None:
+            self._siblings.setdefault(request.group, []).append(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget these sequences and free what they hold; unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request)
+
+    def end(self, request_ids: Iterable[str], error: ErrorInfo) -> None:
+        """Forget these sequences and tell the client: the next step's deltas end them with this error."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._failed.append(TokenDelta(request_id, error=error))
+                self._finish(request)
+
+    # --------------------------------------------------------------- schedule
+
+    def launched(self, plan: StepPlan) -> None:
+        """`plan` is under way: the next step may be planned before it is committed."""
+        for row in plan.rows:
+            row.request.under_way.append(row)
+
+    def may_plan_beside(self, plan: StepPlan) -> bool:
+        """Return whether the next step can be planned while `plan` is under way: not where its drafts wait for the
+        outcome, as bad words of several tokens do, which the host finds by the first of them; or where a sequence under
+        way has to make way."""
+        if self._needs_commit:
+            return False
+        if self._draft_limits.num_drafts:
+            return plan.drafts_on_device
+        return not any(row.samples and row.request.reads_tokens for row in plan.rows)
+
+    def abandon(self) -> None:
+        """Take in that what is under way brings nothing: its rows will be planned again."""
+        for request in self._queue.running:
+            request.under_way.clear()
+        while self._leaving:
+            self._let_go(self._leaving.pop())
+
+    def schedule(self) -> StepPlan:
+        """Plan a step under the token budget: first running sequences with one token to compute, and drafts; of what
+        they leave, prompts, those that run and those that wait, each in the policy's order."""
+        step = StepBudget(self.config.max_num_batched_tokens, self._draft_budget())
+        prompts: deque[Request] = deque()
+        self._needs_commit = False
+        for request in list(self._queue.running):
+            if request.under_way and ends_after(request, self.config.max_model_len):
+                continue
+            if len(request.tokens) + request.num_pending - request.num_planned > 1:
+                prompts.append(request)
+            elif not step.was_short or request.status is Status.RUNNING:
+                self._plan_row(request, step)
+        if self._throttle is not None:
+            num_seats = self.config.max_num_seqs - self._queue.num_running
+            self._throttle.apply(step, len(prompts) + self._queue.num_wanted(num_seats))
+        self._admit(step, prompts)
+        while prompts:
+            self._plan_prompt(prompts.popleft(), step)
+        rows = list(step.rows.values())
+        if rows and self._chooser is not None:
+            self._chooser.choose(rows, requests_wait=self._queue.num_waiting > 0)
+        return StepPlan(rows, is_followed(rows, self._draft_limits))
+
+    def _draft_budget(self) -> int:
+        """Tokens of the next step that drafts may take."""
+        is_off = self._chooser is not None and self._chooser.plans_no_drafts
+        return 0 if is_off else draft_budget(self._draft_limits, self.config, self._queue)
+
+    def _plan_prompt(self, request: Request, step: StepBudget) -> None:
+        """`_plan_row`, for one that may have given way meanwhile, and even have started again."""
+        if request.status is Status.RUNNING and request not in step.rows:
+            self._plan_row(request, step)
+
+    def _plan_row(self, request: Request, step: StepBudget) -> None:
+        """Add the row of a running sequence, with blocks for it; less urgent ones give way if they must, or itself."""
+        while (budget := step.left_for(request, self._queue)) > 0:
+            share = step.for_drafts
+            if share:  # else nothing to divide, as it is without a drafter
+                share //= self._queue.num_running - len(step.rows)
+            row = self._fit(request, budget, share)
+            if row is not None:
+                step.add(row)
+                return
+            step.was_short = True
+            victim = self._queue.least_urgent()
+            if self._is_under_way(victim):
+                step.num_left = 0  # nobody less urgent comes first
+                return
+            self._preempt(victim, step)
+            if victim is request:
+                return
+
+    def _fit(self, request: Request, budget: int, draft_share: int) -> RowPlan | None:
+        """The largest row that budget, `draft_share` and free blocks allow: see `row_choices`."""
+        for row, extra in row_choices(request, budget, draft_share, self._draft_limits, self.config.max_model_len):
+            if self.pool.grow(request.blocks, -(-(row.end + extra) // self.prefix_cache.block_size)):
+                if not row.awaits_token:
+                    request.drafts = request.drafts.truncated(row.num_drafts) if row.num_drafts else NO_DRAFTS
+                return row
+        return None
+
+    def _is_under_way(self, victim: Request) -> bool:
+        """Whether this sequence cannot make way now; then it can in the next step."""
+        self._needs_commit |= bool(victim.under_way)
+        return bool(victim.under_way)
+
+    def _preempt(self, request: Request, step: StepBudget) -> None:
+        """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
+        step.drop(request)
+        self._take_back(request)
+        for gate in self._gates:
+            gate.release(request)
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        request.status = Status.WAITING
+        self._count_sibling(request, -1)
+        self._queue.stop(request)
+
+    def _take_back(self, request: Request) -> None:
+        """Free the request's blocks: it has nothing computed any more."""
+        self.pool.release(request.blocks)
+        request.blocks = []
+        request.num_computed = request.num_draft_computed = 0
+        request.num_published = request.num_draft_published = 0
+        request.drafts = NO_DRAFTS
+        request.prompt_logprobs = None
+
+    # -------------------------------------------------------------- admission
+
+    def _admit(self, step: StepBudget, prompts: deque[Request]) -> None:
+        """Start waiting sequences, but for those whose turn comes after one of the running `prompts`, which are planned
+        before them. One that waits for something of its own lets others pass; one that waits for room does not."""
+        self._reasons.clear()
+        for request in self._queue.candidates():
+            while prompts and prompts[0].order < request.order:
+                self._plan_prompt(prompts.popleft(), step)
+            if step.was_short:
+                return
+            is_full = self._queue.num_running >= self.config.max_num_seqs
+            victim = self._queue.displaced_by(request) if is_full else None
+            held = step.num_left - step.left_for(request, self._queue)
+            if step.num_left <= held or (is_full and victim is None):
+                self._prefetch()
+                return
+            if victim is not None and self._is_under_way(victim):
+                return
+            try:
+                reason = self._blocked(request)
+            except OutriderError as error:
+                self._failed.append(TokenDelta(request.request_id, error=error.info()))
+                self._finish(request)
+                continue
+            if reason is not None:
+                self._reasons[request.request_id] = reason
+                continue
+            if victim is not None:
+                self._preempt(victim, step)
+            row = self._start(request, step, held)
+            if row is None:
+                self._take_back(request)
+                for gate in self._gates:
+                    gate.release(request)
+                return
+            step.add(row)
+
+    def _prefetch(self) -> None:
+        """Let the gates prepare for the next few sequences."""
+        for request in self._queue.upcoming(PREFETCHED):
+            for gate in self._gates:
+                gate.prefetch(request)
+
+    def _blocked(self, request: Request) -> str | None:
+        """Why the request cannot start for a reason of its own; None once it holds everything but blocks. Raises what a
+        gate raises: the request has failed."""
+        if self._awaits_leader(request) or self._leaves_seats(request):
+            return "group"
+        for index, gate in enumerate(self._gates):
+            reason = gate.admit(request)
+            if reason is not None:
+                for taken in self._gates[:index]:
+                    taken.release(request)
+                return reason
+        return None
+
+    def _awaits_leader(self, request: Request) -> bool:
+        """Whether a sibling is about to compute the prompt blocks that this sequence can then share."""
+        if request.group is None or request.num_prompt_tokens - 1 < self.prefix_cache.block_size:
+            return False
+        leader = self._siblings[request.group][0]
+        return leader is not request and leader.num_computed < leader.num_prompt_tokens
+
+    def _leaves_seats(self, request: Request) -> bool:
+        """True when its siblings run in all seats but those that one request leaves to others: an eighth of them."""
+        seats = self.config.max_num_seqs
+        return request.group is not None and self._running_siblings[request.group] >= seats - seats // 8
+
+    def _start(self, request: Request, step: StepBudget, held: int) -> RowPlan | None:
+        """Let a request run; its first row, after what the prefix cache has. None when there is no room for it now."""
+        match = self.prefix_cache.match(request)
+        request.blocks = match.blocks
+        request.num_computed = match.num_tokens
+        request.num_draft_computed = match.num_draft_tokens
+        request.num_published = len(match.blocks)
+        request.num_draft_published = match.num_draft_tokens // self.prefix_cache.block_size
+        if is_new := request.num_preemptions == 0:
+            request.num_cached_tokens = match.num_tokens
+        uncomputed = len(request.tokens) - request.num_computed
+        if uncomputed > step.num_left - held and not self.config.enable_chunked_prefill:
+            return None
+        # Admitting a prompt of which only a part fits would only preempt it again a few steps later.
+        whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
+        while whole > self.pool.num_free and self._queue.num_running:
+            victim = self._queue.displaced_by(request)
+            if victim is None or self._is_under_way(victim):
+                return None
+            self._preempt(victim, step)
+        share = step.for_drafts and self._draft_budget() // (self._queue.num_running + 1)
+        row = self._fit(request, step.num_left - held, share)
+        if row is not None:
+            self.prefix_cache.count(request, row.start)
+            self._queue.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
+            request.status = Status.RUNNING
+            self._count_sibling(request, 1)
+        return row
+
+    def _count_sibling(self, request: Request, change: int) -> None:
+        self._running_siblings[request.group or ""] += change
+
+    # ----------------------------------------------------------------- commit
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed`."""
+        deltas, self._failed = self._failed, []
+        if self._throttle is not None:
+            self._throttle.took(plan, result.seconds)
+        for row, got in zip(plan.rows, result.rows, strict=True):
+            request = row.request
+            request.land(row)
+            if request.status is not Status.RUNNING:  # aborted meanwhile, or ended by the step before
+                if request in self._leaving and not request.under_way:
+                    self._let_go(request)
+                continue
+            delta = accept(row, got, self.config.max_model_len)
+            if got.error is None:  # else what is under way is dropped, and may still be read
+                request.settle()
+            self.prefix_cache.publish(request)
+            if delta is None:
+                continue
+            if self._is_metered:
+                self._queue.charge(request, len(delta.token_ids), row.num_drafts - got.num_accepted)
+            deltas.append(delta)
+            if delta.finish_reason is not None or delta.error is not None:
+                self._finish(request)
+        return deltas
+
+    def _finish(self, request: Request) -> None:
+        """Remove a sequence for good, with all that it holds."""
+        self._queue.remove(request, running=request.status is Status.RUNNING)
+        self._count_sibling(request, -(request.status is Status.RUNNING))
+        request.status = Status.FINISHED
+        if request.under_way:
+            self._leaving.add(request)
+        else:
+            self._let_go(request)
+        del self._requests[request.request_id]
+        if request.group is not None:
+            siblings = self._siblings[request.group]
+            siblings.remove(request)
+            if not siblings:
+                del self._siblings[request.group], self._running_siblings[request.group]
+
+    def _let_go(self, request: Request) -> None:
+        """Free what a finished sequence holds: no step writes it any more."""
+        self._leaving.discard(request)
+        request.under_way.clear()
+        self._take_back(request)
+        for gate in self._gates:
+            gate.forget(request)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, counts, queues and maps agree."""
+        running, waiting = self._queue.running, self._queue.waiting
+        self.pool.check_integrity(request.blocks for request in (*running, *self._leaving))
+        self.prefix_cache.check_integrity()
+        assert not any(request.blocks or request.under_way for request in waiting), "a waiting sequence holds blocks"
+        assert all(request.under_way for request in self._leaving), "a finished sequence holds blocks"
+        assert set(self._requests.values()) == {*waiting, *running}
+        assert +self._running_siblings == Counter(request.group or "" for request in running), "siblings are miscounted"
+        self._queue.check_integrity()
+        grouped = {request for siblings in self._siblings.values() for request in siblings}
+        assert grouped == {request for request in self._requests.values() if request.group is not None}

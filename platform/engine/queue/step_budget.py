@@ -1,0 +1,46 @@
+"""A step's plan in the making."""
+
+from __future__ import annotations
+
+from ...core.batch import RowPlan
+from ...core.request import Request
+from .fair import RequestQueue
+
+
+class StepBudget:
+    """The rows planned so far, and how many tokens are left for others."""
+
+    __slots__ = ("for_drafts", "for_prompts", "num_left", "rows", "was_short")
+
+    def __init__(self, num_tokens: int, for_drafts: int) -> None:
+        self.num_left = num_tokens
+        self.for_drafts = for_drafts
+        """Of them, those that drafts may take."""
+        self.for_prompts = num_tokens
+        """Of them, those that prompts may take which are not urgent; less than none where urgent ones took more."""
+        self.rows: dict[Request, RowPlan] = {}
+        """In the order of planning."""
+        self.was_short = False
+        """Whether running sequences found too few blocks."""
+
+    def left_for(self, request: Request, queue: RequestQueue) -> int:
+        """How many tokens this sequence may have. Prompts leave time to those that decode, but for one whose account is
+        behind: it need not spare those that are ahead."""
+        if self.for_prompts < self.num_left and queue.is_behind(request):
+            return self.num_left
+        return min(self.num_left, self.for_prompts)
+
+    def add(self, row: RowPlan) -> None:
+        """Plan a row of a sequence that has none."""
+        self.rows[row.request] = row
+        self.num_left -= row.num_tokens
+        self.for_prompts -= row.num_tokens
+        self.for_drafts -= row.num_drafts
+
+    def drop(self, request: Request) -> None:
+        """Plan nothing for this sequence; what its row would have taken is left again."""
+        row = self.rows.pop(request, None)
+        if row is not None:
+            self.num_left += row.num_tokens
+            self.for_prompts += row.num_tokens
+            self.for_drafts += row.num_drafts

@@ -1,0 +1,325 @@
+"""Runs one planned step on the device: build the batch, forward, sample and verify, propose."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.device_outcome import DeviceOutcome
+from ....kernels.staging import to_device
+from ....models.batch import ForwardBatch, LayerKV, build_batch
+from ....models.decoder import Decoder, DecoderOutput
+from ....models.pass_graphs import PassGraphs, PassInputs
+from ....spec_decode.control.policy import SpeculationPolicy
+from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
+from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
+from ...core.messages import TokenLogprobs
+from ...core.request import NO_DRAFTS, Continued, Request
+from ..queue.outcome import until_stop
+from ..sampling.sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
+from .device_queue import AtOnce, DeviceQueue, Ticket
+from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
+
+LOGITS_CHUNK = 128
+"""Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
+
+
+class RunnerParts(NamedTuple):
+    """Parts of a runner."""
+
+    model: Decoder
+    kv: list[LayerKV]
+    """The target's layers."""
+    sampler: Sampler
+    drafter: Drafter
+    prepare_adapters: AdapterPreparer
+    """For the tokens of a forward pass."""
+    prepare_head: AdapterPreparer
+    """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
+    graphs: PassGraphs | None = None
+    """For decodes and verifications; None: every pass is launched piece by piece."""
+    logits: Tensor | None = None
+    """Where captured passes put them: `PassGraphs.token_logits`."""
+    queue: DeviceQueue | None = None
+    """Where a step's work goes; None: the host waits for it."""
+    policy: SpeculationPolicy | None = None
+    """Chooses numbers of drafts and observes each step; None: they are fixed."""
+
+
+class _Computed(NamedTuple):
+    """A plan's forward pass."""
+
+    output: DecoderOutput
+    logits: Tensor | None
+    """[T, V] float32 where every token of the step has them; good until the next pass."""
+
+
+class _Queued(NamedTuple):
+    """What a step's work returns; what was sampled and drafted may still be on its way."""
+
+    output: DecoderOutput
+    sampling: Pending | Ready | None
+    """None: no row reaches its end."""
+    prompt_logprobs: list[list[TokenLogprobs] | None]
+    """Of each row, `RowResult.prompt_logprobs`."""
+    outcome: DeviceOutcome | None
+    """Of the rows that reach their end; None where no step is launched before the host knows it."""
+    proposals: list[Proposal] | None
+    """Of each row, where the device drafted without the host."""
+    capture_seconds: float
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step under way."""
+
+    plan: StepPlan
+    ticket: Ticket[_Queued]
+    places: dict[Request, int]
+    """Which of the rows that reach their end is whose."""
+
+
+class ModelRunner:
+    """Executes step plans. Keeps nothing between steps but the model and the KV memory."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._model = parts.model
+        self._kv = parts.kv
+        self._sampler = parts.sampler
+        self._drafter = parts.drafter
+        self._policy = parts.policy
+        self._queue = parts.queue or AtOnce()
+        needs = parts.drafter.needs
+        self._drafter_has_layers = bool(needs.kv_layers)
+        self._drafts_on_device = needs.drafts_on_device
+        self._aux_layers = needs.aux_layers
+        self._prepare_adapters = parts.prepare_adapters
+        self._prepare_head = parts.prepare_head
+        self._graphs = parts.graphs
+        self._logits = parts.logits
+        self._passes = None
+        if parts.graphs is not None:
+            preparers = [parts.prepare_adapters, parts.prepare_head]
+            self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers)
+
+    @property
+    def model(self) -> Decoder:
+        """The target."""
+        return self._model
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured in graphs."""
+        return self._passes is not None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched while another one runs."""
+        return self._queue.overlaps
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step. Does not change requests: `Scheduler.commit` does."""
+        return self.collect(self.launch(plan)) if plan.rows else StepResult([])
+
+    def launch(self, plan: StepPlan, before: Launched | None = None) -> Launched:
+        """Have a step computed after those launched before; `plan` has rows. Errors come out of `collect`.
+
+        Args:
+            before: The step under way, whose tokens the rows of `plan` continue.
+        """
+        prepared = prepare(plan, {} if before is None else before.places)
+        is_followed = plan.drafts_on_device or (self._queue.overlaps and not any(row.num_drafts for row in plan.rows))
+        earlier = before.ticket if before is not None and prepared.followed else None
+        ticket = self._queue.submit(lambda: self._work(prepared, earlier, is_followed))
+        places = {row.request: place for place, row in enumerate(prepared.chosen)}
+        return Launched(plan, ticket, places)
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for a step, and draft for the next one unless the device has. Its predecessors are committed."""
+        plan, queued = launched.plan, launched.ticket.value()
+        results = iter(queued.sampling.collect() if queued.sampling is not None else ())
+        sampled = [
+            _without_nan(row.request, next(results) if row.samples else Sampled([], 0), prompt)
+            for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True)
+        ]
+        seconds = launched.ticket.seconds() - queued.capture_seconds
+        started = time.perf_counter() - self._capture_seconds
+        target = TargetOutput(queued.output.hidden, queued.output.aux)
+        rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
+        if queued.proposals is None:
+            drafts = self._draft(rows, target)
+        else:
+            drafts = [_settled(proposal, row) for proposal, row in zip(queued.proposals, rows, strict=True)]
+            if not self._drafts_on_device:
+                self._drafter.watch(rows, target)
+        result = StepResult(
+            [
+                RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
+                for got, prompt, (draft, computed) in zip(sampled, queued.prompt_logprobs, drafts, strict=True)
+            ],
+            seconds + time.perf_counter() - self._capture_seconds - started,
+        )
+        if self._policy is not None:
+            self._policy.observe(plan, result, seconds)
+        return result
+
+    def _draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """Drafts for the next step, made by the host or for it."""
+        if any(row.max_drafts for row in rows):
+            return self._drafter.propose(rows, target)
+        self._drafter.watch(rows, target)
+        if self._drafter_has_layers:
+            return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
+        return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        self._queue.drain()
+
+    def close(self) -> None:
+        """Wait, and stop the thread that computes, if there is one. No step comes after this."""
+        self._queue.close()
+
+    @property
+    def _capture_seconds(self) -> float:
+        """Spent so far on what only first steps pay for."""
+        return 0.0 if self._graphs is None else self._graphs.capture_seconds
+
+    @torch.inference_mode()
+    def _work(self, prepared: Prepared, before: Ticket[_Queued] | None, is_followed: bool) -> _Queued:
+        """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
+
+        Args:
+            before: The step that rows which await a token continue; its work is done.
+            is_followed: Whether another step may follow before the host knows the outcome.
+        """
+        captured = self._capture_seconds
+        most = 0
+        if before is not None:
+            queued = before.value()
+            assert queued.outcome is not None, "no step was to follow before the host knew the outcome"
+            prepared = continued(prepared, queued.outcome, queued.proposals or ())
+            most = queued.outcome.most_rejected
+        computed = self._forward(prepared)
+        overshoot = of_rows(prepared.rows.overshoot, prepared.sampling, len(prepared.handles))
+        sampling = self._sample(prepared, computed, overshoot)
+        outcome = proposals = None
+        if sampling is not None and is_followed:
+            outcome = sampling.outcome(self._model.config.vocab_size)
+            outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
+        if prepared.drafting:
+            proposals = self._draft_on_device(prepared, computed.output, outcome, most)
+        prompt_logprobs: list[list[TokenLogprobs] | None] = []
+        offset = 0
+        for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
+            hidden = computed.output.hidden[offset : offset + count]
+            prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
+            offset += count
+        seconds = self._capture_seconds - captured
+        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
+
+    def _draft_on_device(
+        self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None, most: int
+    ) -> list[Proposal]:
+        """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
+        rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot, most)
+        target = TargetOutput(output.hidden, output.aux, step)
+        if not any(row.max_drafts for row in rows):
+            self._drafter.watch(rows, target)
+            return [Proposal(NO_DRAFTS, 0) for _ in rows]
+        assert outcome is not None, "rows with drafts reach their end"
+        self._queue.mark()  # tokens are delivered while the device drafts
+        return self._drafter.propose(drafting_rows(prepared, outcome), target)
+
+    def _forward(self, prepared: Prepared) -> _Computed:
+        rows, handles = prepared.rows, prepared.handles
+        if self._passes is not None and prepared.replayable:
+            found = self._passes.run(rows, handles)
+            if found is not None:
+                logits, *states = (part[: len(rows.token_ids)] for part in found)
+                hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
+                return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
+        batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
+        return _Computed(self._model.forward(batch, self._aux_layers), None)
+
+    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        """What is captured: logits of all tokens, hidden states, and those that the proposer wants."""
+        assert self._logits is not None
+        output = self._model.forward(batch, self._aux_layers)
+        logits = self._model.compute_logits(output.hidden, inputs.adapters[1], out=self._logits[: len(output.hidden)])
+        return logits, output.hidden, *output.aux
+
+    def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Pending | Ready | None:
+        """For the rows that reach their end, in their order; None when none does. `overshoot`: of these rows."""
+        hidden, index, chosen = computed.output.hidden, prepared.with_logits, prepared.chosen
+        if not chosen:
+            return None
+        logits = computed.logits
+        if logits is None:
+            picked = hidden if len(index) == len(hidden) else hidden[to_device(np.array(index), hidden.device)]
+            handles = [(row.request.adapter, 1 + len(row.drafts.token_ids)) for row in chosen]
+            logits = self._model.compute_logits(picked, self._prepare_head(handles))
+        return self._sampler.begin(logits, chosen, overshoot)
+
+    def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""
+        request = row.request
+        last = request.num_prompt_tokens - 1
+        found: list[TokenLogprobs] = []
+        for start in range(row.start, min(row.end, last), LOGITS_CHUNK):
+            end = min(start + LOGITS_CHUNK, row.end, last)
+            adapters = self._prepare_head([(request.adapter, end - start)])
+            logits = self._model.compute_logits(hidden[start - row.start : end - row.start], adapters)
+            found += token_logprobs(logits, request.tokens[start + 1 : end + 1], request.params.prompt_logprobs or 0)
+        return found
+
+
+def _without_nan(request: Request, got: Sampled, prompt: list[TokenLogprobs] | None) -> Sampled:
+    """`got`, or the request's error: logits of its prompt that it wants to be told of are not finite."""
+    if got.error is None and prompt and any(math.isnan(entry.logprobs[0]) for entry in prompt):
+        return Sampled([], 0, error=not_finite(request).info())
+    return got
+
+
+def _offsets(plan: StepPlan) -> list[int]:
+    """Where each row begins among the step's tokens."""
+    offsets, total = [], 0
+    for row in plan.rows:
+        offsets.append(total)
+        total += row.num_tokens
+    return offsets
+
+
+def _settled(proposal: Proposal, row: DraftRow) -> Proposal:
+    """`proposal` now that it is known after how many tokens it was made."""
+    return proposal._replace(num_draft_computed=len(row.tokens) if proposal.num_draft_computed else row.num_draft_valid)
+
+
+def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
+    """What drafters see of it: neither drafts that were right behind the end of the text, nor a wish for more."""
+    request = row.request
+    token_ids, is_stopped = until_stop(request, got.token_ids)
+    num_accepted = min(got.num_accepted, len(token_ids))
+    return DraftRow(
+        request=request,
+        tokens=Continued(request.tokens, token_ids) if token_ids else request.tokens,
+        num_valid=row.end - (row.num_drafts - num_accepted),
+        # One past the last position whose token is what the proposer saw: later ones held rejected drafts.
+        num_draft_valid=min(request.num_draft_computed, len(request.tokens) + num_accepted),
+        max_drafts=0 if got.error is not None or is_stopped else row.max_new_drafts,
+        block_table=request.blocks,
+        sampled=bool(token_ids),
+        start=row.start,
+        first_index=offset,
+        num_drafts=row.num_drafts,
+        num_accepted=num_accepted,
+        drafter=row.drafter,
+    )

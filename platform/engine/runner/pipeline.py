@@ -1,0 +1,84 @@
+"""Puts steps one after the other; the next one is planned and prepared while one runs, where the runner can.
+
+    device  |  step 1         |  step 2         |  step 3
+    host    1  2                 |1| 3             |2| 4            n: plan and launch; |n|: commit
+
+So the device need not wait for the host, which learns a step late what was sampled, and how many drafts were right. At
+most one step is under way when the next is launched. Where that cannot be planned yet (`Scheduler.may_plan_beside`) it
+is launched right after the commit, and the host delivers tokens while it runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ...core.batch import StepPlan, StepResult
+from ...core.messages import TokenDelta
+from ..queue.scheduler import Scheduler
+from .model_runner import Launched, ModelRunner
+
+IDLE_WAIT_SECONDS = 0.05
+"""How long a step with nothing to compute waits for what the queued sequences wait for."""
+
+
+class Pipeline:
+    """Runs steps. Between two calls of `step` at most one is under way."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, wait: Callable[[float], None]) -> None:
+        """`wait`: for what queued sequences wait for, at most so many seconds."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._wait = wait
+        self._under_way: deque[Launched] = deque()  # oldest first
+        self.num_steps = 0
+        """That computed anything."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under_way
+
+    def step(self) -> list[TokenDelta]:
+        """Run one step and return its deltas. An error in a step, or in the launch of one, ends all that are under way:
+        their sequences are as they were before, and will be computed again."""
+        try:
+            if not self._under_way:
+                self._launch()
+            if not self._under_way and self._scheduler.num_waiting:
+                self._wait(IDLE_WAIT_SECONDS)
+            under_way = self._under_way[0].plan if self._under_way else None
+            if self._runner.overlaps and under_way is not None and self._scheduler.may_plan_beside(under_way):
+                self._launch()
+            deltas = self._commit()
+            if self._runner.overlaps and not self._under_way:
+                self._launch()
+            return deltas
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Wait for what is under way, and forget it."""
+        try:
+            self._runner.drain()
+        finally:
+            self._under_way.clear()
+            self._scheduler.abandon()
+
+    def _launch(self) -> None:
+        plan = self._scheduler.schedule()
+        if not plan.rows:
+            return
+        before = self._under_way[-1] if self._under_way else None
+        self._under_way.append(self._runner.launch(plan, before))
+        if self._runner.overlaps:
+            self._scheduler.launched(plan)
+
+    def _commit(self) -> list[TokenDelta]:
+        if not self._under_way:
+            return self._scheduler.commit(StepPlan(), StepResult([]))
+        launched = self._under_way.popleft()
+        deltas = self._scheduler.commit(launched.plan, self._runner.collect(launched))
+        self.num_steps += 1
+        return deltas

@@ -1,0 +1,109 @@
+"""Steps of the shapes that the first users' requests have, before the first request: a GPU compiles a kernel when it is
+launched first, and the step that launches it waits for that."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ....lora.manager import AdapterManager
+from ....models.decoder import Decoder
+from ....models.layers.linear import Linear
+from ...core.lora_request import LoRARequest
+from ...core.request import Request
+from ..queue.scheduler import Scheduler
+from .model_runner import ModelRunner
+from .warm_up import PROMPT, dummy, run_through
+
+LENGTHS = (160, 1100)
+"""Tokens of prompts: more than the attention's tile of short rows has, and more than steps with small tiles of adapters
+have."""
+_ROOM = 64
+"""Tokens that a dummy may get beside its prompt, drafts included."""
+
+
+def rehearse_prompts(
+    scheduler: Scheduler, runner: ModelRunner, adapters: AdapterManager | None = None, lora: LoRARequest | None = None
+) -> None:
+    """Long prompts, in steps in which another request decodes. With `lora` both have that adapter."""
+    config, pool = scheduler.config, scheduler.pool
+    if config.max_num_seqs < 2:
+        return
+    beside = PROMPT + _ROOM  # the request that decodes, and this one's own tokens
+    room = min(config.max_model_len - _ROOM, (pool.num_free - 4) * scheduler.prefix_cache.block_size - 2 * beside)
+
+    def add(request: Request) -> None:
+        if adapters is not None:
+            request.lora = lora
+            adapters.resolve(request)
+        scheduler.add(request)
+
+    for length in sorted({min(length, room) for length in LENGTHS}):
+        if length <= PROMPT:
+            continue
+        decoding, prompt = dummy("rehearsal decodes", 0), dummy("rehearsal of a prompt", 1, length=length)
+        run_through(scheduler, runner, [decoding], [prompt], add)
+
+
+def rehearse_adapter(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    adapters: AdapterManager,
+    model: Decoder,
+    draft: tuple[str, Sequence[Linear]],
+) -> None:
+    """Rehearse with an adapter at every site of the model and of the drafter; nothing is left of it.
+
+    Args:
+        draft: the method of drafting, and the drafter's projections.
+    """
+    with tempfile.TemporaryDirectory(prefix="outrider-rehearsal-") as folder:
+        lora = write_adapter(Path(folder), model, draft)
+        adapters.load(lora, pinned=True)
+        try:
+            rehearse_prompts(scheduler, runner, adapters, lora)
+        finally:
+            adapters.unload(lora.lora_name, "abort")
+            adapters.stats()  # its load is told to nobody
+
+
+def write_adapter(folder: Path, model: Decoder, draft: tuple[str, Sequence[Linear]]) -> LoRARequest:
+    """A PEFT adapter of rank 1 for every module, with zeros."""
+    method, draft_linears = draft
+    tensors = _tensors(model.linears())
+    vocab, hidden = model.config.vocab_size, model.config.hidden_size
+    tensors |= _pair("model.embed_tokens", vocab, hidden, "lora_embedding_A", "lora_embedding_B")
+    if not model.config.tie_word_embeddings:
+        tensors |= _pair("lm_head", hidden, vocab)
+    _write(folder, tensors)
+    if draft_linears:
+        _write(folder / "draft" / method, _tensors(draft_linears))
+    return LoRARequest("outrider rehearsal", path=folder)
+
+
+def _tensors(linears: Sequence[Linear]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for linear in linears:
+        for name, size in linear.slices:
+            found |= _pair(name, linear.in_features, size)
+    return found
+
+
+def _pair(
+    name: str, inputs: int, outputs: int, a: str = "lora_A.weight", b: str = "lora_B.weight"
+) -> dict[str, torch.Tensor]:
+    prefix = f"base_model.model.{name}"
+    return {f"{prefix}.{a}": torch.zeros(1, inputs), f"{prefix}.{b}": torch.zeros(outputs, 1)}
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in tensors})
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,0 +1,180 @@
+"""Dummy requests through the engine's own path before the first real one, so that the controller of speculation knows
+from its first decision what steps take with and without drafts, and first calls are behind it.
+
+Bounded by a time, since a large model's steps take long: what one request takes is measured first, then batches, of
+each first the extremes. What was not measured is learned while serving. Nothing is left of the dummies: they have a
+namespace of their own, their blocks are not shared, and of acceptance nothing is learned from them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ....spec_decode.control.policy import SpeculationPolicy
+from ...core.request import Request, Status
+from ...core.sampling_params import SamplingParams
+from ..queue.scheduler import Scheduler
+from .model_runner import ModelRunner
+
+SECONDS = 2.0
+_ROWS = (1, 4, 16, 32, 2, 8, 64, 24, 12, 48, 3, 6)
+_PASSES, _STEPS = 3, 3
+"""Times that each batch comes, and steps with each number of drafts: what disturbs the machine for a while disturbs
+other sizes the next time. The first of the steps verifies what was drafted before."""
+PROMPT = 16
+"""Tokens of a dummy's prompt."""
+_SHAPED = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+_PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+_REHEARSED: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 1.0, "seed": 0},
+    _SHAPED,
+    _SHAPED | {"seed": 0},
+    _PENALTIES | {"temperature": 0.0},
+    _SHAPED | _PENALTIES,
+    {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1},
+    {"temperature": 0.0, "min_tokens": 2, "logit_bias": {1: 1.0}, "bad_words_token_ids": [[2], [3, 4]]},
+    {"temperature": 0.0, "allowed_token_ids": [1, 2, 3]},
+)
+"""What requests ask of sampling, each kind once."""
+_REHEARSED_TOKENS = 3
+
+
+def warm_up(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    policy: SpeculationPolicy,
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Run steps with and without drafts, for at most about `seconds`. Must come before the first request."""
+    ends = clock() + seconds
+    try:
+        for rows in _ROWS * _PASSES:
+            for choices in _lives(scheduler, rows, policy.choices):
+                if clock() < ends:
+                    _measure(scheduler, runner, policy, rows, choices, lambda: clock() < ends)
+    finally:
+        policy.release()
+
+
+def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Which of `choices` one batch of so many dummies has room for, and which the next; none where not even one of them
+    fits, whole batches at a time and without preemption."""
+    config = scheduler.config
+    most = max(count for _, count in choices)
+    blocks = min(scheduler.pool.num_free // rows, -(-config.max_model_len // scheduler.prefix_cache.block_size))
+    room = min(config.max_model_len - 1, blocks * scheduler.prefix_cache.block_size) - (PROMPT + 1 + 2 * most)
+    if (
+        rows > config.max_num_seqs
+        or max(_tokens(0), _tokens(most)) > room
+        or 2 * rows * (1 + most) > config.max_num_batched_tokens
+    ):
+        return []
+    lives: list[list[tuple[int, int]]] = []
+    left = 0
+    for choice in choices:
+        tokens = _tokens(choice[1])
+        if tokens > left:
+            lives.append([])
+            left = room
+        left -= tokens
+        lives[-1].append(choice)
+    return lives
+
+
+def _tokens(num_drafts: int) -> int:
+    """That measuring a choice takes of a dummy."""
+    return 1 + _STEPS * (1 + num_drafts)
+
+
+def _measure(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    policy: SpeculationPolicy,
+    rows: int,
+    choices: Sequence[tuple[int, int]],
+    in_time: Callable[[], bool],
+) -> None:
+    dummies = [dummy(f"warm-up {index}", index) for index in range(rows)]
+    policy.hold(0, 0)
+    for request in dummies:
+        scheduler.add(request)
+    try:
+        while not all(request.num_output_tokens for request in dummies):  # the prompts, in one step or in several
+            if not in_time():
+                return
+            step(scheduler, runner)
+        for number, count in choices:
+            policy.hold(number, count)
+            for _ in range(_STEPS):
+                if not in_time():
+                    return
+                step(scheduler, runner)
+    finally:
+        scheduler.abort([request.request_id for request in dummies])
+
+
+def rehearse(scheduler: Scheduler, runner: ModelRunner) -> None:
+    """Short requests of every kind of sampling: on a GPU a kernel is compiled at its first launch, for which the first
+    request of its kind would wait, and all others of its step. Must come before the first request."""
+    if scheduler.config.max_model_len <= PROMPT + _REHEARSED_TOKENS:
+        return
+    together = scheduler.config.max_num_seqs
+    for first in range(0, len(_REHEARSED), together):
+        kinds = enumerate(_REHEARSED[first : first + together])
+        params = [(index, SamplingParams(ignore_eos=True, max_tokens=None, **kind)) for index, kind in kinds]
+        run_through(scheduler, runner, [dummy(f"rehearsal {index}", index, its) for index, its in params])
+
+
+def run_through(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    dummies: Sequence[Request],
+    during: Sequence[Request] = (),
+    add: Callable[[Request], None] | None = None,
+) -> None:
+    """Run requests until each has a few tokens, and forget them; `during`: begun once the others have begun to decode,
+    so that one step computes prompts and decodes. `add`: the scheduler's, or one that calls it."""
+    add = add or scheduler.add
+    together = [*dummies, *during]
+    for request in dummies:
+        add(request)
+    try:
+        # Who fails does not come back.
+        while pending := {r for r in together if r.status is not Status.FINISHED and not _is_through(r)}:
+            plan = scheduler.schedule()
+            # Without the seconds, in which kernels are compiled: prompts would be paced by them.
+            scheduler.commit(plan, runner.run(plan)._replace(seconds=0.0))
+            if during and all(request.num_output_tokens or request.status is Status.FINISHED for request in dummies):
+                for request in during:
+                    add(request)
+                during = ()
+            elif not any(row.request in pending for row in plan.rows):  # who is through leaves them no room
+                scheduler.abort([request.request_id for request in together if _is_through(request)])
+    finally:
+        scheduler.abort([request.request_id for request in together])
+
+
+def _is_through(request: Request) -> bool:
+    return request.num_output_tokens >= _REHEARSED_TOKENS
+
+
+def step(scheduler: Scheduler, runner: ModelRunner) -> None:
+    """One step of whatever is due."""
+    plan = scheduler.schedule()
+    scheduler.commit(plan, runner.run(plan))
+
+
+def dummy(name: str, index: int, params: SamplingParams | None = None, length: int = PROMPT) -> Request:
+    """A request whose blocks nobody shares; without `params` a greedy one that ends only when it is aborted."""
+    return Request(
+        request_id=name,
+        tokens=[1 + (index + at) % 5 for at in range(length)],
+        num_prompt_tokens=length,
+        params=params or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None),
+        seed_key=0,
+        text_namespace=(b"warm-up", b""),
+    )

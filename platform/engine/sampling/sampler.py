@@ -1,0 +1,344 @@
+"""From logits to tokens: edits, filters, and the verification of drafts, for all rows of a step at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.device_outcome import DeviceOutcome
+from ....kernels.dispatch import use_triton
+from ....kernels.sampling import filter_logits, most_likely, row_stats, top_logprobs
+from ....kernels.staging import Download, upload
+from ....spec_decode.verify.synthetic import verify_synthetic
+from ....spec_decode.verify.verification import (
+    Rule,
+    Verified,
+    VerifyRow,
+    accept_equal,
+    as_verified,
+    choose,
+    choose_rule,
+    verify,
+)
+from ...core.errors import AdapterError, ErrorInfo, InvalidRequestError, OutriderError
+from ...core.messages import TokenLogprobs
+from ...core.request import Drafts, Request
+from ...core.sampling_params import SamplingParams
+from .logits_edits import LogitsRow, Seen, apply_edits
+
+logger = logging.getLogger(__name__)
+
+
+class SampleRow(NamedTuple):
+    """One sequence's 1 + k rows of the logits: after its tokens, and after each of the k drafts."""
+
+    request: Request
+    drafts: Drafts
+    num_tokens: int | None = None
+    """Tokens of the sequence, where the last one is still being sampled; None: those that it has."""
+    seen: Seen | None = None
+    """See `LogitsRow`."""
+
+    def settled(self, overshoot: int) -> SampleRow:
+        """Row where `num_tokens` was too large."""
+        return self if self.num_tokens is None else self._replace(num_tokens=self.num_tokens - overshoot)
+
+
+class Sampled(NamedTuple):
+    """Tokens that one sequence got."""
+
+    token_ids: list[int]
+    num_accepted: int
+    logprobs: list[TokenLogprobs] | None = None
+    error: ErrorInfo | None = None
+
+
+def no_choice(params: SamplingParams) -> InvalidRequestError:
+    """The parameters have emptied a row; the error names one of them."""
+    wanted = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+        "min_tokens": params.min_tokens,
+        "logit_bias": params.logit_bias,
+    }
+    param = next((name for name, value in wanted.items() if value), None)
+    return InvalidRequestError("the sampling parameters leave no token to choose", param=param)
+
+
+def not_finite(request: Request) -> OutriderError:
+    """The model has no usable logits for this request: it, or its adapter, has overflowed. Adapters are the user's, and
+    finite weights may be too large to compute with."""
+    message = "the model's logits are not finite"
+    if request.lora is None:
+        return OutriderError(message)
+    return AdapterError(f"{message} with the adapter {request.lora.name!r}: its weights are too large", param="model")
+
+
+class Sampler:
+    """Chooses tokens. Holds no state of requests: noise comes from counters, edits from the tokens themselves."""
+
+    def __init__(self, *, always_invariant: bool = False, synthetic_rates: Sequence[float] | None = None) -> None:
+        """`synthetic_rates`: accept drafts at these rates, whatever they are; for benchmarks only."""
+        self._always_invariant = always_invariant
+        self._synthetic_rates = synthetic_rates
+        if synthetic_rates is not None:
+            logger.warning(
+                "synthetic acceptance: drafts are accepted at the rates %s whatever they are; the text is meaningless",
+                ", ".join(f"{rate:g}" for rate in synthetic_rates),
+            )
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+        """Sample and verify.
+
+        Args:
+            logits: [sum(1 + k), V] float32, raw; may be overwritten.
+            rows: the sequences in the order of their logits rows.
+        """
+        if use_triton(logits) and self._synthetic_rates is None:
+            return self.launch(logits, rows).collect()
+        if self._synthetic_rates is None and all(map(_is_plain, rows)):
+            return _most_likely(logits, rows)
+        starts = _starts(rows)
+        raw_top = logits.amax(dim=-1)  # NaN where any logit is
+        wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
+        raw = self._keep_raw(logits, rows, starts, wanting)
+        edited = self._edit(logits, rows, starts)
+        filtered = self._filter(logits, rows)
+        verified = self._verify(filtered, [self._verify_row(row) for row in rows])
+        top = raw_top if filtered is logits and not edited else filtered.amax(dim=-1)
+        tops = list(zip(*torch.stack((raw_top, top)).tolist(), strict=True))
+        sampled = [
+            _reached(row.request, got, tops[start : start + len(got.token_ids)])
+            for row, start, got in zip(rows, starts, verified, strict=True)
+        ]
+        for i in wanting:
+            request, tokens = rows[i].request, sampled[i].token_ids
+            if tokens:
+                found = token_logprobs(raw[i][: len(tokens)], tokens, request.params.logprobs or 0)
+                sampled[i] = sampled[i]._replace(logprobs=found)
+        return sampled
+
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending | Ready:
+        """Begin to sample without waiting for the device where that is possible.
+
+        Args:
+            overshoot: [B] int64 on the device: by how much the rows' `num_tokens` are too large; None: nowhere.
+        """
+        if use_triton(logits) and self._synthetic_rates is None:
+            return self.launch(logits, rows, overshoot)
+        if overshoot is not None:
+            rows = [row.settled(by) for row, by in zip(rows, overshoot.tolist(), strict=True)]
+        return Ready(self(logits, rows), [1 + len(row.drafts.token_ids) for row in rows], logits.device)
+
+    def launch(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending:
+        """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `begin`."""
+        starts = _starts(rows)
+        raw_top = logits.amax(dim=-1)
+        wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
+        reported = [starts[i] + j for i in wanting for j in range(1 + len(rows[i].drafts.token_ids))]
+        index = upload(logits.device, np.array(reported, dtype=np.int64))[0]
+        raw = logits[index]  # a copy: edits and filters work in place
+        edited = self._edit(logits, rows, starts)
+        filtered = self._filter(logits, rows)
+        verify_rows = [self._verify_row(row) for row in rows]
+        stats = row_stats(filtered) if any(row.rule is not Rule.GREEDY for row in verify_rows) else None
+        if stats is not None:
+            top = stats[0]
+        else:
+            top = filtered.amax(dim=-1) if edited else raw_top
+        choices = choose(filtered, verify_rows, stats, overshoot)
+        parts = [*choices, raw_top, top]
+        if reported:
+            k = max(rows[i].request.params.logprobs or 0 for i in wanting)
+            parts += top_logprobs(raw, choices.token_ids[index].clamp(min=0), k)
+        return Pending(rows, verify_rows, wanting, (*choices, raw_top, top), Download(parts))
+
+    def _keep_raw(
+        self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int], wanting: list[int]
+    ) -> dict[int, Tensor]:
+        """Copies of the raw logits of sequences that want log-probabilities: edits and filters work in place."""
+        return {i: logits[starts[i] : starts[i] + 1 + len(rows[i].drafts.token_ids)].clone() for i in wanting}
+
+    def _edit(self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int]) -> bool:
+        """Apply the edits in place; returns whether there were any."""
+        edited = [
+            LogitsRow(starts[i] + j, row.request, (row.drafts.token_ids[:j],), row.num_tokens, row.seen)
+            for i, row in enumerate(rows)
+            if row.request.edits_logits
+            for j in range(len(row.drafts.token_ids) + 1)
+        ]
+        if edited:
+            apply_edits(logits, edited)
+        return bool(edited)
+
+    def _filter(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        params = [row.request.params for row in rows for _ in range(len(row.drafts.token_ids) + 1)]
+        if all(p.greedy for p in params):
+            return logits
+        return filter_logits(
+            logits,
+            [p.temperature for p in params],
+            [p.top_k for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+        )
+
+    def _verify(self, logits: Tensor, rows: list[VerifyRow]) -> list[Verified]:
+        if self._synthetic_rates is None:
+            return verify(logits, rows)
+        return verify_synthetic(logits, rows, self._synthetic_rates)
+
+    def _verify_row(self, row: SampleRow) -> VerifyRow:
+        request = row.request
+        rule = choose_rule(request, self._always_invariant)
+        num_tokens = len(request.tokens) if row.num_tokens is None else row.num_tokens
+        return VerifyRow(request.seed_key, num_tokens, row.drafts.token_ids, row.drafts.probs, rule)
+
+
+class Pending(NamedTuple):
+    """A step's sampling, launched and not waited for."""
+
+    rows: Sequence[SampleRow]
+    verify_rows: list[VerifyRow]
+    wanting: list[int]
+    """The sequences that want log-probabilities."""
+    chosen: tuple[Tensor, Tensor, Tensor, Tensor]
+    """On the device: `Choices`, and [sum(1 + k)] each row's largest logit, raw and of what there was to choose from."""
+    download: Download
+
+    def outcome(self, vocab_size: int) -> DeviceOutcome:
+        """Outcome on the device, as `collect` will return it. Where a row offers nothing to choose it is some token."""
+        token_ids, accepted, raw_top, top = self.chosen
+        tokens = token_ids.clamp(0, vocab_size - 1)
+        num_drafts = np.array([len(row.drafts.token_ids) for row in self.rows])
+        most = int(num_drafts.max())
+        if not most:
+            return DeviceOutcome(tokens, tokens, accepted, None)  # a row each
+        starts = np.array(_starts(self.rows))
+        rows = starts[:, None] + np.minimum(np.arange(1 + most), num_drafts[:, None])
+        first, given, index = upload(tokens.device, starts, num_drafts, rows.reshape(-1))
+        # As in `_reached`: the row before the first that offers nothing gave the new token.
+        usable = (raw_top.isfinite() & top.isfinite()).index_select(0, index).view(len(starts), -1)
+        sound = usable.to(torch.int64).cumprod(1).sum(1)
+        accepted = torch.minimum(accepted, (sound - 1).clamp_(min=0))
+        rejected = torch.cat((given - accepted, given.new_zeros(1)))
+        last = tokens.index_select(0, first + accepted)
+        counts = (1 + num_drafts).tolist()
+        return DeviceOutcome(tokens, last, accepted, rejected, most_rejected=most, counts=counts)
+
+    def collect(self) -> list[Sampled]:
+        """Wait for the device, and tell each sequence what it got."""
+        tokens, accepted, raw_top, top, *reports = self.download.wait()
+        tops = list(zip(raw_top, top, strict=True))
+        verified = as_verified(self.verify_rows, tokens, accepted)
+        sampled = [
+            _reached(row.request, got, tops[start : start + len(got.token_ids)])
+            for row, start, got in zip(self.rows, _starts(self.rows), verified, strict=True)
+        ]
+        place = 0
+        for i in self.wanting:
+            row, got = self.rows[i], sampled[i].token_ids
+            if got:
+                k = row.request.params.logprobs or 0
+                of_tokens = (part[place : place + len(got)] for part in reports)
+                sampled[i] = sampled[i]._replace(logprobs=_as_logprobs(got, k, *of_tokens))
+            place += 1 + len(row.drafts.token_ids)
+        return sampled
+
+
+class Ready(NamedTuple):
+    """Results where nothing has to be waited for."""
+
+    sampled: list[Sampled]
+    counts: list[int]
+    """By sequence, its rows of logits: 1 + k."""
+    device: torch.device
+
+    def outcome(self, vocab_size: int) -> DeviceOutcome:
+        """See `Pending`."""
+        tokens = [
+            token
+            for got, count in zip(self.sampled, self.counts, strict=True)
+            for token in (got.token_ids + [0] * count)[:count]
+        ]
+        last = [got.token_ids[-1] if got.token_ids else 0 for got in self.sampled]
+        accepted = np.array([got.num_accepted for got in self.sampled])
+        most = max(self.counts) - 1
+        left = np.append(np.array(self.counts) - 1 - accepted, 0)
+        arrays = np.array(tokens), np.array(last), accepted, left
+        there, next_tokens, right, rejected = upload(self.device, *arrays)
+        left_of = rejected if most else None
+        return DeviceOutcome(there, next_tokens, right, left_of, most_rejected=most, counts=self.counts)
+
+    def collect(self) -> list[Sampled]:
+        """Tokens that each sequence got."""
+        return self.sampled
+
+
+def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> Sampled:
+    """What `got` holds before the first of its rows that offers nothing to choose; an error when that is the first.
+
+    `tops`: for each row that chose a token, the largest logit of the model, and of what was left to choose from.
+    A later row ends the step before it, and is the next step's first: the same text, and then the same error, as
+    without drafts.
+    """
+    dead = next((j for j, pair in enumerate(tops) if not all(map(math.isfinite, pair))), None)
+    if dead is None:
+        return Sampled(got.token_ids, got.num_accepted)
+    if dead > 0:
+        # The last token counts as the new one, not as an accepted draft: so the next step has it to compute.
+        return Sampled(got.token_ids[:dead], dead - 1)
+    emptied = math.isfinite(tops[0][0]) and tops[0][1] == -math.inf
+    return Sampled([], 0, error=(no_choice(request.params) if emptied else not_finite(request)).info())
+
+
+def _is_plain(row: SampleRow) -> bool:
+    """Whether the row's tokens are simply the most likely ones, and nothing else is asked."""
+    params = row.request.params
+    return params.greedy and params.logprobs is None and not row.request.edits_logits
+
+
+def _most_likely(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+    """The general way's result for plain rows, without its many small operations: a step's host time at batch 1."""
+    tokens, tops = most_likely(logits)
+    sampled, start = [], 0
+    for row in rows:
+        drafts = row.drafts.token_ids
+        end = start + 1 + len(drafts)
+        got = accept_equal(drafts, tokens[start:end]) if drafts else Verified(tokens[start:end], 0)
+        reached = tops[start : start + len(got.token_ids)]
+        sampled.append(_reached(row.request, got, list(zip(reached, reached, strict=True))))
+        start = end
+    return sampled
+
+
+def _starts(rows: Sequence[SampleRow]) -> list[int]:
+    starts, total = [], 0
+    for row in rows:
+        starts.append(total)
+        total += 1 + len(row.drafts.token_ids)
+    return starts
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
+    """Log-probabilities of `tokens` [R] and of the `k` most likely tokens under raw `logits` [R, V]."""
+    chosen = upload(logits.device, np.array(tokens, dtype=np.int64))[0]
+    return _as_logprobs(tokens, k, *Download(top_logprobs(logits, chosen, k)).wait())
+
+
+def _as_logprobs(
+    tokens: Sequence[int],
+    k: int,
+    ids: list[list[int]],
+    values: list[list[float]],
+    own: list[float],
+    rank: list[int],
+) -> list[TokenLogprobs]:
+    """From lists of `top_logprobs` with at least `k` columns."""
+    return [TokenLogprobs([token, *ids[i][:k]], [own[i], *values[i][:k]], rank[i]) for i, token in enumerate(tokens)]

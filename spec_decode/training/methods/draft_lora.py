@@ -1,0 +1,128 @@
+"""Draft weights of an adapter: a LoRA (Hu et al. 2021) of a drafter, in PEFT's format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..output_files import write_adapter
+from ..target import Features, import_peft
+from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
+from .eagle_head import EagleHead
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PREFIX = "base_model.model."
+
+
+class LoraLinear(nn.Module):
+    """Adapted projection: base(x) + scale * B(A x); the base is frozen."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.scale = scale
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        return self.base(x) + self.scale * self.lora_B(self.lora_A(x))
+
+
+def adapter_config(rank: int, alpha: float, modules: list[str], base_name: str) -> dict[str, Any]:
+    """adapter_config.json as PEFT reads it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base_name,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+
+
+class HeadLora(TrainedDrafter):
+    """A LoRA of every projection of an EAGLE head."""
+
+    def __init__(self, head: EagleHead, rank: int, alpha: float, base_name: str) -> None:
+        super().__init__()
+        self.head = head.requires_grad_(False)
+        self._rank, self._alpha, self._base_name = rank, alpha, base_name
+        self._adapted: dict[str, LoraLinear] = {}
+        plain = {n: m for n, m in head.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+        for name, linear in plain.items():
+            parent, _, leaf = name.rpartition(".")
+            self._adapted[name] = LoraLinear(linear, rank, alpha / rank)
+            setattr(head.get_submodule(parent), leaf, self._adapted[name])
+
+    def loss(self, features: Features) -> Tensor:
+        """The head's own."""
+        return self.head.loss(features)
+
+    def guesses(self, features: Features, k: int) -> Tensor:
+        """The head's own."""
+        return self.head.guesses(features, k)
+
+    def export(self, folder: Path) -> None:
+        """adapter_config.json and adapter_model.safetensors; modules as the engine names them."""
+        tensors = {}
+        for name, module in self._adapted.items():
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = module.lora_A.weight.to(torch.bfloat16)
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = module.lora_B.weight.to(torch.bfloat16)
+        modules = list(dict.fromkeys(name.rpartition(".")[2] for name in self._adapted))
+        write_adapter(folder, adapter_config(self._rank, self._alpha, modules, self._base_name), tensors)
+
+
+class DraftModelLora(TrainedDrafter):
+    """A PEFT LoRA of a causal LM with the target's vocabulary."""
+
+    def __init__(self, causal: Any, rank: int, alpha: float, base_name: str) -> None:
+        super().__init__()
+        peft = import_peft()
+        config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
+        self._rank, self._alpha, self._base_name = rank, alpha, base_name
+        self.model = peft.get_peft_model(causal, config)
+        self._peft = peft
+
+    def _hidden(self, features: Features) -> Tensor:
+        """[N, H] of the draft model at the labels: it has read everything before the token that it guesses."""
+        causal = self.model.get_base_model()
+        hidden: Tensor = causal.base_model(input_ids=features.ids, use_cache=False).last_hidden_state
+        return hidden[features.labels.rows, features.labels.positions]
+
+    def loss(self, features: Features) -> Tensor:
+        """Cross entropy against the target's distribution."""
+        weights = features.labels.weights
+        step = Step(self._hidden(features), torch.arange(len(weights), device=weights.device))
+        return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features), weights)
+
+    def guesses(self, features: Features, k: int) -> Tensor:
+        """Guesses [N, k], equal at every place of a round: the model reads right drafts as the text that they are."""
+        tokens = greedy_tokens(self._lm_head, self._hidden(features), len(self._lm_head.weight))
+        roots = features.labels.positions[:, None] - 1 - torch.arange(k, device=tokens.device)
+        return torch.where(roots >= 0, tokens[:, None], -1)
+
+    @property
+    def _lm_head(self) -> nn.Linear:
+        head: nn.Linear = self.model.get_base_model().get_output_embeddings()
+        return head
+
+    def export(self, folder: Path) -> None:
+        """As PEFT names things, in bfloat16."""
+        weights: Mapping[str, Tensor] = self._peft.get_peft_model_state_dict(self.model)
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+        config = adapter_config(self._rank, self._alpha, list(PROJECTIONS), self._base_name)
+        write_adapter(folder, config | {"task_type": "CAUSAL_LM"}, tensors)

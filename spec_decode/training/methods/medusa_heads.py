@@ -1,0 +1,86 @@
+"""Medusa heads (Cai et al. 2024, arXiv:2401.10774): head i guesses the token i + 2 places after the state it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..output_files import write_json, write_torch
+from ..target import Features
+from .base import Step, TrainedDrafter, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
+
+WEIGHTS_FILE = "medusa_lm_head.pt"
+
+
+class MedusaHeads(TrainedDrafter):
+    """Residual blocks that begin as the identity, and an lm_head each that begins as the target's."""
+
+    def __init__(self, lm_head: Tensor, num_heads: int, num_layers: int, step_decay: float, base_name: str) -> None:
+        """lm_head: the target's, [V, H]; base_name goes into config.json."""
+        super().__init__()
+        vocab_size, size = lm_head.shape
+        self._decay, self._base_name = step_decay, base_name
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(size, size) for _ in range(num_layers)) for _ in range(num_heads)
+        )
+        self.lm_heads = nn.ModuleList(nn.Linear(size, vocab_size, bias=False) for _ in range(num_heads))
+        with torch.no_grad():
+            for block in self.blocks.parameters():
+                block.zero_()
+            for head in self.lm_heads.parameters():
+                head.copy_(lm_head)
+
+    def _states(self, features: Features, head: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [M, H] of head `head` at its roots, and the labels [M] that it guesses."""
+        hidden, index = at_roots(features.hidden, features.labels, head)
+        hidden = hidden.float()
+        layers = self.blocks[head]
+        assert isinstance(layers, nn.ModuleList)
+        for linear in layers:
+            hidden = hidden + F.silu(linear(hidden))
+        return hidden, index
+
+    def loss(self, features: Features) -> Tensor:
+        """Cross entropy of every head against the target's distribution, each further head weighted less."""
+
+        wanted, weights = wanted_of(features), features.labels.weights
+        loss, factors = torch.zeros((), device=weights.device), 0.0
+        for head, lm_head in enumerate(self.lm_heads):
+            step = Step(*self._states(features, head))
+            factor = self._decay**head
+            loss = loss + factor * soft_cross_entropy([step], lm_head.get_parameter("weight"), wanted, weights)
+            factors += factor
+        return loss / factors
+
+    def guesses(self, features: Features, k: int) -> Tensor:
+        """As in `TrainedDrafter`; heads beyond those that exist guess nothing."""
+        labels = features.labels
+        found = labels.positions.new_full((len(labels.positions), k), -1)
+        for head, lm_head in enumerate(list(self.lm_heads)[:k]):
+            hidden, index = self._states(features, head)
+            found[index, head] = greedy_tokens(lm_head, hidden, len(lm_head.get_parameter("weight")))
+        return found
+
+    def export(self, folder: Path) -> None:
+        """config.json and medusa_lm_head.pt, with the original project's names."""
+        tensors: dict[str, Tensor] = {}
+        for head, layers in enumerate(self.blocks):
+            assert isinstance(layers, nn.ModuleList)
+            for layer, linear in enumerate(layers):
+                for name, parameter in linear.named_parameters():
+                    tensors[f"{head}.{layer}.linear.{name}"] = parameter
+            tensors[f"{head}.{len(layers)}.weight"] = self.lm_heads[head].get_parameter("weight")
+        first = self.blocks[0]
+        assert isinstance(first, nn.ModuleList)
+        (folder / WEIGHTS_FILE).unlink(missing_ok=True)
+        config = {
+            "medusa_num_heads": len(self.lm_heads),
+            "medusa_num_layers": len(first),
+            "base_model_name_or_path": self._base_name,
+        }
+        write_json(folder / "config.json", config)
+        halves = {name: tensor.detach().to(torch.bfloat16).cpu() for name, tensor in tensors.items()}
+        write_torch(folder / WEIGHTS_FILE, halves)
