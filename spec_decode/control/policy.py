@@ -259,8 +259,10 @@ class SpeculationPolicy:
             self._count(rows, result, now)
 
     def _charge_trials(self, rows: Sequence[RowPlan], seconds: float) -> None:
-        """Charge adapters on trial what the step took beyond one without drafts."""
-        extra = seconds - self._steps.seconds(len(rows), 0)
+        """Charge adapters on trial what the step took beyond one without drafts, and at most as much as that one: what
+        takes longer is the work of other programs."""
+        base = self._steps.seconds(len(rows), 0)
+        extra = min(seconds - base, base)
         if extra <= 0.0:
             return
         trying = {id(s.adapter): s.adapter for row in rows if (s := self._rows.get(row.request)) and s.trial_rounds}
