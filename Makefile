@@ -82,11 +82,8 @@ else
 endif
 	PYTHONPATH=$(GPU_TRITON) TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_triton_specialisations.py
 
-# The reference is read from the sources under the package's name, through the link that tools/mypy.sh uses too.
-docs: .venv/.docs.stamp ## Build the pages in docs/ as a site, in build/docs; warnings are errors
-	mkdir -p .mypy_cache/link
-	ln -sfn ../.. .mypy_cache/link/outrider
-	$(BIN)/python -m mkdocs build --strict --quiet
+docs: .venv/.docs.stamp ## Build the pages in docs/ as a site, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: .venv/.dev.stamp ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .

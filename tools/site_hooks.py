@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,18 @@ PAGES = {
 """Pages outside docs/: path in the repository -> path in the site."""
 RESULTS = "benchmarks/results"
 PACKAGED = ("__init__.py", "kernels", "lora", "models", "platform", "spec_decode")
+PACKAGE = ROOT / "build" / "reference" / "outrider"
+"""mkdocs.yml names the folder above it as the path of sources."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
-def on_config(config: Any) -> Any:
+def on_startup(**_: Any) -> None:
     """Let mkdocstrings find the package: a folder `outrider` with links to what it is made of."""
-    folder = Path(tempfile.mkdtemp(prefix="outrider-site-"))
-    (folder / "outrider").mkdir()
+    PACKAGE.mkdir(parents=True, exist_ok=True)
     for name in PACKAGED:
-        (folder / "outrider" / name).symlink_to(ROOT / name)
-    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(folder)]
-    return config
+        link = PACKAGE / name
+        if not link.is_symlink():
+            link.symlink_to(ROOT / name)
 
 
 def on_files(files: Any, config: Any) -> Any:
