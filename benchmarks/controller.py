@@ -46,7 +46,7 @@ def prompts_of(text: str, tokenizer: Any, vocab_size: int, count: int) -> list[l
             found.append(random.Random(index).choices(range(10, vocab_size), k=32))
         elif text == "repetitive":
             sentence = f"The {index + 2} children told a story about {topic} and went home. "
-            found.append(list(tokenizer.encode(sentence * 6)))
+            found.append(list(tokenizer.encode(sentence * 10)))
         else:
             question = QUESTIONS[index % len(QUESTIONS)].format(topic)
             messages = [{"role": "user", "content": question}]

@@ -180,7 +180,7 @@ def _find_draft(source: AdapterSource, method: str) -> str | None:
 
 
 def _is_folder(path: str) -> bool:
-    """Whether it is one; AdapterError when something else has its name, or a link that leads to no folder."""
+    """Return whether it is one; AdapterError when something else has its name, or a link that leads to no folder."""
     if os.path.isdir(path):
         return True
     try:

@@ -110,10 +110,10 @@ class AdapterManager:
         when this returns."""
         self._poll()
         info = self._catalog.load(request, load_inplace=load_inplace, pinned=pinned, read=read)
-        return self._settled(request.name, info) if read is None else info
+        return self._wait_if_pinned(request.name, info) if read is None else info
 
-    def _settled(self, name: str, info: AdapterInfo) -> AdapterInfo:
-        """When the rows of a pinned adapter are written."""
+    def _wait_if_pinned(self, name: str, info: AdapterInfo) -> AdapterInfo:
+        """Return the info once the rows of a pinned adapter are written; at once for others."""
         if not info.pinned:
             return info
         version = self._registry.get(name)
@@ -142,7 +142,7 @@ class AdapterManager:
         """Keep a registered adapter on the device; see `Catalog.pin`."""
         self._poll()
         info = self._catalog.pin(name, read)
-        return self._settled(name, info) if read is None else info
+        return self._wait_if_pinned(name, info) if read is None else info
 
     def unpin(self, name: str) -> AdapterInfo:
         """Let a registered adapter make way for others again; NotFoundError when unknown."""
@@ -361,7 +361,8 @@ class AdapterManager:
         self._take(read if error is None or read.error is not None else read._replace(error=error), num_reads)
 
     def _take(self, read: Read, num_reads: int) -> OutriderError | None:
-        """What was read is the version's content, kept where there is room beside `num_reads` to come; or why not."""
+        """Give the version the content that was read, kept where there is room beside `num_reads` to come; return the
+        error, if any."""
         version, entry = read.version, read.entry
         error = self._catalog.error_of(version, entry, read.error)
         if error is not None or entry is None:
@@ -378,7 +379,7 @@ class AdapterManager:
         return None
 
     def _fail(self, version: AdapterVersion, error: OutriderError) -> None:
-        """Those who wait for the version get the error; later requests try again."""
+        """Pass the error to the requests that wait for the version; later requests try again."""
         version.error = error.info()
         self._registry.fail(version)
 

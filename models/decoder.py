@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.rms_norm import adds_residuals, can_copy
+from ..kernels.rms_norm import adds_residuals
 from ..kernels.silu_mul import silu_mul, silu_mul_invariant
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
@@ -19,8 +18,6 @@ from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
 from .layers.weights import WeightSlot
-
-NO_COPIES: Mapping[int, int] = MappingProxyType({})
 
 
 class DecoderOutput(NamedTuple):
@@ -65,9 +62,9 @@ class DecoderLayer:
             repeats = [config.num_heads, config.num_kv_heads]
             self.qk_norm = norm(["self_attn.q_norm", "self_attn.k_norm"], config.head_dim, repeats)
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV, copy: int | None = None) -> Tensor:
-        """Compute the next layer's hidden [T, H] from hidden [T, H], which is copied to address `copy`, if given."""
-        qkv = self.qkv.forward(self.input_norm(hidden, copy), batch)
+    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """Compute the next layer's hidden [T, H] from hidden [T, H]."""
+        qkv = self.qkv.forward(self.input_norm(hidden), batch)
         attended = self._attention.forward_qkv(qkv, batch.rotation, self.qk_norm, kv, batch.attention, self._window)
         hidden = self.o.forward(attended, batch, residual=hidden)
         inner = self._silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
@@ -93,13 +90,6 @@ class DecoderLayer:
     def norms(self) -> list[RMSNorm]:
         """Norms in a fixed order."""
         return [norm for norm in (self.input_norm, self.post_norm, self.qk_norm) if norm is not None]
-
-    def share(self, other: DecoderLayer) -> None:
-        """Share the weights of `other`, which is loaded."""
-        for linear, its_linear in zip(self.linears(), other.linears(), strict=True):
-            linear.share(its_linear)
-        for norm, its_norm in zip(self.norms(), other.norms(), strict=True):
-            norm.share(its_norm)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
@@ -138,25 +128,10 @@ class Decoder:
         )
         self._final_norm = RMSNorm(["model.norm.weight"], config.hidden_size, config.rms_norm_eps, **common)
 
-    def twin(self) -> Decoder:
-        """Another model that shares this model's loaded weights but has its own adapters; for several engines in one
-        process."""
-        twin = Decoder(self.config, self.device)
-        for layer, its_layer in zip(twin.layers, self.layers, strict=True):
-            layer.share(its_layer)
-        twin._embedding.share(self._embedding)
-        twin._final_norm.share(self._final_norm)
-        return twin
-
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
         """Cache of each layer for a token, in order."""
         return [KVLayerSpec(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
-
-    @property
-    def can_copy(self) -> bool:
-        """True when `forward` can copy hidden states."""
-        return can_copy(self.config.dtype, self.device)
 
     @property
     def num_parameters(self) -> int:
@@ -164,29 +139,24 @@ class Decoder:
         return sum(torch.Size(slot.shape).numel() for slot in self.weight_slots().values())
 
     @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, aux_layers: Sequence[int] = (), copies: Mapping[int, int] = NO_COPIES
-    ) -> DecoderOutput:
+    def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
         """Compute a batch; the tokens' KV is written to `batch.kv`.
 
         Args:
             aux_layers: Layers whose entering hidden states are returned too; the number of layers means the output of
                 the last one. They cost nothing but memory.
-            copies: For some layers the address of memory [T, H], in the model's dtype, to which their entering hidden
-                states are copied; only when `can_copy` is True.
         """
         hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
-        if self._adds_in_norms and not copies:
+        if self._adds_in_norms:
             return self._forward_deferred(hidden, batch, aux_layers)
-        assert not copies or hidden.dtype == self.config.dtype, "what takes the copies counts on it"
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
             if index in aux_layers:
                 entering[index] = hidden
-            hidden = layer.forward(hidden, batch, kv, copies.get(index))
+            hidden = layer.forward(hidden, batch, kv)
         last = len(self.layers)
         entering[last] = hidden
-        return DecoderOutput(self._final_norm(hidden, copies.get(last)), tuple(map(entering.__getitem__, aux_layers)))
+        return DecoderOutput(self._final_norm(hidden), tuple(map(entering.__getitem__, aux_layers)))
 
     def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
         """Compute a batch with one launch less for each projection: norms add the residual stream."""

@@ -6,7 +6,6 @@ from torch import Tensor, device
 
 from ..dispatch import has_triton, use_triton
 from . import torch as _torch
-from .native import can_copy, rms_norm_copying
 from .native import rms_norm as _native
 from .torch import NormWeight, prepare
 
@@ -14,10 +13,8 @@ __all__ = [
     "NormWeight",
     "add_rms_norm",
     "adds_residuals",
-    "can_copy",
     "prepare",
     "rms_norm",
-    "rms_norm_copying",
     "rms_norm_invariant",
 ]
 

@@ -1,6 +1,5 @@
 // y = x / sqrt(|x|^2 + root^2) * scale for each row; see kernels/rms_norm/torch.py.
 #include <cmath>
-#include <cstring>
 
 #include "vector_math.h"
 
@@ -27,24 +26,21 @@ void norm_row(const E* x, const float* scale, float root, E* y, int64_t size) {
 
 template <typename E>
 void norm(
-    const void* x, const float* scale, float root, void* y, int64_t rows, int64_t size, int64_t repeats, void* copy) {
+    const void* x, const float* scale, float root, void* y, int64_t rows, int64_t size, int64_t repeats) {
 #pragma omp parallel for if (rows * size >= MIN_PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        const E* from = (const E*)x + row * size;
-        norm_row(from, scale + row % repeats * size, root, (E*)y + row * size, size);
-        if (copy) std::memcpy((E*)copy + row * size, from, size * sizeof(E));
+        norm_row((const E*)x + row * size, scale + row % repeats * size, root, (E*)y + row * size, size);
     }
 }
 
 }  // namespace
 
-// x, y and copy [rows, size] contiguous; scale [repeats, size], row r using scale[r % repeats]. x is copied to
-// copy, unless it is null.
+// x and y [rows, size] contiguous; scale [repeats, size], row r using scale[r % repeats].
 extern "C" void outrider_rms_norm(
     const void* x, const float* scale, float root, void* y, int64_t rows, int64_t size, int64_t repeats,
-    int64_t dtype, void* copy) {
+    int64_t dtype) {
     if (dtype == FLOAT32)
-        norm<float>(x, scale, root, y, rows, size, repeats, copy);
+        norm<float>(x, scale, root, y, rows, size, repeats);
     else
-        norm<bf16>(x, scale, root, y, rows, size, repeats, copy);
+        norm<bf16>(x, scale, root, y, rows, size, repeats);
 }

@@ -21,13 +21,8 @@ def _function() -> Any:
     function = kernels.outrider_rms_norm
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     function.restype = None
-    function.argtypes = (pointer, pointer, ctypes.c_float, pointer, integer, integer, integer, integer, pointer)
+    function.argtypes = (pointer, pointer, ctypes.c_float, pointer, integer, integer, integer, integer)
     return function
-
-
-def can_copy(dtype: torch.dtype, device: torch.device) -> bool:
-    """True when `rms_norm_copying` serves tensors of this kind."""
-    return device.type == "cpu" and dtype in DTYPES and _function() is not None
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor | None:
@@ -44,24 +39,10 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor | None:
         or (repeats > 1 and (weight.scale.dim() > 2 or x.shape[-2] != repeats))
     ):
         return None
-    return _run(function, x, weight, None)
-
-
-def rms_norm_copying(x: Tensor, weight: NormWeight, copy: int) -> Tensor:
-    """RMS norm of x [T, H], with the bits of `rms_norm_invariant`, and a copy of x; for x that `can_copy` accepts.
-
-    Args:
-        copy: Address of memory as large as x, to which x is copied; this costs next to nothing.
-    """
-    return _run(_function(), x, weight, copy)
-
-
-def _run(function: Any, x: Tensor, weight: NormWeight, copy: int | None) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
-    size = weight.size
     function(
         *(x.data_ptr(), weight.scale.data_ptr(), weight.root_value, y.data_ptr()),
-        *(x.numel() // size, size, weight.repeats, DTYPES[x.dtype], copy),
+        *(x.numel() // size, size, weight.repeats, DTYPES[x.dtype]),
     )
     return y

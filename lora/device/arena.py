@@ -31,7 +31,7 @@ class RowArena:
         self.live: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
         """[R, modules]: 0 where a row has no weights of the module."""
         self.live_on_device: Tensor | None = None
-        """The same for kernels of a CUDA device."""
+        """`live` in the memory of a CUDA device, for its kernels; None elsewhere."""
 
     @property
     def row_bytes(self) -> int:

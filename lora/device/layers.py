@@ -67,7 +67,7 @@ class LoraSegment:
     keep: Tensor | None = None
     """[stop - start, n], from `kernels.lora.keep_mask`; None when every row applies to every token."""
     invariant: bool = False
-    """Whether the deltas must not depend on the other tokens, bit for bit; the selection is one adapter."""
+    """True when the deltas must not depend on the other tokens, bit for bit; the selection is one adapter."""
 
 
 class LoraRun(NamedTuple):
@@ -92,7 +92,7 @@ class LoraBatch:
     groups: RowGroups | None = None
     """All runs, for the kernels of a CUDA device."""
     replayable: bool = False
-    """Whether a graph captured with a batch of the same batcher, of as many tokens or more, serves this step too. What
+    """True when a graph captured with a batch of the same batcher, of at least as many tokens, serves this step. What
     gains need is not in the batcher's buffer, so that steps with any run without a graph."""
     lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
     """By site that was asked, those of `runs` whose adapters have embeddings: found once, as a batch serves many
@@ -178,5 +178,5 @@ class EmbeddingSite:
                 y[start:stop].addmm_(columns, rows)
 
     def _has(self, run: LoraRun) -> bool:
-        """Whether the adapter has embeddings. Rows do not change as long as they are an allocation's."""
+        """Return whether the adapter has embeddings. Rows do not change as long as they are an allocation's."""
         return run.owner is not None and bool(self._live[run.owner.index].any())

@@ -79,7 +79,7 @@ class Cut(NamedTuple):
     parts: list[CutPart]
     """From the first column to the last."""
     is_full: bool
-    """Whether matrices fill the rows."""
+    """True when matrices fill the rows."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -100,11 +100,11 @@ class RowLayout:
         """Reserve every site's place before the first use."""
         self.dtype = dtype
         self.width = 0
-        """Of a row, in elements."""
+        """Width of a row, in elements."""
         self.sites: list[SiteShape] = []
         """In the order in which they were reserved: what it takes to make the same layout elsewhere."""
         self.pieces: list[tuple[slice, slice]] = []
-        """Of each module: columns of A, columns of B."""
+        """Columns of A and columns of B for each module."""
         self._modules: dict[str, int] = {}
 
     def reserve(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> Place:
@@ -163,7 +163,7 @@ class RowLayout:
         return Cut(tuple(spans), live, parts, num_placed == num_rows * end)
 
     def __contains__(self, name: object) -> bool:
-        """Whether a module has its place here."""
+        """Return whether a module has its place here."""
         return name in self._modules
 
     def names(self, packed: PackedRows) -> list[str]:

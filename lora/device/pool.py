@@ -29,7 +29,7 @@ class Allocation:
         self.rows = rows
         """Ascending."""
         self.index: NDArray[np.int32] = np.array(rows, np.int32)
-        """The same, [n]."""
+        """`rows` as an array, [n]."""
 
 
 @dataclass(slots=True)

@@ -35,9 +35,9 @@ class AdapterHooks(NamedTuple):
     before_evicting: Callable[[bytes], None] = lambda digest: None
     """Called with the digest of a content that is about to lose its rows on the device, while they are there."""
     batch_invariant: bool = False
-    """Whether what an adapter gives a token must not depend on the other tokens, bit for bit."""
+    """True when what an adapter gives a token must not depend on the other tokens, bit for bit."""
     reader_process: bool = False
-    """Whether adapters are read in another process, where it can."""
+    """True when adapters are read in another process, where it can."""
 
 
 class AdapterSites:
@@ -48,7 +48,7 @@ class AdapterSites:
     ) -> None:
         """Find the modules; `allocate` gives the model its sites."""
         self.modules: dict[str, ModuleShape] = {}
-        """What adapters may target, by the checkpoint's names."""
+        """Modules that adapters may target, by the checkpoint's names."""
         self._linears = list(linears)
         self._embedding = embedding
         self.layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))

@@ -37,7 +37,8 @@ def _changes_base(value: Any) -> bool:
 
 
 def _trains_modules(value: Any) -> bool:
-    """Of embeddings and heads PEFT users often save untrained copies, which the file's reader tells from others."""
+    """Return whether modules other than embeddings and heads are trained in full. PEFT users often save untrained
+    copies of those, which the file's reader tells from trained ones."""
     names = value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return True

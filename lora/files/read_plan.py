@@ -34,7 +34,7 @@ class ReadPlan:
         """See `ReadPlans.keep`. `starts`: the first byte of each group in the file's data."""
         self.rank = max(source.rank for source in sources)
         self.configured = [source.module.configured for source in sources]
-        """What each module is called in the configuration."""
+        """Name of each module in the configuration."""
         self._starts = starts
         self._stored = stored
         self._layout = layout

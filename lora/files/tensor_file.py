@@ -151,7 +151,7 @@ def _header(file: Path, text: bytes, num_bytes: int) -> Header:
 
 @functools.lru_cache(_REMEMBERED)
 def _known(digest: bytes, num_bytes: int) -> list[Header]:
-    """Of a header's text and the size of the data: where it is kept once it was found right."""
+    """Return the list for a header's digest and the size of its data: it holds the header once that was found right."""
     return []
 
 
@@ -163,7 +163,7 @@ def _content(descriptor: int, start: int, size: int) -> NDArray[np.uint8]:
 
 
 def _fill(descriptor: int, rest: memoryview, start: int) -> None:
-    """The same into a buffer, in pieces: others get their turn in between."""
+    """Read into a buffer, in pieces; between them other threads may run."""
     while rest.nbytes:
         count = os.preadv(descriptor, [rest[:_PIECE]], start)
         if not count:

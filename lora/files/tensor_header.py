@@ -36,7 +36,7 @@ _BITS = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-"""Of an element."""
+"""Bits of an element."""
 
 
 class FileLimits(NamedTuple):
@@ -108,7 +108,7 @@ def _entry(key: str, value: Any) -> HeaderEntry:
 
 
 def _can_be_sent(key: str) -> bool:
-    """Whether it is text in UTF-8, as messages between processes are: JSON may hold halves of characters."""
+    """Return whether it is text in UTF-8, as messages between processes are: JSON may hold halves of characters."""
     try:
         key.encode()
     except UnicodeEncodeError:

@@ -68,7 +68,7 @@ class ModuleShape(NamedTuple):
     embedding: bool = False
     """A table that is looked up; its adapters have lora_embedding_A and _B instead of lora_A and lora_B."""
     is_base: Callable[[Tensor], bool] | None = None
-    """Whether a tensor equals the module's own weight, for the copies of it that PEFT writes; None: copies are not
+    """True when a tensor equals the module's own weight, for the copies of it that PEFT writes; None: copies are not
     served."""
     base: BaseWeight | None = None
     """For gains; None: DoRA is not served."""
@@ -168,8 +168,8 @@ def _check_parts(modules: Mapping[str, FileModule]) -> None:
 
 
 def _remembered(understand: Callable[[str], T]) -> Callable[[str], T]:
-    """The same function of a key; most adapters have the same keys as the one before. Long ones, which no model has,
-    would fill the memory."""
+    """Cache a function of a key: most adapters have the same keys as the one before. Long keys, which no model has,
+    are not kept."""
     remembering = functools.lru_cache(4096)(understand)
     return lambda key: remembering(key) if len(key) <= _MAX_REMEMBERED else understand(key)
 
@@ -190,7 +190,7 @@ def _unwrapped(module: str) -> str:
 
 
 def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | None:
-    """What a key's module is in the model; PEFT may have been given the inner model, or one around it."""
+    """Name in the model of a key's module; PEFT may have been given the inner model, or one around it."""
     configured = _unwrapped(module)
     text = _TEXT_MODEL.sub(r"\1", configured, count=1)
     for name in dict.fromkeys((configured, f"model.{configured}", text, f"model.{text}")):

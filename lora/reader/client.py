@@ -46,7 +46,8 @@ _MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "THP_MEM_ALLOC_ENABLE": "0",
 }
-"""What an adapter took is taken again for the next: memory fresh from the system costs it more than its weights do."""
+"""Settings of the C allocator: memory of one adapter is used again for the next, as fresh memory takes longer to get
+than the weights take to read."""
 MAX_FAILURES = 3
 """In a row: then it is not started again."""
 
@@ -81,7 +82,7 @@ class AdapterReader:
         self._wanted = False
         descriptor = StepSignal.make()
         self.signal = StepSignal(descriptor)
-        """To be told of steps, by the thread that steps."""
+        """Signal of long steps; the thread that steps sets it."""
         self._signal = os.fdopen(descriptor, "rb", 0)  # closed with this object
         self.num_reads = 0
         """Adapters asked for so far."""
@@ -150,7 +151,7 @@ class AdapterReader:
             return self._ready
 
     def _is_ready(self) -> bool:
-        """Whether it can be asked now. Starts it when it is time to."""
+        """Return whether the process can read now. Start it when it is time to."""
         if self._closed or not (self._wanted or self.num_reads > READS_BEFORE) or self._num_failures >= MAX_FAILURES:
             return False
         if self._process is None:

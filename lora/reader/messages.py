@@ -46,7 +46,7 @@ class Setup(NamedTuple):
     layouts: list[dict[str, Any]]
     """The target's, and the drafter's."""
     native: bool
-    """Whether the engine's process has loaded the native kernels."""
+    """True when the engine's process has loaded the native kernels."""
 
 
 class ReadyRows(NamedTuple):
@@ -227,7 +227,7 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, and none of the next message's."""
+    """Read exactly this many bytes, none of the next message's."""
     content = bytearray()
     while len(content) < size:
         data = connection.recv(min(_CHUNK, size - len(content)))

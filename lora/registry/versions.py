@@ -41,7 +41,7 @@ class AdapterVersion:
     num_mixes: int = 0
     """Mixes, current or not, that are made of this version: it is not forgotten before them."""
     registered: bool = False
-    """Whether somebody registered it, rather than a request brought it: its name stays when it cannot be read."""
+    """True when somebody registered it, rather than a request brought it: its name stays when it cannot be read."""
     digest: bytes | None = None
     """None until the first parse."""
     expected: bytes | None = None
@@ -53,22 +53,22 @@ class AdapterVersion:
     num_bytes: int = 0
     """Bytes of its content in host memory."""
     targets_head: bool = False
-    """Whether it adapts the model's lm_head."""
+    """True when it adapts the model's lm_head."""
     has_gains: bool = False
-    """Whether it scales the model's base weights (DoRA)."""
+    """True when it scales the model's base weights (DoRA)."""
     has_draft: bool = False
-    """Whether it brings weights for the drafter."""
+    """True when it brings weights for the drafter."""
     draft: str = ""
     """Reason why it brings none; see `Adapter.draft`."""
     load_seconds: float = 0.0
     """How long the last read of its files took."""
     pinned: bool = False
     loading: bool = False
-    """Whether its files are being read."""
+    """True when its files are being read."""
     error: ErrorInfo | None = None
     """Why it cannot be loaded; final. Later requests get another version."""
     current: bool = False
-    """Whether its name means it."""
+    """True when its name means it."""
     waiting: dict[Request, float] = field(default_factory=dict)
     """Requests to be admitted, preempted ones too, and since when: from when they were added."""
     running: dict[Request, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class AdapterVersion:
 
     @property
     def in_use(self) -> bool:
-        """Whether any request is bound to it."""
+        """Return whether any request is bound to it."""
         return bool(self.running or self.waiting)
 
     def bind(self, request: Request, now: float) -> None:

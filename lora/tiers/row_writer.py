@@ -36,7 +36,7 @@ class Placer:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether rows are in a GPU's memory."""
+        """Return whether rows are in a GPU's memory."""
         return self._device.type == "cuda"
 
     @property

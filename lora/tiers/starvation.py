@@ -40,7 +40,7 @@ class Aging:
 
     @property
     def any_short(self) -> bool:
-        """Whether any version was refused room and has not had it since."""
+        """Return whether any version was refused room and has not had it since."""
         return bool(self._short)
 
     def set_short(self, version: AdapterVersion) -> None:
@@ -136,7 +136,7 @@ class Aging:
         return chosen
 
     def _is_urgent(self, digest: bytes, order: Order) -> bool:
-        """Whether any request for a content is more urgent than `order`."""
+        """Return whether any request for a content is more urgent than `order`."""
         for version in self._registry.with_content(digest):
             first = version.first_waiting()
             if (first is not None and first.order < order) or any(request.order < order for request in version.running):

@@ -20,7 +20,7 @@ _ASIDE_SECONDS = 0.05
 _LOOK_SECONDS = 1e-3
 """Seconds between two looks whether they have ended."""
 _PROMPT_TOKENS = 8
-"""Of a row, and more: a prompt's."""
+"""Tokens from which a row counts as part of a prompt."""
 
 
 class StepSignal:
@@ -29,7 +29,7 @@ class StepSignal:
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Of the file in memory, which may be closed then."""
+        """Descriptor of the file in memory, which may be closed then."""
         self._memory = mmap.mmap(descriptor, 1)
         self._is_set = False
 

@@ -13,7 +13,7 @@ from ..files.folder import AdapterFiles
 from ..files.peft_config import adapter_error, shown
 from ..reader.client import AdapterReader
 from ..registry.mixes import Part, mix_adapters
-from ..registry.versions import AdapterVersion, VersionPart
+from ..registry.versions import AdapterVersion
 from .host_tier import HostTier
 from .loader import Done, Loader
 from .row_writer import HostEntry, Placer
@@ -32,14 +32,6 @@ class Read(NamedTuple):
     seconds: float
     parts: tuple[Read, ...] = ()
     """Parts of a mix: its parts that were not in memory."""
-
-
-class _Mixed(NamedTuple):
-    """What came of a mix, as in `Read`."""
-
-    entry: HostEntry | None
-    error: OutriderError | None
-    parts: tuple[Read, ...]
 
 
 class Written(NamedTuple):
@@ -94,28 +86,29 @@ class Transfers:
         self.num_reads += 1
         if version.parts:
             held = [host.get(part.version.digest) for part in version.parts]
-            self._loader.submit(version, lambda: self._mix(version.parts, held), f"load {shown(version.name)}")
+            self._loader.submit(version, lambda: self._mix(version, held), f"load {shown(version.name)}")
         else:
             self._loader.submit(version, self.reading(version.source), f"load {shown(version.path)}")
 
-    def _mix(self, parts: Sequence[VersionPart], held: Sequence[HostEntry | None]) -> _Mixed:
-        """Read what is not `held`, and make the mix."""
+    def _mix(self, mix: AdapterVersion, held: Sequence[HostEntry | None]) -> Read:
+        """Read the parts that are not `held`, and make the mix. The loader knows the seconds."""
         read: list[Read] = []
         found: list[Part] = []
-        for (version, weight), entry in zip(parts, held, strict=True):
+        for (version, weight), entry in zip(mix.parts, held, strict=True):
             if entry is None:
                 started = time.perf_counter()
                 try:
                     entry = self.reading(version.source)()
                 except AdapterError as error:
                     read.append(Read(version, None, error, time.perf_counter() - started))
-                    return _Mixed(None, AdapterError(f"adapter '{version.name}': {error}", param=error.param), (*read,))
+                    failure = AdapterError(f"adapter '{version.name}': {error}", param=error.param)
+                    return Read(mix, None, failure, 0.0, (*read,))
                 read.append(Read(version, entry, None, time.perf_counter() - started))
             found.append(Part(version.name, entry.adapter, weight))
         try:
-            return _Mixed(self._placer.pack(mix_adapters(found)), None, (*read,))
+            return Read(mix, self._placer.pack(mix_adapters(found)), None, 0.0, (*read,))
         except AdapterError as error:
-            return _Mixed(None, error, (*read,))
+            return Read(mix, None, error, 0.0, (*read,))
 
     def write(self, allocation: Allocation, entry: HostEntry) -> None:
         """Write an adapter's rows: a small one's at once, where rows are in host memory."""
@@ -139,8 +132,8 @@ class Transfers:
             return Written(done.ticket, done.error)
         self.num_reads -= 1
         done.ticket.loading = False
-        if isinstance(done.result, _Mixed):
-            return Read(done.ticket, done.result.entry, done.result.error, done.seconds, done.result.parts)
+        if isinstance(done.result, Read):
+            return done.result._replace(seconds=done.seconds)
         return Read(done.ticket, done.result, done.error, done.seconds)
 
     def close(self) -> None:

@@ -117,10 +117,6 @@ class Embedding:
                 return False
         return True
 
-    def share(self, other: Embedding) -> None:
-        """Share the weights of `other`, which has the same shape and is loaded."""
-        self._table, self._head, self.head_squares = other._table, other._head, other.head_squares
-
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
         scale = self._shape[1] ** -0.5

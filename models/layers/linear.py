@@ -97,10 +97,6 @@ class Linear:
         """Product x Wᵀ [T, out] of the base weights alone, without the bias; callable from any thread."""
         return self._packed.without_bias(x)  # type: ignore[union-attr]  # as in `forward`
 
-    def share(self, other: Linear) -> None:
-        """Share the weights of `other`, a loaded layer of the same shape."""
-        self.bias, self.row_squares, self._packed = other.bias, other.row_squares, other._packed
-
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
         slots = {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.rms_norm import NormWeight, add_rms_norm, prepare, rms_norm, rms_norm_copying, rms_norm_invariant
+from ...kernels.rms_norm import NormWeight, add_rms_norm, prepare, rms_norm, rms_norm_invariant
 from .weights import WeightSlot
 
 
@@ -43,20 +43,14 @@ class RMSNorm:
         assert self._weight is not None, "the loader left no slot empty"
         return self._weight
 
-    def __call__(self, x: Tensor, copy: int | None = None) -> Tensor:
-        """Norm of x, a new tensor of x's shape and dtype. `copy`: see `rms_norm_copying`."""
-        if copy is not None:
-            return rms_norm_copying(x, self._weight, copy)  # type: ignore[arg-type]  # as below
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm of x, a new tensor of x's shape and dtype."""
         return self._norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Norm of the sum, and the sum, of x and residual [T, H]."""
         assert self._weight is not None, "the loader left no slot empty"
         return add_rms_norm(x, residual, self._weight)
-
-    def share(self, other: RMSNorm) -> None:
-        """Share the weight of `other`, a loaded layer of the same shape."""
-        self._weight = other._weight
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""

@@ -55,12 +55,17 @@ class TrialSchedule:
 class AdapterState:
     """One adapter's estimates and choices."""
 
-    __slots__ = ("_first", "counts", "drafter", "num_drafts", "trial_cost", "trial_drafter", "trial_rows", "trials")
+    __slots__ = (
+        "_first", "after", "counts", "drafter", "num_drafts", "trial_cost", "trial_drafter", "trial_rows", "trials"
+    )  # fmt: skip
 
     def __init__(self, first_rates: Sequence[float], now: float) -> None:
         """`first_rates`: acceptance that is expected of each drafter before any draft was verified."""
         self._first = first_rates
         self.counts = [AcceptanceRate(ADAPTER_MEMORY) for _ in first_rates]
+        """By drafter, of all rounds."""
+        self.after = [[AcceptanceRate(ADAPTER_MEMORY) for _ in (False, True)] for _ in first_rates]
+        """By drafter, of the rounds after others than right ones, and after right ones."""
         self.drafter = 0
         """The drafter in use."""
         self.num_drafts: dict[int, int] = {}
@@ -76,6 +81,10 @@ class AdapterState:
     def rates(self, drafter: int) -> list[float]:
         """Acceptance by pool of positions."""
         return adapter_rates(self.counts[drafter], self._first[drafter])
+
+    def rates_after(self, drafter: int, *, is_right: bool) -> list[float]:
+        """Rates of rounds after a right one, or after another."""
+        return adapter_rates(self.after[drafter][is_right], self._first[drafter])
 
     def due_trial(self, now: float, *, is_drafting: bool) -> int:
         """The drafter whose trial is due longest, or -1; the one that drafts now needs none."""
@@ -101,11 +110,14 @@ class AdapterState:
 class RowState:
     """One running request."""
 
-    __slots__ = ("adapter", "counts", "drafter", "num_drafts", "proposed_by", "trial_rounds")
+    __slots__ = ("adapter", "counts", "drafter", "is_right", "num_drafts", "proposed_by", "trial_rounds")
 
     def __init__(self, adapter: AdapterState, num_drafters: int) -> None:
         self.adapter = adapter
-        self.counts = [AcceptanceRate(REQUEST_MEMORY) for _ in range(num_drafters)]
+        self.counts = [[AcceptanceRate(REQUEST_MEMORY) for _ in (False, True)] for _ in range(num_drafters)]
+        """Like `AdapterState.after`."""
+        self.is_right = False
+        """True when all drafts of its last round were right, and there were any: copied text goes on."""
         self.drafter, self.num_drafts = adapter.drafter, 0
         """What was chosen for it."""
         self.proposed_by = 0

@@ -10,12 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 
-_REMEMBERED = 9
-"""Measurements of a size that are remembered: their median ignores up to four steps that other programs on the machine
-made longer, and follows a change of the machine within five steps."""
-_DRIFT = 0.2
+_REMEMBERED = 5
+"""Measurements of a size that are remembered: their median ignores two steps that other programs on the machine made
+longer, and one trial of four rounds is enough to correct it."""
+_DRIFT = 0.35
 """Exponent with which a step that took longer than expected raises all estimates: two thirds of a change of the machine
-are followed within five steps, before the median of the size in use has taken it for a change of that size."""
+are followed within three steps, while the median of the size in use takes the rest for a change of that size."""
 _CLIP = 2.0
 """Ratio to the expected time from which a step does not count as drift: other programs made it longer."""
 _SURE = 3

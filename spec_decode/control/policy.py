@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...platform.core.batch import RowPlan, StepPlan, StepResult
 from ...platform.core.request import Request, Status
-from .acceptance import survival
+from .acceptance import AcceptanceRate, survival
 from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, Adapters, AdapterState, RowState
 from .costs import DraftCosts, StepCosts, size_class
 from .goodput import Offer, StepPrices, best_plan
@@ -122,8 +122,8 @@ class SpeculationPolicy:
                 continue
             adapter = state.adapter
             state.drafter = adapter.drafter
-            counts = state.counts[state.drafter]
-            rates = counts.rates(adapter.rates(state.drafter))
+            counts = state.counts[state.drafter][state.is_right]
+            rates = counts.rates(adapter.rates_after(state.drafter, is_right=state.is_right))
             count = min(limit, self._drafters[state.drafter].max_drafts)
             offers.append(Offer(state.drafter, survival(rates, count), counts.offer_share))
             rated.append(state)
@@ -205,7 +205,7 @@ class SpeculationPolicy:
             drafter = adapter.due_trial(now, is_drafting=any(state.num_drafts for state, _ in rows))
             if drafter < 0:
                 continue
-            rows = sorted(rows, key=lambda entry: entry[0].counts[drafter].offered[0])[:TRIAL_ROWS]
+            rows = sorted(rows, key=lambda entry: entry[0].counts[drafter][False].offered[0])[:TRIAL_ROWS]
             adapter.begin_trial(drafter, len(rows))
             for state, limit in rows:
                 state.trial_rounds, state.drafter = TRIAL_ROUNDS, drafter
@@ -259,8 +259,10 @@ class SpeculationPolicy:
             self._count(rows, result, now)
 
     def _charge_trials(self, rows: Sequence[RowPlan], seconds: float) -> None:
-        """Charge adapters on trial what the step took beyond one without drafts."""
-        extra = seconds - self._steps.seconds(len(rows), 0)
+        """Charge adapters on trial what the step took beyond one without drafts, and at most as much as that one: what
+        takes longer is the work of other programs."""
+        base = self._steps.seconds(len(rows), 0)
+        extra = min(seconds - base, base)
         if extra <= 0.0:
             return
         trying = {id(s.adapter): s.adapter for row in rows if (s := self._rows.get(row.request)) and s.trial_rounds}
@@ -276,11 +278,12 @@ class SpeculationPolicy:
                 continue
             if counts_all or state.trial_rounds:
                 if row.num_drafts:
-                    for counts in (state.counts, state.adapter.counts):
-                        counts[state.proposed_by].add_round(row.num_drafts, got.num_accepted)
+                    for counts in _counts_of(state, state.proposed_by):
+                        counts.add_round(row.num_drafts, got.num_accepted)
+                state.is_right = 0 < row.num_drafts == got.num_accepted
                 if row.max_new_drafts:
-                    for counts in (state.counts, state.adapter.counts):
-                        counts[row.drafter].add_offer(has_drafts=len(got.drafts.token_ids) > 0)
+                    for counts in _counts_of(state, row.drafter):
+                        counts.add_offer(has_drafts=len(got.drafts.token_ids) > 0)
             if row.max_new_drafts:
                 state.proposed_by = row.drafter
             if state.trial_rounds and row.samples:
@@ -320,6 +323,12 @@ class SpeculationPolicy:
             }
             for key, state in self._adapters
         }
+
+
+def _counts_of(state: RowState, drafter: int) -> tuple[AcceptanceRate, ...]:
+    """Counts that a round of a request belongs to: its own and its adapter's."""
+    adapter, is_right = state.adapter, state.is_right
+    return state.counts[drafter][is_right], adapter.counts[drafter], adapter.after[drafter][is_right]
 
 
 def _asked(rows: Sequence[RowPlan]) -> tuple[int, int] | None:

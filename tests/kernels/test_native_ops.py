@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.kernels import rms_norm as norm_op
 from outrider.kernels import silu_mul as silu_op
 from outrider.kernels.native import library
-from outrider.kernels.rms_norm import NormWeight, can_copy, prepare, rms_norm_copying
+from outrider.kernels.rms_norm import NormWeight, prepare
 from outrider.kernels.rms_norm.native import rms_norm
 from outrider.kernels.rope import Rotation
 from outrider.kernels.silu_mul.native import silu_mul
@@ -43,25 +43,6 @@ def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
     close(y, x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
     for row in range(0, rows, 7):
         assert torch.equal(rms_norm(x[row : row + 1], prepare(weight, 1e-5)), y[row : row + 1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size"), [(0, 16), (1, 17), (3, 256), (300, 256)])
-def test_a_norm_that_copies_what_it_reads(rows: int, size: int, dtype: torch.dtype) -> None:
-    assert can_copy(dtype, torch.device("cpu"))
-    wide, weight = torch.randn(rows, 2 * size).to(dtype), prepare(torch.rand(size).to(dtype), 1e-5)
-    kept = torch.full((rows + 2, size), 7.0, dtype=dtype)
-    for x in (wide[:, :size].contiguous(), wide[:, :size]):
-        y = rms_norm_copying(x, weight, kept[1:].data_ptr())
-        assert torch.equal(y, rms_norm(x, weight))
-        assert torch.equal(kept[1:-1], x)
-        assert kept[[0, -1]].eq(7.0).all(), "no more than that"
-        kept[1:-1] = 7.0
-
-
-def test_what_cannot_be_copied() -> None:
-    assert not can_copy(torch.float16, torch.device("cpu"))
-    assert not can_copy(torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

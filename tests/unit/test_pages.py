@@ -10,7 +10,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [page for page in (ROOT / "examples" / "README.md",) if page.is_file()]
 LINK = re.compile(r"\[[^\]]*\]\((?![a-z]+:|#)([^)#\s]+)(?:#[^)\s]*)?\)")
-TOP = "platform spec_decode lora models kernels tests tools benchmarks docs examples deploy".split()
+TOP = (
+    "platform",
+    "spec_decode",
+    "lora",
+    "models",
+    "kernels",
+    "tests",
+    "tools",
+    "benchmarks",
+    "docs",
+    "examples",
+    "deploy",
+)
 PATH = re.compile(rf"`((?:{'|'.join(TOP)})/[\w./-]*)`")
 PATH_OF_CODE_LINE = re.compile(r"^(?:\.venv/bin/)?python ((?:tests|tools|benchmarks|examples)/[\w./-]+)", re.MULTILINE)
 

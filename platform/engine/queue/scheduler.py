@@ -4,9 +4,8 @@ There are no phases. A sequence is a row of tokens of which a prefix has been co
 each. A prompt chunk, a decode and the verification of k drafts differ only in their counts.
 
 A step may be planned while another one runs (`launched`): a token that is being sampled has its place, and the device
-knows it (`RowPlan.awaits_token`). Drafts that are being verified count as right: blocks are there for that case, and
-the device knows where the row begins. What depends on the token, or takes from a sequence under way, waits for the
-commit.
+knows it (`RowPlan.awaits_token`). Drafts that are being verified count as right: blocks are there for that case.
+Whatever depends on the token, or takes from a sequence under way, waits for the commit.
 """
 
 from __future__ import annotations

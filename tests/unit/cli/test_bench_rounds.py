@@ -63,8 +63,7 @@ def test_no_run_shares_its_cache_with_another():
             salts.append(request.cache_salt)
             super().add_request(request)
 
-        def find_adapter(self, name):
-            return SimpleNamespace(draft="loaded")
+        adapters = SimpleNamespace(find=lambda name: SimpleNamespace(draft="loaded"))
 
     task = Task("a", [[1]], LoRARequest("with", path="x"), LoRARequest("without", path="y"))
     (off,) = make_modes([], {}, 2)

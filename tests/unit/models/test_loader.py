@@ -44,23 +44,6 @@ def test_sharded_equals_single(save_tiny: Callable, driver: Callable) -> None:
     assert a.equal(b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "tied"), [("Llama", True), ("Qwen2", False), ("Qwen3", False)])
-def test_a_twin_has_the_weights_in_the_same_memory_and_adapters_of_its_own(
-    save_tiny: Callable, driver: Callable, family: str, tied: bool, dtype: torch.dtype
-) -> None:
-    path, _ = save_tiny(family, tie_word_embeddings=tied, dtype=dtype)
-    model = load_model(path)
-    twin = model.twin()
-    assert driver(twin).forward_once({0: TOKENS})[0].equal(driver(model).forward_once({0: TOKENS})[0])
-    assert twin._embedding._table is model._embedding._table
-    for linear, its in zip(twin.linears(), model.linears(), strict=True):
-        assert linear is not its
-        assert linear._packed is its._packed
-        its.lora = object()
-        assert linear.lora is None
-
-
 def test_missing_unexpected_and_misshapen_tensors_are_named_together(changed: Callable) -> None:
     def edit(tensors: dict) -> None:
         del tensors["model.layers.1.mlp.up_proj.weight"]

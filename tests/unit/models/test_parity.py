@@ -137,25 +137,3 @@ def test_old_style_rope_configuration(save_tiny: Callable, driver: Callable, tmp
         expected = reference(torch.tensor([tokens])).logits[0]
     ours = driver(load_model(tmp_path / "old")).forward_once({0: tokens})[0]
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("layers", [(), (0, 2, 3), (1,)])
-def test_hidden_states_are_copied_where_they_would_have_been_handed_over(
-    layers: tuple[int, ...], save_tiny: Callable, driver: Callable
-) -> None:
-    path, _ = save_tiny("Llama", num_hidden_layers=3)
-    model = load_model(path)
-    if not model.can_copy:
-        pytest.skip("no C++ compiler, or switched off")
-    kept = {layer: torch.zeros(5, model.config.hidden_size) for layer in layers}
-    addresses = {layer: memory.data_ptr() for layer, memory in kept.items()}
-    outputs, forward = [], model.forward
-    for asked in ({"aux_layers": layers}, {"copies": addresses}):
-        model.forward = lambda batch, asked=asked: outputs.append(forward(batch, **asked)) or outputs[-1]
-        driver(model).forward_once({0: [5, 6, 7], 1: [8]})
-    handed, copied = outputs
-    assert copied.aux == ()
-    assert torch.equal(copied.hidden, handed.hidden)
-    for states, memory in zip(handed.aux, kept.values(), strict=True):
-        assert torch.equal(memory[:4], states)
-        assert not memory[4].any()
