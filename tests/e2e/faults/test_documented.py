@@ -1,4 +1,4 @@
-"""docs/reliability.md names every fault that is tested, and no other."""
+"""docs/guides/reliability.md names every fault that is tested, and no other."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ def test_the_table_is_that_of_the_tests(repo_root):
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
-    table = (repo_root / "docs/reliability.md").read_text()
+    table = (repo_root / "docs/guides/reliability.md").read_text()
     assert set(re.findall(r"`(test_\w+)(?:\[\w+\])?` \|", table)) == tested
 
 
