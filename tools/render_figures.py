@@ -222,6 +222,18 @@ def speculation_demo() -> list[str]:
     return by_batch_size("speculation-demo")
 
 
+def controller() -> list[str]:
+    """Speed-up of adaptive prompt lookup, of an earlier controller in the same rounds, and of a fixed number."""
+    rows = []
+    for name, run in runs("controller").items():
+        for cell in run["cells"]:
+            kind = f"{cell['text']}, {cell['queue']}" if cell["batch"] > 1 else cell["text"]
+            ratios = [cell.get(key) for key in ("new/off", "old/off", "new/old")]
+            rows.append([name, str(cell["batch"]), kind, *(number(ratio) for ratio in ratios)])
+    head = ["model", "requests", "text", "adaptive over off", "earlier controller over off", "adaptive over earlier"]
+    return [*table(head, rows), "", *source("controller")]
+
+
 # --- The README's table -------------------------------------------------------------------------------------
 
 
@@ -261,6 +273,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-adapters": speculation_adapters,
     "speculation-batches": speculation_batches,
     "speculation-demo": speculation_demo,
+    "controller": controller,
 }
 
 
