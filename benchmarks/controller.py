@@ -65,7 +65,8 @@ def serve(options: dict[str, Any]) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print goes to stderr
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    llm, batch_of_llm = None, 0
+    llm: LLM | None = None
+    batch_of_llm = 0
     for line in sys.stdin:
         cell = json.loads(line)
         if cell["batch"] != batch_of_llm:
