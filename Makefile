@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint kernels format bench demo-model clean
+.PHONY: help serve test lint kernels docs format bench demo-model clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,6 +31,10 @@ $(BIN)/python:
 
 .venv/.dev.stamp: pyproject.toml constraints.txt .venv/.torch.stamp
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/.docs.stamp: pyproject.toml constraints.txt .venv/.torch.stamp
+	$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
@@ -77,6 +81,9 @@ else
 	PYTHONPATH=$(GPU_TRITON) $(BIN)/python tools/compile_kernels.py --arch 90 --jobs 2 $(ARGS)
 endif
 	PYTHONPATH=$(GPU_TRITON) TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_triton_specialisations.py
+
+docs: .venv/.docs.stamp ## Build the pages in docs/ as a site, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: .venv/.dev.stamp ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .

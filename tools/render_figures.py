@@ -13,6 +13,7 @@ With --check nothing is written; the exit status is 1 when a page differs from i
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -24,107 +25,112 @@ PAGES = ("README.md", "docs/benchmarks.md")
 BEGIN, NAME_END, END = "<!-- figures: ", " -->\n", "<!-- end -->"
 
 Row = dict[str, Any]
+LINE = 120
+"""Characters of a line of prose."""
 
 
-def load(name: str) -> dict[str, Any]:
-    """Load a result file by its name without `.json`."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def runs(name: str) -> dict[str, Row]:
+    """Runs of a result file by their names: the content of each `run`, with its own machine, commit and command."""
+    return {run["run"]: run for run in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["runs"]}
 
 
 def number(value: float | None) -> str:
-    """Text of a ratio with two digits; empty without a measurement."""
+    """A ratio with two digits; an empty cell where nothing was measured."""
     return "" if value is None else f"{value:.2f}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """The lines of a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def source(*names: str) -> str:
-    """One line with date, commit and machine of the results."""
+def source(*names: str) -> list[str]:
+    """Sentences that say on what machine, when and with which code the results were measured."""
     machines: dict[str, None] = {}
-    files: dict[str, list[str]] = {}
+    files = []
     for name in names:
-        machine = load(name)["machine"]
-        features = machine["capability"] + (" with AMX" if machine.get("amx") else "")
-        machines[f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"] = None
-        when = f"{machine['date']}, commit {machine['commit']}"
-        files.setdefault(when, []).append(f"[{name}]({{results}}/{name}.json)")
-    return f"{', '.join(machines)}. " + "; ".join(f"{when}: {', '.join(links)}" for when, links in files.items()) + "."
+        times: dict[str, None] = {}
+        for run in runs(name).values():
+            machine = run["machine"]
+            features = machine["capability"] + (" with AMX" if machine.get("amx") else "")
+            machines[f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"] = None
+            times[f"{machine['date']} at {machine['commit']}"] = None
+        files.append(f"[{name}]({{results}}/{name}.json) ({', '.join(times)})")
+    return textwrap.wrap(f"{'; '.join(machines)}. {', '.join(files)}.", LINE, break_on_hyphens=False)
 
 
 # --- Other engines ------------------------------------------------------------------------------------------
 
+SMALL = ("27M", "27M, transformers", "27M, OpenVINO")
+MEDIUM = ("494M, base", "494M, lora", "494M, ngram")
+SIZES = (1, 8, 32)
 
-def ratio(results: Sequence[str], key: tuple[str, str, str], requests: int) -> float | None:
-    """Ratio of output tokens/s for `key` = (mode, engine, peer), from the first result that has it."""
-    for name in results:
-        for row in load(name)["ratios"]:
-            if (row["mode"], row["engine"], row["peer"], row["requests"]) == (*key, requests):
-                return row["ratio"]
+
+def peer_ratio(names: Sequence[str], mode: str, peer: str, requests: int) -> float | None:
+    """The ratio of output tokens/s to those of `peer`, from the first of these runs that has it."""
+    for name in names:
+        for row in runs("peers")[name]["ratios"]:
+            if (row["mode"], row["engine"], row["peer"], row["requests"]) == (mode, "outrider", peer, requests):
+                return float(row["ratio"])
     return None
 
 
 def peers() -> list[str]:
-    """Table of output tokens/s over those of other engines."""
-    small = ("peers-27M", "peers-27M-transformers", "peers-27M-openvino")
-    medium = ("peers-494M-base", "peers-494M-lora", "peers-494M-ngram")
+    """Output tokens/s over those of other engines."""
     kinds = {
-        "vLLM, base": ("base", "outrider", "vllm"),
-        "vLLM, 8 adapters in the batch": ("lora", "outrider", "vllm"),
-        "vLLM, n-gram, 4 drafts": ("ngram", "outrider", "vllm"),
-        "vLLM, n-gram (Outrider adaptive)": ("ngram", "outrider-adaptive", "vllm"),
-        "transformers + PEFT, base": ("base", "outrider", "transformers"),
-        "transformers + PEFT, 8 adapters": ("lora", "outrider", "transformers"),
-        "OpenVINO GenAI, base": ("base", "outrider", "openvino"),
-        "OpenVINO GenAI, 8 adapters (one call each)": ("lora", "outrider", "openvino"),
+        "vLLM, base": ("base", "vllm"),
+        "vLLM, 8 adapters in the batch": ("lora", "vllm"),
+        "vLLM, n-gram, 4 drafts": ("ngram", "vllm"),
+        "transformers + PEFT, base": ("base", "transformers"),
+        "transformers + PEFT, 8 adapters": ("lora", "transformers"),
+        "OpenVINO GenAI, base": ("base", "openvino"),
+        "OpenVINO GenAI, 8 adapters (one call each)": ("lora", "openvino"),
     }
     rows = [
-        [label, *(number(ratio(results, key, n)) for results in (small, medium) for n in (1, 8, 32))]
-        for label, key in kinds.items()
+        [label, *(number(peer_ratio(names, mode, peer, n)) for names in (SMALL, MEDIUM) for n in SIZES)]
+        for label, (mode, peer) in kinds.items()
     ]
     head = ["Outrider over", "27M: 1 request", "8", "32", "494M: 1", "8", "32"]
-    return [*table(head, rows), "", source(*small, *medium)]
+    return [*table(head, rows), "", *source("peers")]
 
 
 # --- Adapters, products, prompts ----------------------------------------------------------------------------
 
 
+def lora_ratio(name: str, batch: int) -> float:
+    """Output tokens/s with eight adapters over an engine that takes none: the median of the rounds' ratios."""
+    rows = [row for row in runs("lora")[name]["rows"] if row["batch_size"] == batch]
+    (base,) = (row["rounds"] for row in rows if row["num_adapters"] is None)
+    (eight,) = (row["rounds"] for row in rows if row["num_adapters"] == 8)
+    by_round = {entry["round"]: entry["output_throughput"] for entry in base}
+    return median(entry["output_throughput"] / by_round[entry["round"]] for entry in eight)
+
+
 def lora() -> list[str]:
-    """Table of output tokens/s with adapters over an engine without them: medians of the rounds' ratios."""
-    names = {"27M": "lora-27M", "494M": "lora-494M"}
-
-    def cell(name: str, batch: int) -> str:
-        rows = [row for row in load(name)["rows"] if row["batch_size"] == batch]
-        (base,) = (row["rounds"] for row in rows if row["num_adapters"] is None)
-        (eight,) = (row["rounds"] for row in rows if row["num_adapters"] == 8)
-        by_round = {entry["round"]: entry["output_throughput"] for entry in base}
-        return number(median(entry["output_throughput"] / by_round[entry["round"]] for entry in eight))
-
-    rows = [[f"{model}, 8 adapters", *(cell(name, n) for n in (1, 8, 32))] for model, name in names.items()]
-    return [*table(["requests at once", "1", "8", "32"], rows), "", source(*names.values())]
+    """Output tokens/s with eight adapters over the base model's, by number of requests."""
+    rows = [[f"{model}, 8 adapters", *(number(lora_ratio(model, n)) for n in SIZES)] for model in ("27M", "494M")]
+    return [*table(["requests at once", "1", "8", "32"], rows), "", *source("lora")]
 
 
-def ceilings() -> list[str]:
-    """Table of the share of the nearer hardware limit that a step's products reach."""
-    names = {"27M": "cpu-ceilings-27M", "494M": "cpu-ceilings-494M"}
+def products() -> list[str]:
+    """Share of the nearer hardware limit that a step's products reach."""
     rows = []
-    for model, name in names.items():
-        result = load(name)
-        shares = [number(product["of_the_ceiling"]) for product in result["products"]]
-        limits = [f"{result[key]:.0f}" for key in ("read_gigabytes_per_second", "register_gigamacs_per_second")]
+    head: list[str] = []
+    for model, run in runs("products").items():
+        head = [str(product["rows"]) for product in run["products"]]
+        shares = [number(product["of_the_ceiling"]) for product in run["products"]]
+        limits = [f"{run[key]:.0f}" for key in ("read_gigabytes_per_second", "register_gigamacs_per_second")]
         rows.append([model, *shares, *limits])
-    head = ["rows", *(str(product["rows"]) for product in load("cpu-ceilings-27M")["products"])]
-    return [*table([*head, "memory, GB/s", "multiply-adds, billions/s"], rows), "", source(*names.values())]
+    head = ["rows", *head, "memory, GB/s", "multiply-adds, billions/s"]
+    return [*table(head, rows), "", *source("products")]
 
 
 def long_prompts() -> list[str]:
-    """Table of the inter-token latency of streams while long prompts arrive."""
-    names = ("long-prompts-27M", "long-prompts-494M")
-    prefix = [load(name)["shared_prefix"] for name in names]
-    beside = [load(name)["interference"] for name in names]
+    """Inter-token latency of streams while long prompts arrive."""
+    found = runs("long-prompts")
+    prefix = [run["shared_prefix"] for run in found.values()]
+    beside = [run["interference"] for run in found.values()]
 
     def pair(part: Row, first: str, second: str, scale: float = 1.0, digits: int = 2) -> str:
         return f"{part[first] * scale:.{digits}f}, {part[second] * scale:.{digits}f}"
@@ -141,87 +147,117 @@ def long_prompts() -> list[str]:
         ],
         ["TTFT of the long prompts, s", *(f"{b['long_ttft_median']:.1f}" for b in beside)],
     ]
-    return [*table(["", "27M", "494M"], rows), "", source(*names)]
+    return [*table(["", *found], rows), "", *source("long-prompts")]
+
+
+def fp8_cache() -> list[str]:
+    """Decoding speed with a float8 KV cache over bfloat16, by context and number of requests."""
+    (run,) = runs("fp8-cache").values()
+    rows = [[str(row["context"]), str(row["batch"]), number(row["ratio"])] for row in run["speed"]]
+    return [*table(["tokens of context", "requests", "fp8 over bfloat16"], rows), "", *source("fp8-cache")]
 
 
 # --- Speculation --------------------------------------------------------------------------------------------
 
+MODES = {
+    "control": "control (a second engine without speculation)",
+    "draft_model": "draft model, 4 drafts",
+    "eagle3": "EAGLE-3, 4 drafts",
+}
 
-def speculation_row(name: str, task: str, kind: str, mode: str, batch: int = 1) -> Row | None:
-    """One measured cell of `outrider bench speculation`; None where the result has none."""
-    for row in load(name)["rows"]:
-        if (row["task"], row["kind"], row["mode"], row["batch_size"]) == (task, kind, mode, batch):
+
+def adapter_row(name: str, task: str, kind: str, mode: str) -> Row | None:
+    """One cell of the result `speculation-adapters`; None where the run has none."""
+    for row in runs("speculation-adapters")[name]["rows"]:
+        if (row["task"], row["kind"], row["mode"]) == (task, kind, mode):
             return row
     return None
 
 
 def speculation_adapters() -> list[str]:
-    """Table of speed-up and acceptance length of the base model and of adapters, one request at a time."""
-    names = ("speculation-494M-adapters", "speculation-494M-adapters-6-drafts")
-    tasks = [("base", "base model")]
-    tasks += [(task, kind) for task in ("json", "sql", "support") for kind in ("with draft weights", "without")]
+    """Speed-up and acceptance length of the base model and of adapters, one request at a time."""
 
     def cell(name: str, task: str, kind: str, mode: str) -> str:
-        kind = "without draft weights" if kind == "without" else kind
-        row = speculation_row(name, task, kind, mode)
+        row = adapter_row(name, task, kind, mode)
         return "" if row is None else f"{row['speedup']:.2f} ({row['acceptance_length']:.2f})"
 
+    kinds = {"base": {"base": "base model"}}
+    for task in ("json", "sql", "support"):
+        kinds[task] = {
+            f"`{task}`, with draft weights": "with draft weights",
+            f"`{task}`, without": "without draft weights",
+        }
     rows = [
-        [
-            "base" if task == "base" else f"`{task}`, {kind}",
-            *(cell(name, task, kind, mode) for name in names for mode in ("draft_model", "eagle3")),
-        ]
-        for task, kind in tasks
+        [label, *(cell(name, task, kind, mode) for name in ("4 drafts", "6 drafts") for mode in list(MODES)[1:])]
+        for task, labels in kinds.items()
+        for label, kind in labels.items()
     ]
     head = ["", "draft model, 4 drafts", "EAGLE-3, 4 drafts", "draft model, 6", "EAGLE-3, 6"]
-    return [*table(head, rows), "", source(*names)]
+    return [*table(head, rows), "", *source("speculation-adapters")]
 
 
-def by_batch_size(few: str, many: str, modes: dict[str, str]) -> list[str]:
-    """Table of speed-up by mode and number of requests: 1 and 4 from the result `few`, 16 and 32 from `many`."""
+def by_batch_size(name: str) -> list[str]:
+    """Speed-up by mode and number of requests: 16 and 32 from the last run that has them, which has more rounds."""
     texts = ("base", "random")
-    sizes = (1, 4, 16, 32)
 
     def cell(text: str, mode: str, size: int) -> str:
-        for name in (few, many) if size <= 4 else (many, few):
-            for row in load(name)["rows"]:
+        for run in reversed(runs(name).values()):
+            for row in run["rows"]:
                 if (row["mode"], row["batch_size"]) == (mode, size) and (row["task"] == "base") == (text == "base"):
                     return number(row["speedup"])
         return ""
 
-    rows = [[label, *(cell(text, mode, n) for text in texts for n in sizes)] for mode, label in modes.items()]
+    rows = [[label, *(cell(text, mode, n) for text in texts for n in (1, 4, 16, 32))] for mode, label in MODES.items()]
     head = ["", "1 request", "4", "16", "32", "random text: 1", "4", "16", "32"]
-    return [*table(head, rows), "", source(few, many)]
+    return [*table(head, rows), "", *source(name)]
 
 
 def speculation_batches() -> list[str]:
-    """Table of speed-up by number of requests, on the 494M model."""
-    modes = {
-        "control": "control (a second engine without speculation)",
-        "draft_model": "draft model, 4 drafts",
-        "eagle3": "EAGLE-3, 4 drafts",
-        "adaptive": "adaptive (EAGLE-3)",
-    }
-    return by_batch_size("speculation-494M-batches", "speculation-494M-batches-16-32", modes)
+    """Speed-up by number of requests, on the 494M model."""
+    return by_batch_size("speculation-batches")
 
 
 def speculation_demo() -> list[str]:
-    """Table of speed-up by number of requests, on the embedded demo model."""
-    modes = {
-        "control": "control",
-        "draft_model": "draft model, 4 drafts",
-        "eagle3": "EAGLE-3, 4 drafts",
-        "adaptive": "adaptive (draft model)",
-        "adaptive:eagle3": "adaptive (EAGLE-3), as `make serve` runs it",
-    }
-    return by_batch_size("speculation-demo", "speculation-demo-16-32", modes)
+    """Speed-up by number of requests, on the embedded demo model."""
+    return by_batch_size("speculation-demo")
+
+
+# --- The README's table -------------------------------------------------------------------------------------
+
+
+def summary() -> list[str]:
+    """The claims of the README in one table: other engines, adapters, draft weights of adapters."""
+    rows = [
+        [label, *(number(peer_ratio(MEDIUM, mode, "vllm", n)) for n in SIZES)]
+        for label, mode in {
+            "494M, base model, over vLLM": "base",
+            "494M, 8 adapters in the batch, over vLLM": "lora",
+            "494M, n-gram with 4 drafts, over vLLM": "ngram",
+        }.items()
+    ]
+    rows += [
+        [f"27M, 8 adapters, over {label}", *(number(peer_ratio(SMALL, "lora", peer, n)) for n in SIZES)]
+        for label, peer in {"transformers + PEFT": "transformers", "OpenVINO GenAI": "openvino"}.items()
+    ]
+    rows.append(["494M, 8 adapters, over the base model alone", *(number(lora_ratio("494M", n)) for n in SIZES)])
+    for task in ("json", "support"):
+        for kind in ("with draft weights", "without draft weights"):
+            row = adapter_row("4 drafts", task, kind, "eagle3")
+            assert row is not None
+            rows.append(
+                [f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation", number(row["speedup"]), "", ""]
+            )
+    lines = source("peers", "lora", "speculation-adapters")
+    return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 
 
 FIGURES: dict[str, Callable[[], list[str]]] = {
+    "summary": summary,
     "peers": peers,
     "lora": lora,
-    "ceilings": ceilings,
+    "products": products,
     "long-prompts": long_prompts,
+    "fp8-cache": fp8_cache,
     "speculation-adapters": speculation_adapters,
     "speculation-batches": speculation_batches,
     "speculation-demo": speculation_demo,

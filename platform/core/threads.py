@@ -17,7 +17,7 @@ def leave_a_core_free() -> None:
 
     The API process and its clients need a core too. Where they share the engine's, each parallel region waits for a
     thread that is not running while the others spin: a tiny model's regions take microseconds, and such a wait takes
-    milliseconds (docs/architecture.md, Processes).
+    milliseconds (docs/decisions/0010-two-processes-and-bounds.md).
     """
     global _left_free
     if "OMP_NUM_THREADS" not in os.environ:
