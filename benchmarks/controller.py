@@ -32,6 +32,7 @@ QUESTIONS = (
     "Give me a list of five facts about {}.",
     "Explain {} to a child, then explain it again.",
 )
+CLAIM = "Output speed of adaptive speculation over none"
 TEXTS = ("repetitive", "chat", "base", "random")
 QUEUED = 3
 """Requests for each seat where the queue is filled."""
@@ -65,7 +66,8 @@ def serve(options: dict[str, Any]) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print goes to stderr
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    llm, batch_of_llm = None, 0
+    llm: LLM | None = None
+    batch_of_llm = 0
     for line in sys.stdin:
         cell = json.loads(line)
         if cell["batch"] != batch_of_llm:
@@ -193,12 +195,9 @@ def main() -> None:
                     cells.append(found)
                     print(json.dumps(found), flush=True)
                     if args.json:
-                        head = {
-                            "machine": describe_machine(),
-                            "speculative": speculative,
-                            "max_tokens": args.max_tokens,
-                        }
-                        args.json.write_text(json.dumps(head | {"cells": cells}, indent=1) + "\n")
+                        run = {"run": Path(args.model).name, "machine": describe_machine(), "speculative": speculative}
+                        result = {"claim": CLAIM, "runs": [run | {"max_tokens": args.max_tokens, "cells": cells}]}
+                        args.json.write_text(json.dumps(result, indent=1) + "\n")
         for engine in engines.values():
             engine.close()
 

@@ -83,7 +83,7 @@ class AdapterState:
         return adapter_rates(self.counts[drafter], self._first[drafter])
 
     def rates_after(self, drafter: int, *, is_right: bool) -> list[float]:
-        """Rates of rounds after a right one, or after another."""
+        """Acceptance by pool of positions in rounds after a right one, or after another."""
         return adapter_rates(self.after[drafter][is_right], self._first[drafter])
 
     def due_trial(self, now: float, *, is_drafting: bool) -> int:

@@ -80,11 +80,6 @@ class Curve:
         known = self._sizes.get(size_class(size))
         return known is not None and known.count >= _SURE
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether nothing was measured."""
-        return not self._sizes
-
     def at(self, size: float) -> float:
         """Seconds at a size: linear between measured sizes and beyond them. The curve is not empty."""
         sizes, seconds = self._points or self._fit()
@@ -132,11 +127,6 @@ class StepCosts:
                 self._drift *= (seconds / expected) ** _DRIFT
         curve.add(drafts, seconds / self._drift)
 
-    def is_known(self, rows: int, drafts: int = 0) -> bool:
-        """Return whether such steps were measured often enough."""
-        curve = self._curves.get(size_class(rows))
-        return curve is not None and curve.is_known(drafts)
-
     def curve(self, rows: int) -> Curve | None:
         """The measured curve for a number of rows, or that of the nearest class of rows; None before any step."""
         return _nearest(self._curves, rows)
@@ -163,11 +153,6 @@ class DraftCosts:
         """Expected seconds; 0 where nothing like it was measured."""
         curve = _nearest(self._curves.get((drafter if drafts else -1, drafts > 0), {}), rows)
         return 0.0 if curve is None else curve.at(drafts)
-
-    def is_known(self, drafter: int, rows: int, drafts: int) -> bool:
-        """Return whether such rounds were measured often enough."""
-        curve = self._curves.get((drafter if drafts else -1, drafts > 0), {}).get(size_class(rows))
-        return curve is not None and curve.is_known(drafts)
 
 
 def _nearest(curves: dict[int, Curve], rows: int) -> Curve | None:

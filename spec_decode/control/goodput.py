@@ -71,8 +71,11 @@ def best_plan(offers: Sequence[Offer], prices: StepPrices, num_rows: int, *, fai
 
 
 def _passes(offers: Sequence[Offer]) -> list[int]:
-    """Most drafts of a row that are tried: powers of two, and the limit."""
+    """Most drafts of a row that are tried, since the row with most decides about the time of drafting; a single offer
+    passes all numbers on its way to the limit."""
     limit = max((len(offer.survival) for offer in offers), default=0)
+    if len(offers) == 1:
+        return [limit]
     return sorted({limit, *(count for count in (1, 2, 3, 4, 6, 8, 12) if count < limit)}, reverse=True) if limit else []
 
 

@@ -84,5 +84,3 @@ def test_a_round_without_drafts_has_its_own_time():
     assert costs.seconds(0, 2, 0) == costs.seconds(1, 2, 0) == pytest.approx(0.0003)
     assert costs.seconds(0, 2, 4) == pytest.approx(0.004)
     assert costs.seconds(1, 2, 4) == pytest.approx(0.0005)
-    assert costs.is_known(1, 2, 4)
-    assert not costs.is_known(1, 2, 1)
