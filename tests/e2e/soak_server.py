@@ -6,7 +6,6 @@ import sys
 
 from outrider.platform.cli.main import main
 from outrider.platform.client import async_llm
-from outrider.platform.client.process.ipc import Call
 from outrider.platform.core.errors import OutriderError
 
 
@@ -18,7 +17,7 @@ class Checked(async_llm.AsyncLLM):
 
     async def _check(self):
         try:
-            await self._supervisor.ready_engine().call(Call(0, "check_integrity"))
+            await self._supervisor.ready_engine().call("check_integrity")
         except OutriderError as error:
             print(f"integrity: {error.message}", flush=True)
         else:

@@ -125,7 +125,9 @@ def random_choices(monkeypatch):
             left[0] = generator.randint(0, 5)
             chosen.clear()
         for row in rows:
-            drafter, count = chosen.setdefault(row.request, (generator.randrange(2), generator.choice((0, 0, 1, 3, 5))))
+            drafter, count = chosen.setdefault(
+                row.request, (generator.choice((0, 0, 1)), generator.choice((0, 1, 3, 5)))
+            )
             row.drafter, row.max_new_drafts = drafter, min(count, row.max_new_drafts)
 
     monkeypatch.setattr(SpeculationPolicy, "choose", choose)
