@@ -164,7 +164,7 @@ def _warm_up(
                 policy.release()
     if config.device != "cpu":
         if policy is not None:  # as many drafts as a step may have
-            policy.hold(*max(policy.choices, key=lambda choice: choice[1]))
+            policy.hold(*max((choice for choice in policy.choices if choice[0] == 0), key=lambda choice: choice[1]))
         try:
             rehearse(scheduler, runner)
             rehearse_prompts(scheduler, runner)

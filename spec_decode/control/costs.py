@@ -117,7 +117,7 @@ class StepCosts:
         self._drift = 1.0
 
     def add(self, rows: int, drafts: int, seconds: float) -> None:
-        """Take in a step of `rows` rows that verified `drafts` drafts in all."""
+        """Take in a step of `rows` rows that verified `drafts` drafts in all, and took `seconds` > 0."""
         curve = self._curves.get(size_class(rows))
         if curve is None:
             curve = self._curves[size_class(rows)] = Curve()

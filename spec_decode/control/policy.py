@@ -27,8 +27,8 @@ cent (SmolLM2-135M, 494M model), and a switch costs a round of drafts that come 
 OTHER_DRAFTER = 1.05
 """Least ratio of gains for which an adapter changes its drafter: the other one's gain is known from a few trials."""
 LONGEST_GAP = 0.05
-"""Seconds between two steps beside the target's own time beyond which the engine waited for requests: no drafting of
-the models measured here takes as long."""
+"""Seconds between two steps beside the target's own time beyond which the engine waited for requests, if no drafts were
+made: making them may take as long."""
 SAMPLED_STEPS = 4
 """Number of short steps of which one counts for acceptance: observing takes 0.02 ms for one row and 0.1 ms for 32."""
 
@@ -115,6 +115,7 @@ class SpeculationPolicy:
         self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float, *, requests_wait: bool
     ) -> None:
         """Choose for each row by its own acceptance."""
+        self._end_lost_trials(now)
         self._compare_drafters(offering, num_rows, now)
         offers, rated = [], []
         for state, limit in offering:
@@ -129,7 +130,8 @@ class SpeculationPolicy:
             rated.append(state)
         prices = self._prices(num_rows)
         plan = best_plan(offers, prices, num_rows, fair=not requests_wait)
-        self._is_drafting = plan.gain >= (GO_ON if self._is_drafting else BEGIN)
+        if rated:  # else all are on trial
+            self._is_drafting = plan.gain >= (GO_ON if self._is_drafting else BEGIN)
         for state, count in zip(rated, plan.num_drafts, strict=True):
             state.num_drafts = count if self._is_drafting else 0
         self._begin_trials(offering, now)
@@ -144,6 +146,7 @@ class SpeculationPolicy:
             by_adapter.setdefault(state.adapter, []).append(state)
         due, interval = self._class_due.get(rows, (now, FIRST_SHORT_INTERVAL))
         if now >= due or any(rows not in adapter.num_drafts for adapter in by_adapter):
+            self._end_lost_trials(now)  # it may clear what is due
             self._class_due[rows] = now + interval, min(2 * interval, SHORT_INTERVAL)
             self._compare_drafters(offering, num_rows, now)
             offers = []
@@ -195,6 +198,7 @@ class SpeculationPolicy:
         best = max(range(len(gains)), key=gains.__getitem__)
         if gains[best] > OTHER_DRAFTER * gains[adapter.drafter]:
             adapter.drafter = best
+            adapter.num_drafts.clear()
 
     def _begin_trials(self, offering: Sequence[tuple[RowState, int]], now: float) -> None:
         """Let some rows of an adapter try a drafter that the adapter does not use, where that is due."""
@@ -222,16 +226,28 @@ class SpeculationPolicy:
         if state.trial_rounds:
             self._leave_trial(state.adapter, now)
 
+    def _end_lost_trials(self, now: float) -> None:
+        """End trials of rows that have finished or were preempted: no other of their adapters begins before."""
+        for request, state in self._rows.items():
+            if state.trial_rounds and request.status is not Status.RUNNING:
+                self._leave(state, now)
+                state.trial_rounds = 0
+
     def _leave_trial(self, adapter: AdapterState, now: float) -> None:
         adapter.trial_rows -= 1
         if adapter.trial_rows > 0:
             return
-        rates = adapter.rates(adapter.trial_drafter)
-        offer = Offer(adapter.trial_drafter, survival(rates, self._drafters[adapter.trial_drafter].max_drafts))
-        gain = best_plan([offer], self._prices(1), 1, fair=False).gain
-        adapter.end_trial(now, has_helped=gain >= BEGIN)
-        self._compare_at = now
+        gain = self._gain(adapter, adapter.trial_drafter)
+        in_use = 1.0 if adapter.trial_drafter == adapter.drafter else self._gain(adapter, adapter.drafter)
+        adapter.end_trial(now, has_helped=gain >= BEGIN * in_use)
+        self._compare_at = self._decide_at = now
         self._class_due.clear()
+
+    def _gain(self, adapter: AdapterState, drafter: int) -> float:
+        """What a drafter brings one request of an adapter, over no drafts."""
+        chances = survival(adapter.rates(drafter), self._drafters[drafter].max_drafts)
+        offer = Offer(drafter, chances, adapter.counts[drafter].offer_share)
+        return best_plan([offer], self._prices(1), 1, fair=False).gain
 
     # ------------------------------------------------------------------ observation
 
@@ -247,11 +263,12 @@ class SpeculationPolicy:
         asked = _asked(rows)
         gap = None if self._ended is None else now - self._ended - seconds
         self._ended = now
-        if rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
+        # A step may have waited less than what capturing took, and then says nothing.
+        if seconds > 0.0 and rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
             # Where the device drafts, what lies between two steps is the drafting after the first of them.
             about = self._asked if plan.drafts_on_device else asked
-            if about is not None and gap is not None and gap < LONGEST_GAP:
+            if about is not None and gap is not None and (gap < LONGEST_GAP or about[1]):
                 self._drafts.add(about[0], len(rows), about[1], gap)
             self._charge_trials(rows, seconds)
         self._asked = asked

@@ -215,6 +215,7 @@ class ModelRunner:
         if sampling is not None and is_followed:
             outcome = sampling.outcome(self._model.config.vocab_size)
             outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
+        seconds = self._capture_seconds - captured  # those of drafting are not in the step's time either
         if prepared.drafting:
             proposals = self._draft_on_device(prepared, computed.output, outcome, most)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []
@@ -223,7 +224,6 @@ class ModelRunner:
             hidden = computed.output.hidden[offset : offset + count]
             prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
             offset += count
-        seconds = self._capture_seconds - captured
         return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
 
     def _draft_on_device(
@@ -233,7 +233,8 @@ class ModelRunner:
         rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot, most)
         target = TargetOutput(output.hidden, output.aux, step)
         if not any(row.max_drafts for row in rows):
-            self._drafter.watch(rows, target)
+            if self._drafts_on_device:  # else `collect` does, in the thread of all its other calls
+                self._drafter.watch(rows, target)
             return [Proposal(NO_DRAFTS, 0) for _ in rows]
         assert outcome is not None, "rows with drafts reach their end"
         self._queue.mark()  # tokens are delivered while the device drafts

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from outrider.platform.core.batch import RowPlan
+from outrider.platform.core.batch import RowPlan, StepResult
 from outrider.platform.core.request import Status
 from outrider.platform.core.sampling_params import SamplingParams
 
@@ -169,3 +169,43 @@ def test_a_new_request_starts_from_its_adapters_estimate():
     world.counts.clear()
     world.run(4)
     assert sum(map(sum, world.counts)) <= 16, "at most a trial of two rows"
+
+
+def test_a_trial_whose_row_has_gone_ends():
+    """No other request comes; the one that stays gets a trial again."""
+    world = World(long, {(BASE, 0): 0.02}, [BASE] * 2, [NEURAL], length=100_000).warm_up()
+    adapter = world.policy._adapters.of(world.requests[0], 0.0)
+    while adapter.trial_rows < 2:
+        world.step()
+    world.requests.pop().status = Status.FINISHED
+    world.run(500)
+    world.accept[BASE, 0] = 0.95
+    world.run(1000)
+    world.counts.clear()
+    world.run(200)
+    assert sum(map(sum, world.counts)) > 200
+
+
+@pytest.mark.parametrize(("p", "match"), [(0.5, 0.0), (0.3, 0.6)], ids=["silent", "worse"])
+def test_trials_of_a_fallback_that_does_not_help_become_rare(p, match):
+    accept = {(BASE, 0): 0.8, (BASE, 1): p}
+    world = World(flat, accept, [BASE], [Costs(0.05, 0.5), Costs(0.02, 0.0, match)], length=100_000).warm_up()
+    world.run(1000)
+    world.drafters_used.clear()
+    world.run(2000)
+    assert sum(map(sum, world.drafters_used)) < 60
+
+
+def test_slow_drafting_has_a_price():
+    world = World(lambda rows, tokens: 400.0 + 5.0 * tokens, {(BASE, 0): 0.15}, [BASE], [Costs(20.0, 60.0)]).warm_up()
+    world.run(200)
+    assert world.run(400) > 0.96 * world.fixed(0, 0)
+
+
+def test_a_step_without_a_time_is_not_measured():
+    """Capturing graphs is not counted, and may be more than what the host waited for the device."""
+    world = World(long, {(BASE, 0): 0.5}, [BASE]).warm_up()
+    for seconds in (*[0.05] * 6, -0.1, 0.0, 0.05, 0.05):
+        plan = world.plan()
+        world.policy.observe(plan, StepResult([world.verify(row) for row in plan.rows]), seconds)
+    assert 0.02 < world.policy._steps.seconds(1, 0) < 0.1
