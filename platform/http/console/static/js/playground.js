@@ -32,6 +32,12 @@ function offerModels(cards) {
     ...cards.map(({ id, parent }) => element("option", { value: id, textContent: parent === null ? `${id} (base model)` : id })),
   );
   if (names.includes(chosen)) select.value = chosen;
+  setBusy(!byId("stop").disabled);
+}
+
+function setBusy(busy) {
+  byId("send").disabled = busy || byId("model-picker").value === ""; // the models are not known yet, or there are none
+  byId("stop").disabled = !busy;
 }
 
 class Playground {
@@ -55,7 +61,7 @@ class Playground {
   async send() {
     const prompt = byId("prompt");
     const text = prompt.value.trim();
-    if (this.#aborter || text === "") return;
+    if (this.#aborter || text === "" || byId("model-picker").value === "") return;
     byId("playground-error").textContent = "";
     const conversation = this.#messages; // another one when `reset` came meanwhile
     const messages = [...conversation, { role: "user", content: text }];
@@ -106,8 +112,7 @@ class Playground {
 
   #setBusy(busy) {
     if (!busy) this.#aborter = null;
-    byId("send").disabled = busy;
-    byId("stop").disabled = !busy;
+    setBusy(busy);
     byId("turns").ariaBusy = String(busy); // read out when it is complete, not token by token
     if (!busy && document.activeElement === document.body) byId("prompt").focus();
   }
