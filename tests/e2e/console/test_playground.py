@@ -112,3 +112,14 @@ def test_errors_of_a_request_are_shown_and_nothing_is_lost(signed_in):
     expect(page.locator("#playground-error")).to_contain_text("max_tokens")
     assert page.get_by_placeholder("Message").input_value() == "Hello"
     assert page.locator(".turn").count() == 0
+
+
+def test_nothing_is_sent_before_the_models_are_known(tab, admin_key):
+    tab.page.route("**/v1/models", lambda route: route.abort())
+    page = tab.open(admin_key).page
+    page.get_by_placeholder("Message").fill("Hello")
+    expect(page.get_by_role("button", name="Send")).to_be_disabled()
+    page.get_by_placeholder("Message").press("Control+Enter")
+    expect(page.locator(".turn")).to_have_count(0)
+    page.unroute("**/v1/models")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
