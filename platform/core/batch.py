@@ -78,7 +78,7 @@ class RowResult(NamedTuple):
     drafts: Drafts = NO_DRAFTS
     """For the next step."""
     num_draft_computed: int = 0
-    """Leading positions whose KV is valid in the proposer's layers, provided that all of `drafts` are accepted."""
+    """Leading positions whose KV is valid in the drafter's layers, provided that all of `drafts` are accepted."""
     error: ErrorInfo | None = None
     """Set when this sequence cannot go on; then nothing else is."""
 

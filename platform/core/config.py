@@ -106,7 +106,7 @@ class ModelFacts:
     max_position_embeddings: int
     """Context length in tokens, with the rope scaling."""
     kv_bytes_per_token: int
-    """Bytes of one token's keys and values in all layers, of target and proposer, in their data types."""
+    """Bytes of one token's keys and values in all layers, of target and drafter, in their data types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,7 +166,7 @@ class Request:
     num_published: int = 0
     """Leading blocks already offered to the prefix cache."""
     num_draft_published: int = 0
-    """Leading blocks already known to hold valid KV in the proposer's layers."""
+    """Leading blocks already known to hold valid KV in the drafter's layers."""
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
     """From its arrival to its admission."""

@@ -40,7 +40,7 @@ class PrefixMatch(NamedTuple):
     blocks: list[int]
     num_tokens: int
     num_draft_tokens: int
-    """Leading tokens whose KV is valid in the proposer's layers too."""
+    """Leading tokens whose KV is valid in the drafter's layers too."""
 
 
 class PrefixCache:
@@ -55,7 +55,7 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._draft_ready: set[int] = set()
-        """Blocks, cached or in use, whose KV in the proposer's layers is valid."""
+        """Blocks, cached or in use, whose KV in the drafter's layers is valid."""
         pool.on_reuse = self._forget
         pool.keeps = self._hash_of.__contains__
 

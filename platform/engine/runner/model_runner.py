@@ -252,7 +252,7 @@ class ModelRunner:
         return _Computed(self._model.forward(batch, self._aux_layers), None)
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """What is captured: logits of all tokens, hidden states, and those that the proposer wants."""
+        """What is captured: logits of all tokens, hidden states, and those that the drafter wants."""
         assert self._logits is not None
         output = self._model.forward(batch, self._aux_layers)
         logits = self._model.compute_logits(output.hidden, inputs.adapters[1], out=self._logits[: len(output.hidden)])
@@ -313,7 +313,7 @@ def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
         request=request,
         tokens=Continued(request.tokens, token_ids) if token_ids else request.tokens,
         num_valid=row.end - (row.num_drafts - num_accepted),
-        # One past the last position whose token is what the proposer saw: later ones held rejected drafts.
+        # One past the last position whose token is what the drafter saw: later ones held rejected drafts.
         num_draft_valid=min(request.num_draft_computed, len(request.tokens) + num_accepted),
         max_drafts=0 if got.error is not None or is_stopped else row.max_new_drafts,
         block_table=request.blocks,
