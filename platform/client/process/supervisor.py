@@ -165,16 +165,18 @@ class EngineProcess:
             # The reader takes what is still there; it runs while we wait.
             await asyncio.sleep(_LAST_WORDS_MS / 1000)
         reason = self._last_words.message if self._last_words is not None else self._exit_status()
-        error = EngineDeadError(f"the engine process died: {reason}")
-        self._dead = error
-        calls, self._calls = self._calls, {}
-        for future in calls.values():
+        self._dead = EngineDeadError(f"the engine process died: {reason}")
+        self._fail_calls(self._dead)
+        return self._dead
+
+    def _fail_calls(self, error: OutriderError) -> None:
+        """Give each waiting caller a copy of `error`."""
+        for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDeadError(error.message))
-        return error
+                future.set_exception(error_from_info(error.info()))
 
     async def _ping(self, pause: float) -> None:
-        with contextlib.suppress(EngineDeadError):  # which is not to hang
+        with contextlib.suppress(EngineDeadError, ShuttingDownError):  # which is not to hang
             while True:
                 await self.call("has_work")
                 self._num_answers += 1
@@ -209,7 +211,7 @@ class EngineProcess:
         """Call a verb of the engine (a key of `ipc.VERBS`) and wait for its result.
 
         Raises:
-            OutriderError: the engine's typed error, or EngineDeadError.
+            OutriderError: the engine's typed error. EngineDeadError: it died. ShuttingDownError: it was stopped.
         """
         self._num_calls += 1
         call_id = self._num_calls
@@ -225,7 +227,9 @@ class EngineProcess:
         return decode_value(verb, reply.value)
 
     async def stop(self) -> None:
-        """End the process, by force when it does not go by itself, and release everything. May be called twice."""
+        """End the process, by force when it does not go by itself, and release everything. Calls that wait for an answer
+        fail with ShuttingDownError. May be called twice."""
+        self._fail_calls(ShuttingDownError("the engine has been stopped"))
         try:
             await self._end()
         except asyncio.CancelledError:  # an event loop that ends does not wait, but for this
@@ -256,8 +260,6 @@ class EngineProcess:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._ready.cancel()
-        for future in self._calls.values():
-            future.cancel()
         self._link.close()
 
 
@@ -373,7 +375,7 @@ class Supervisor:
         raise EngineDeadError(f"the engine is {self.state}; try again")
 
     async def stop(self) -> None:
-        """End the engine process and supervision; callers that wait for the start get ShuttingDownError."""
+        """End the engine process and supervision; callers that wait for the start or an answer get ShuttingDownError."""
         self.state = "stopped"
         task, self._task = self._task, None
         if task is not None:

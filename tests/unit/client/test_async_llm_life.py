@@ -303,6 +303,26 @@ def test_shutdown_fails_what_runs(model_path: str) -> None:
     run(make(model_path, "slow"), scenario)
 
 
+def test_shutdown_fails_calls_that_wait(model_path: str, tmp_path: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        hanging = [f"until:{tmp_path / 'never'}"] * 2
+        loads = [llm.adapters.load(LoRARequest(name, path=path)) for name, path in zip("ab", hanging, strict=True)]
+        busy = llm.adapters.load(LoRARequest("b", path="/b"))  # waits for the load under the same name
+        waiting = [asyncio.create_task(work) for work in (collect(llm.generate(FOREVER, LONG)), *loads, busy)]
+        await until(lambda: llm.num_running == 1)
+        await llm.stats()  # the engine has the calls
+        waiting.append(asyncio.create_task(llm.stats()))
+        await asyncio.sleep(0)
+        ended = llm.shutdown()
+        started = time.monotonic()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [ShuttingDownError] * 5
+        assert time.monotonic() - started < 1
+        await ended
+
+    run(make(model_path, "slow"), scenario)
+
+
 def test_shutdown_while_starting(model_path: str) -> None:
     async def scenario() -> None:
         llm = make(model_path)
