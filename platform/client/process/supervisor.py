@@ -227,8 +227,10 @@ class EngineProcess:
         return decode_value(verb, reply.value)
 
     async def stop(self) -> None:
-        """End the process, by force when it does not go by itself, and release everything. Calls that wait for an answer
-        fail with ShuttingDownError. May be called twice."""
+        """End the process, by force when it does not go by itself, and release everything. May be called twice.
+
+        Calls that wait for an answer fail with ShuttingDownError.
+        """
         self._fail_calls(ShuttingDownError("the engine has been stopped"))
         try:
             await self._end()
@@ -375,7 +377,7 @@ class Supervisor:
         raise EngineDeadError(f"the engine is {self.state}; try again")
 
     async def stop(self) -> None:
-        """End the engine process and supervision; callers that wait for the start or an answer get ShuttingDownError."""
+        """End the engine process and supervision; callers that wait for a start or an answer get ShuttingDownError."""
         self.state = "stopped"
         task, self._task = self._task, None
         if task is not None:
