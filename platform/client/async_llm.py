@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import uuid
+from collections import ChainMap
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
 from os import PathLike, fspath
 from types import TracebackType
@@ -23,7 +24,6 @@ from .adapters.async_adapters import AsyncLLMAdapters
 from .adapters.methods import AsyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
-from .async_requests import AsyncRequests
 from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .kernel_configs import use_kernel_configs
@@ -31,6 +31,7 @@ from .output_processor import OutputProcessor, RequestState
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
 from .process.supervisor import Callbacks, EngineSpec, Supervisor
+from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .stream_pacing import StreamPacer
 from .text.chat_template import ChatOptions
@@ -43,7 +44,7 @@ class _Started(NamedTuple):
     """The parts that need the engine's model."""
 
     info: EngineInfo
-    requests: AsyncRequests
+    requests: RequestMaker
     output_processor: OutputProcessor
 
 
@@ -144,13 +145,9 @@ class AsyncLLM(AsyncAdapterMethods):
             await self._supervisor.stop()
             raise
         self._pacer.shares_cores = info.device == "cpu"
-        requests = AsyncRequests(
-            InputProcessor(tokenizer, info, eos_token_ids),
-            self.adapters.requests,
-            demo_lora_requests(self._args),
-            self.sources,
-            self.sampling_defaults,
-        )
+        known = ChainMap(self.adapters.requests, demo_lora_requests(self._args))
+        input_processor = InputProcessor(tokenizer, info, eos_token_ids)
+        requests = RequestMaker(input_processor, lambda: known, self.sources, self.sampling_defaults)
         self._started = _Started(info, requests, OutputProcessor(tokenizer))
         return info
 
@@ -236,7 +233,9 @@ class AsyncLLM(AsyncAdapterMethods):
         return self._ending
 
     async def _shutdown(self) -> None:
-        self._on_death(ShuttingDownError("the server is shutting down"))
+        error = ShuttingDownError("the server is shutting down")
+        self._on_death(error)
+        self.sources.fail_waiting(error)
         await self._supervisor.stop()
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)

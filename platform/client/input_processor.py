@@ -244,26 +244,6 @@ class InputProcessor:
 
     # --- chat -----------------------------------------------------------------------------------------------------
 
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> list[int]:
-        """The token ids of a conversation; the template has written the special tokens itself."""
-        options = ChatOptions(
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            tools=tools,
-        )
-        return self.chat_prompt(messages, options)["prompt_token_ids"]
-
     def chat_prompt(self, messages: Sequence[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
         """A conversation as a prompt with both its text and its token ids."""
         text = render_messages(self.tokenizer, messages, options)
@@ -319,12 +299,13 @@ def text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
+def is_long(prompt: Prompt, params: object) -> bool:
     """True when checking a request takes more than about a millisecond, so that it belongs into a thread."""
     text = text_of(prompt)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0
-    lists = () if params is None else (params.bad_words, params.allowed_token_ids, params.logit_bias)
+    checked = isinstance(params, SamplingParams)
+    lists = (params.bad_words, params.allowed_token_ids, params.logit_bias) if checked else ()
     return (
         len(text or "") > _LONG_TEXT or num_ids > _MANY_IDS or any(len(value or ()) > _FEW_ENTRIES for value in lists)
     )

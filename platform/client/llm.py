@@ -22,7 +22,7 @@ from ..core.sampling_params import SamplingParams
 from .adapters.llm_adapters import LLMAdapters
 from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA, lora_of_each, resolve_lora
+from .adapters.spelling import AnyLoRA, lora_of_each
 from .engine_factory import (
     DEFAULT_ENGINE,
     demo_lora_requests,
@@ -31,12 +31,12 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import Defaults, InputProcessor, Prompt, text_of
+from .input_processor import InputProcessor, Prompt, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
+from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
-from .text.adapter_templates import adapter_chat_template
 from .text.chat_template import ChatOptions
 
 T = TypeVar("T")
@@ -85,8 +85,8 @@ class LLM(SyncAdapterMethods):
         return self
 
     def _start(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
-        self._sources = sources if sources is not None else AdapterSources()
-        self._defaults = SamplingDefaults(args.generation_config, self._sources, args.override_generation_config)
+        sources = sources if sources is not None else AdapterSources()
+        self._defaults = SamplingDefaults(args.generation_config, sources, args.override_generation_config)
         if args.prompt_pacing is None:
             args = replace(args, prompt_pacing=False)
         make_engine = load_engine(engine)
@@ -98,11 +98,12 @@ class LLM(SyncAdapterMethods):
         try:
             self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
             self._defaults.read_model(self._engine.info.model)
-            self._input_processor = InputProcessor(self._tokenizer, self._engine.info, eos_token_ids)
+            input_processor = InputProcessor(self._tokenizer, self._engine.info, eos_token_ids)
         except BaseException:
             self._engine.shutdown()
             raise
-        self.adapters = LLMAdapters(self._open_adapters, self._sources, demo_lora_requests(args))
+        self.adapters = LLMAdapters(self._open_adapters, sources, demo_lora_requests(args))
+        self._requests = RequestMaker(input_processor, lambda: self.adapters.known, sources, self._defaults)
         self._output_processor = OutputProcessor(self._tokenizer)
         self._num_requests = 0
         self._closed = False
@@ -151,10 +152,8 @@ class LLM(SyncAdapterMethods):
         for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True):
             request_id = str(self._num_requests)
             self._num_requests += 1
-            local = self._sources.localize_now(resolve_lora(lora, lambda: self.adapters.known))
-            chosen = one_params if one_params is not None else Defaults(self._defaults.of_now(local))
-            requests = self._input_processor.process(request_id, prompt, chosen, lora=local, **one_options)
-            work.append((request_id, text_of(prompt), requests))
+            made = self._requests.make(prompt, one_params, request_id=request_id, lora_request=lora, **one_options)
+            work.append((request_id, text_of(prompt), made.result()))
         states: list[RequestState] = []
         try:
             for request_id, text, requests in work:
@@ -225,13 +224,7 @@ class LLM(SyncAdapterMethods):
         of_requests = {name: options.pop(name) for name in _OPTION_DEFAULTS if name in options}
         prompts: list[Prompt] = []
         for conversation, lora in zip(conversations, lora_of_each(lora_request, len(conversations)), strict=True):
-            if options.get("chat_template") is None:
-                local = self._sources.localize_now(resolve_lora(lora, lambda: self.adapters.known))
-                template = adapter_chat_template(local)
-            else:
-                template = options["chat_template"]
-            chat_options = cast(ChatOptions, {**options, "chat_template": template})
-            prompts.append(self._input_processor.chat_prompt(conversation, chat_options))
+            prompts.append(self._requests.chat_prompt(conversation, lora, cast(ChatOptions, options)).result())
         return self.generate(prompts, sampling_params, lora_request, use_tqdm, on_output, **of_requests)
 
     # --- the rest -------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class AsyncLLMAdapters:
         await self._start()
         async with self._locks.setdefault(request.name, asyncio.Lock()):
             try:
-                local = await self._sources.localize_request(request, again=True)
+                local = await self._sources.localize(request, again=True)
                 info = await _load(self._engine(), local, load_inplace=load_inplace, pinned=pinned)
                 self._kept[request.name] = _Kept(True, pinned, info.digest)
                 self.requests[request.name] = local
@@ -65,7 +65,7 @@ class AsyncLLMAdapters:
         """Fetch adapters and make them known by name."""
         await self._start()
         try:
-            local = [await self._sources.localize_request(request) for request in requests]
+            local = [await self._sources.localize(request) for request in requests]
             await self._call("register", requests=local)
             for request in local:
                 self._kept[request.name] = _Kept(False)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import psutil
 import pytest
 from async_helpers import FOREVER, LONG, QUICK, collect, first_output, make, run, until
 
+from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.process.supervisor import EngineProcess, EngineSpec
 from outrider.platform.core.config import EngineArgs
@@ -303,24 +305,43 @@ def test_shutdown_fails_what_runs(model_path: str) -> None:
     run(make(model_path, "slow"), scenario)
 
 
-def test_shutdown_fails_calls_that_wait(model_path: str, tmp_path: Path) -> None:
+class Hanging:
+    """A source of adapters that does not answer before the test ends."""
+
+    num_asked = 0
+    answers = threading.Event()
+
+    def resolve(self, name: str, source: str | None) -> str | None:
+        if source == "hangs://c":
+            Hanging.num_asked += 1
+            Hanging.answers.wait(30)
+        return None
+
+
+def test_shutdown_fails_calls_that_wait(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hanging", sys.modules[__name__])
+
     async def scenario(llm: AsyncLLM) -> None:
+        hangs = LoRARequest("c", path="hangs://c")
         hanging = [f"until:{tmp_path / 'never'}"] * 2
         loads = [llm.adapters.load(LoRARequest(name, path=path)) for name, path in zip("ab", hanging, strict=True)]
         busy = llm.adapters.load(LoRARequest("b", path="/b"))  # waits for the load under the same name
-        waiting = [asyncio.create_task(work) for work in (collect(llm.generate(FOREVER, LONG)), *loads, busy)]
-        await until(lambda: llm.num_running == 1)
+        generate = [collect(llm.generate(FOREVER, LONG)), collect(llm.generate([5], lora_request=hangs))]
+        waiting = [asyncio.create_task(work) for work in (*generate, *loads, busy, llm.adapters.load(hangs))]
+        await until(lambda: llm.num_running == 1 and Hanging.num_asked == 1)
         await llm.stats()  # the engine has the calls
         waiting.append(asyncio.create_task(llm.stats()))
         await asyncio.sleep(0)
         ended = llm.shutdown()
         started = time.monotonic()
         results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(result) for result in results] == [ShuttingDownError] * 5
+        assert [type(result) for result in results] == [ShuttingDownError] * 7
         assert time.monotonic() - started < 1
         await ended
 
-    run(make(model_path, "slow"), scenario)
+    spec = EngineSpec(args=EngineArgs(model=model_path), engine="fake_engine:slow")
+    run(AsyncLLM.from_spec(spec, AdapterSources(SourceOptions(resolvers=("hanging:Hanging",)))), scenario)
+    Hanging.answers.set()
 
 
 def test_shutdown_while_starting(model_path: str) -> None:
