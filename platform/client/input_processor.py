@@ -304,8 +304,9 @@ def is_long(prompt: Prompt, params: object) -> bool:
     text = text_of(prompt)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0
-    checked = isinstance(params, SamplingParams)
-    lists = (params.bad_words, params.allowed_token_ids, params.logit_bias) if checked else ()
+    lists: tuple[Any, ...] = ()
+    if isinstance(params, SamplingParams):
+        lists = (params.bad_words, params.allowed_token_ids, params.logit_bias)
     return (
         len(text or "") > _LONG_TEXT or num_ids > _MANY_IDS or any(len(value or ()) > _FEW_ENTRIES for value in lists)
     )
