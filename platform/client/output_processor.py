@@ -15,7 +15,7 @@ from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .text.detokenizer import IncrementalDetokenizer, has_text_before
+from .text.detokenizer import IncrementalDetokenizer
 from .text.vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ class SequenceState:
         self.speculation: SpeculationCounts | None = None
         self._include_stop = params.include_stop_str_in_output
         self._texts: TokenTexts | None = None
-        if params.detokenize and params.logprobs is not None:
-            at_start = not has_text_before(tokenizer, params, request.prompt_token_ids)
-            self._texts = TokenTexts(vocabulary_of(tokenizer), params.skip_special_tokens, at_start)
-        self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids) if params.detokenize else None
-        )
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids)
+            if params.logprobs is not None:
+                at_start = not self._detokenizer.has_text_before
+                self._texts = TokenTexts(vocabulary_of(tokenizer), params.skip_special_tokens, at_start)
         self._taken_tokens = 0
         self._taken_chars = 0
         self._changed = False
