@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
@@ -94,8 +94,7 @@ def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def load_engine(path: str) -> Callable[..., Engine]:
     """The callable `(args: EngineArgs, *, progress: bool) -> Engine` behind an import path "module:callable"."""
-    module, _, name = path.partition(":")
-    return cast(Callable[..., Engine], getattr(import_module(module), name))
+    return cast(Callable[..., Engine], resolve_name(path))
 
 
 def import_text_side(args: EngineArgs) -> None:

@@ -54,7 +54,7 @@ class AsyncLLMAdapters:
         async with self._locks.setdefault(request.name, asyncio.Lock()):
             try:
                 local = await self._sources.localize(request, again=True)
-                info = await _load(self._engine(), local, load_inplace=load_inplace, pinned=pinned)
+                info: AdapterInfo = await self._call("load", request=local, load_inplace=load_inplace, pinned=pinned)
                 self._kept[request.name] = _Kept(True, pinned, info.digest)
                 self.requests[request.name] = local
             finally:
@@ -137,7 +137,7 @@ class AsyncLLMAdapters:
         if not kept.is_read:
             await engine.call("adapters.register", requests=[request])
             return
-        info = await _load(engine, request, pinned=kept.pinned)
+        info: AdapterInfo = await engine.call("adapters.load", request=request, pinned=kept.pinned)
         if kept.digest is not None and info.digest != kept.digest:
             logger.error("The files of adapter %r have changed; load it again with load_inplace", request.name)
             await engine.call("adapters.unload", name=request.name)
@@ -152,8 +152,3 @@ class AsyncLLMAdapters:
         """Keep only those fetched folders that the registered adapter was read from."""
         lora = self.requests.get(name)
         self._sources.restrict(name, () if lora is None else (lora.path, lora.draft_path))
-
-
-async def _load(engine: EngineProcess, request: LoRARequest, **options: bool) -> AdapterInfo:
-    info: AdapterInfo = await engine.call("adapters.load", request=request, **options)
-    return info

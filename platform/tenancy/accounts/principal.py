@@ -32,7 +32,7 @@ AdapterNames: TypeAlias = Annotated[
 ]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Bounds on what a tenant or a key uses; None: no bound. Where both have one, both hold."""
 
     requests_per_minute: Bound | None = None
@@ -76,7 +76,7 @@ def limits_of(fields: Mapping[str, Any], base: Limits = NO_LIMITS) -> Limits:
             changes[name] = getattr(NO_LIMITS, name) if value is None else msgspec.convert(value, _TYPES[name])
         except ValueError as error:  # msgspec's too
             param = f"limits.{name[:64]}"
-            raise InvalidRequestError(f"{param}: {error}", param=param) from None
+            raise InvalidRequestError(f"{param}: {str(error).replace('Expected', 'must be', 1)}", param=param) from None
     return msgspec.structs.replace(base, **changes)
 
 

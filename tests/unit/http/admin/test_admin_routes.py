@@ -289,12 +289,12 @@ def test_bad_numbers_of_requests(server, limit):
 def test_life_of_a_prefix(server):
     made = server.ok("POST", "/prefixes", {"name": "hello", "text": "Hi!"}, 201)
     assert (made["name"], made["num_tokens"]) == ("hello", 4)
-    assert server.tenancy.directory.prefixes[0].token_ids == (1, 72, 105, 33)
+    assert server.tenancy.store.list_prefixes()[0].token_ids == (1, 72, 105, 33)
     messages = [{"role": "system", "content": "x"}]
     server.ok("POST", "/prefixes", {"name": "chat", "messages": messages}, 201)
     server.ok("POST", "/prefixes", {"name": "ids", "token_ids": [1, 2, 3]}, 201)
     assert [p["name"] for p in server.ok("GET", "/prefixes")["data"]] == ["chat", "hello", "ids"]
-    assert server.tenancy.directory.prefixes[0].token_ids == (115, 58, 120, 124)  # "s:x|"
+    assert server.tenancy.store.list_prefixes()[0].token_ids == (115, 58, 120, 124)  # "s:x|"
     server.ok("DELETE", "/prefixes/hello")
     assert server.fails("DELETE", "/prefixes/hello", status=404)["param"] == "name"
 
