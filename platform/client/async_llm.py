@@ -30,7 +30,7 @@ from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
-from .process.supervisor import Callbacks, EngineSpec, Supervisor
+from .process.supervisor import EngineSpec, Supervisor
 from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .stream_pacing import StreamPacer
@@ -96,8 +96,7 @@ class AsyncLLM(AsyncAdapterMethods):
         """Sampling parameters of requests that leave them out."""
         self.adapters = AsyncLLMAdapters(self.start, lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
-            spec,
-            Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again),
+            spec, on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again
         )
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | Done | None = None

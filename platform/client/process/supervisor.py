@@ -62,17 +62,6 @@ class EngineSpec:
     """Seconds without an answer after which a ready engine counts as dead; 0: never."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Callbacks:
-    """Functions that the supervisor calls, in the event loop."""
-
-    on_deltas: Callable[[list[TokenDelta]], None]
-    on_death: Callable[[OutriderError], None]
-    """The engine died; what it was doing is lost."""
-    on_restart: Callable[[EngineProcess], Awaitable[None]]
-    """The engine has been started again; requests are let in when this returns."""
-
-
 class EngineProcess:
     """One run of the engine process, from its start to its death."""
 
@@ -268,14 +257,27 @@ class EngineProcess:
 class Supervisor:
     """Runs an `EngineProcess`, and the next one when it dies."""
 
-    def __init__(self, spec: EngineSpec, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        on_deltas: Callable[[list[TokenDelta]], None],
+        on_death: Callable[[OutriderError], None],
+        on_restart: Callable[[EngineProcess], Awaitable[None]],
+    ) -> None:
+        """The functions are called in the event loop.
+
+        Args:
+            on_death: the engine died; what it was doing is lost.
+            on_restart: the engine has been started again; requests are let in when this returns.
+        """
         self.state = "starting"
         """"starting", "ready", "restarting" or "stopped"."""
         self.failure: OutriderError | None = None
         """The reason why the engine has been given up."""
         self.num_restarts = 0
         self._spec = spec
-        self._callbacks = callbacks
+        self._on_deltas, self._on_death, self._on_restart = on_deltas, on_death, on_restart
         self._engine: EngineProcess | None = None
         self._started: asyncio.Future[EngineInfo] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -306,7 +308,7 @@ class Supervisor:
             logger.exception("The supervision of the engine failed")
             failure = error if isinstance(error, OutriderError) else OutriderError(repr(error))
             self._give_up(started, failure)
-            self._callbacks.on_death(failure)
+            self._on_death(failure)
 
     async def _supervise(self, started: asyncio.Future[EngineInfo]) -> None:
         policy = self._spec.restart
@@ -314,7 +316,7 @@ class Supervisor:
         while True:
             engine: EngineProcess | None = None
             try:
-                engine = self._engine = EngineProcess(self._spec, self._callbacks.on_deltas)
+                engine = self._engine = EngineProcess(self._spec, self._on_deltas)
                 seconds, error = await self._run(engine, started)
                 num_failures = 0
                 if seconds >= policy.stable_after:
@@ -343,14 +345,14 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         info = await engine.start()
         if started.done():
-            await self._callbacks.on_restart(engine)
+            await self._on_restart(engine)
         self.state = "ready"
         ready_since = loop.time()
         if not started.done():
             started.set_result(info)
         error = await engine.died()
         self.state = "restarting"
-        self._callbacks.on_death(error)
+        self._on_death(error)
         return loop.time() - ready_since, error
 
     def _give_up(self, started: asyncio.Future[EngineInfo], failure: OutriderError) -> None:
