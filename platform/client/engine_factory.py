@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
-from ..core.adapters import LocalAdapters
+from ..core.adapter_verbs import LocalAdapters
 from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.config import EngineArgs

@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
-from ..core.adapters import LocalAdapters
+from ..core.adapter_verbs import LocalAdapters
 from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs

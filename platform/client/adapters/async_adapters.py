@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
 
 
 class AsyncLLMAdapters:
-    """The verbs of `core.adapters`, to be awaited in one event loop."""
+    """The verbs of `core.adapter_verbs`, to be awaited in one event loop."""
 
     def __init__(
         self, start: Callable[[], Awaitable[Any]], engine: Callable[[], EngineProcess], sources: AdapterSources

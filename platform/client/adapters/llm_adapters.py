@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ...core.adapters import LocalAdapters
+from ...core.adapter_verbs import LocalAdapters
 from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
@@ -13,7 +13,7 @@ from .sources import AdapterSources
 
 
 class LLMAdapters:
-    """The verbs of `core.adapters` for callers that may wait for files."""
+    """The verbs of `core.adapter_verbs` for callers that may wait for files."""
 
     def __init__(
         self, engine: Callable[[], LocalAdapters], sources: AdapterSources, demo: Mapping[str, LoRARequest]

@@ -19,8 +19,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from ...core.adapters import VERBS as ADAPTER_VERBS
-from ...core.adapters import Adapters, Info, Infos, Nothing
+from ...core.adapter_verbs import VERBS as ADAPTER_VERBS
+from ...core.adapter_verbs import Adapters, Info, Infos, Nothing
 from ...core.config import EngineArgs
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
 from ...core.logs import LogFormat
@@ -113,7 +113,7 @@ _RESULTS = {Info: AdapterInfo, Infos: list[AdapterInfo], Nothing: None}
 
 
 def _adapter_verb(name: str) -> Verb:
-    """The types that `core.adapters` declares for a verb."""
+    """The types that `core.adapter_verbs` declares for a verb."""
     function = getattr(Adapters, name)
     hints = get_type_hints(function)
     result = _RESULTS[hints.pop("return")]
