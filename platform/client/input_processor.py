@@ -95,11 +95,7 @@ class ParsedPrompt(NamedTuple):
 class InputProcessor:
     """Makes engine requests for one model."""
 
-    def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int] | None = None) -> None:
-        if eos_token_ids is None:
-            from ...models.checkpoint.tokenizer import eos_token_ids as read_eos_token_ids
-
-            eos_token_ids = sorted(read_eos_token_ids(info.model, tokenizer))
+    def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]

@@ -172,14 +172,15 @@ class _Server:
 
     async def _open_tenancy(self, database: str) -> Tenancy:
         await asyncio.to_thread(importlib.import_module, "..tenancy.service", __package__)  # off the event loop
-        from ..tenancy.service import Tenancy, TenancyOptions
+        from ..tenancy.service import Tenancy
 
-        options = TenancyOptions(
+        opened = Tenancy.open(
+            database,
             admin_api_keys=self._config.admin_api_keys,
             journal=Path(self._config.journal) if self._config.journal else None,
             journal_max_bytes=self._config.journal_max_bytes,
         )
-        opening = asyncio.create_task(Tenancy.open(database, options))
+        opening = asyncio.create_task(opened)
         try:
             return cast("Tenancy", await self._unless(self._stop, opening))
         finally:

@@ -15,7 +15,7 @@ from outrider.platform.http.serving import Serving
 from outrider.platform.tenancy.accounts import directory
 from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
 from outrider.platform.tenancy.database.connection import DatabaseUnavailableError
-from outrider.platform.tenancy.service import Tenancy, TenancyOptions
+from outrider.platform.tenancy.service import Tenancy
 
 from ..conftest import FakeAsyncLLM
 
@@ -24,7 +24,7 @@ from ..conftest import FakeAsyncLLM
 async def running(url, llm=None, prepare=None, server="one"):
     """A server, as far as adapters are concerned."""
     journal = Path(url.removeprefix("sqlite:///")).with_name(server)
-    tenancy = await Tenancy.open(url, TenancyOptions(journal=journal))
+    tenancy = await Tenancy.open(url, journal=journal)
     try:
         serving = Serving(llm or FakeAsyncLLM(), ServerConfig(served_model_names=("base",)), tenancy)
         if prepare is not None:

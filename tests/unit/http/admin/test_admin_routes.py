@@ -19,7 +19,7 @@ from outrider.platform.tenancy.accounts.records import Tenant
 from outrider.platform.tenancy.database.connection import Database, DatabaseUnavailableError, parse_url
 from outrider.platform.tenancy.database.migrations.upgrade import upgrade
 from outrider.platform.tenancy.database.schema import usage
-from outrider.platform.tenancy.service import Tenancy, TenancyOptions
+from outrider.platform.tenancy.service import Tenancy
 
 OPERATOR = "operator-key"
 ROUTES = [
@@ -35,7 +35,7 @@ class Server:
 
     def __init__(self, llm: Any, url: str, runner: asyncio.Runner, **options: Any) -> None:
         self._runner = runner
-        self.tenancy = runner.run(Tenancy.open(url, TenancyOptions(admin_api_keys=(OPERATOR,))))
+        self.tenancy = runner.run(Tenancy.open(url, admin_api_keys=(OPERATOR,)))
         config = ServerConfig(served_model_names=("base",), database=url, admin_api_keys=(OPERATOR,), **options)
         self.app = create_app(llm, config, tenancy=self.tenancy)
         self.key: str | None = OPERATOR
