@@ -9,7 +9,7 @@ import logging
 import uuid
 from collections import ChainMap
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack, cast
 
@@ -71,7 +71,7 @@ class AsyncLLM(AsyncAdapterMethods):
         **options: Any,
     ) -> None:
         args = engine_args("AsyncLLM", model, options)
-        use_kernel_configs(None if kernel_configs is None else fspath(kernel_configs))
+        use_kernel_configs(kernel_configs)
         self._start_with(EngineSpec(args=args), sources)
 
     @classmethod
@@ -89,9 +89,8 @@ class AsyncLLM(AsyncAdapterMethods):
         return self
 
     def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
-        self._args = spec.args
+        self._args = args = spec.args
         self.sources = sources if sources is not None else AdapterSources()
-        args = self._args
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
         self.adapters = AsyncLLMAdapters(self.start, lambda: self._supervisor.ready_engine(), self.sources)

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from os import PathLike, fspath
+from os import PathLike
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import Any, Self, TypeAlias, cast
 
 from ..core.adapter_verbs import LocalAdapters
 from ..core.compat.foreign_options import take_foreign
@@ -22,7 +22,7 @@ from ..core.sampling_params import SamplingParams
 from .adapters.llm_adapters import LLMAdapters
 from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA, lora_of_each
+from .adapters.spelling import AnyLoRA, for_each, lora_of_each
 from .engine_factory import (
     DEFAULT_ENGINE,
     demo_lora_requests,
@@ -38,8 +38,6 @@ from .progress import GenerationProgress
 from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .text.chat_template import ChatOptions
-
-T = TypeVar("T")
 
 _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, "cache_salt": ""}
 
@@ -72,7 +70,7 @@ class LLM(SyncAdapterMethods):
         **options: Any,
     ) -> None:
         args = engine_args("LLM", model, options)
-        use_kernel_configs(None if kernel_configs is None else fspath(kernel_configs))
+        use_kernel_configs(kernel_configs)
         self._start(args, DEFAULT_ENGINE, sources)
 
     @classmethod
@@ -144,9 +142,9 @@ class LLM(SyncAdapterMethods):
         self._check_open()
         take_foreign("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
         batch = _as_prompts(prompts)
-        params: list[SamplingParams | None] = _for_each("sampling_params", sampling_params, len(batch), None)
+        params: list[SamplingParams | None] = for_each("sampling_params", sampling_params, len(batch), None)
         loras = lora_of_each(lora_request, len(batch))
-        columns = [_for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
+        columns = [for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
         of_each = [dict(zip(_OPTION_DEFAULTS, row, strict=True)) for row in zip(*columns, strict=True)]
         work: list[tuple[str, str | None, list[EngineRequest]]] = []
         for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True):
@@ -270,14 +268,3 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
-
-
-def _for_each(name: str, value: Any, count: int, default: T) -> list[T]:
-    """`value` for each of `count` prompts: a list as it is, None as the default, anything else repeated."""
-    if value is None:
-        return [default] * count
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != count:
-            raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompts", param=name)
-        return list(value)
-    return [value] * count

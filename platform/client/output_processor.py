@@ -47,7 +47,8 @@ class SequenceState:
                 self._texts = TokenTexts(vocabulary_of(tokenizer), params.skip_special_tokens, at_start)
         self._taken_tokens = 0
         self._taken_chars = 0
-        self._changed = False
+        self.has_changed = False
+        """True when anything has come since the last `take`."""
 
     def update(self, delta: TokenDelta) -> bool:
         """Append a delta. True when a stop string ended the sequence here and the engine does not know yet."""
@@ -78,7 +79,7 @@ class SequenceState:
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + position.logprobs[0]
         if delta.speculation is not None:
             self.speculation = delta.speculation
-        self._changed = True
+        self.has_changed = True
         if finish_reason is not None:
             self.finish(finish_reason, stop_reason)
         return stopped_here
@@ -86,18 +87,13 @@ class SequenceState:
     def finish(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """Complete the sequence: no token will follow."""
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        self._changed = True
+        self.has_changed = True
         if self._detokenizer is not None:
             self._detokenizer.finish()
 
-    @property
-    def has_changed(self) -> bool:
-        """True when anything has come since the last `take`."""
-        return self._changed
-
     def take(self, delta: bool) -> CompletionOutput | None:
         """The output since the last call (None when nothing is new), or everything so far."""
-        if delta and not self._changed:
+        if delta and not self.has_changed:
             return None
         detokenizer = self._detokenizer
         num_chars = detokenizer.num_safe_chars() if detokenizer is not None else 0
@@ -116,7 +112,7 @@ class SequenceState:
             drafted=self.drafted[first_token:],
             rejected_drafts=self.rejected_drafts[first_token:],
         )
-        self._taken_tokens, self._taken_chars, self._changed = len(self.token_ids), num_chars, False
+        self._taken_tokens, self._taken_chars, self.has_changed = len(self.token_ids), num_chars, False
         return output
 
 

@@ -177,10 +177,10 @@ class AdapterSources:
         what = shown_source(source if source is not None else name)
         for resolver in resolvers:
             try:
-                answer = resolver.resolve(name, source)
-                if answer is None:
+                found = resolver.resolve(name, source)
+                if found is None:
                     continue
-                folder = os.path.abspath(answer)
+                folder = os.path.abspath(found)
                 if not os.path.isdir(folder):
                     raise unavailable(f"{type(resolver).__name__} names the folder {folder!r}, which is not there")
                 try:
