@@ -358,6 +358,12 @@ class AsyncLLM(AsyncAdapterMethods):
             with contextlib.suppress(EngineDeadError, ShuttingDownError):  # then nothing is running
                 self._supervisor.ready_engine().send(Abort(request_ids))
 
+    async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
+        """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
+        Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
+        built = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
+        self.input_processor.shared_prefixes = built
+
     # --- what the supervisor tells --------------------------------------------------------------------------------
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
@@ -371,12 +377,6 @@ class AsyncLLM(AsyncAdapterMethods):
         failed: list[RequestState] = [] if self._started is None else self.output_processor.fail_all(error)
         for state in failed:
             self._pacer.wake(state.request_id)
-
-    async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
-        """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
-        Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
-        built = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
-        self.input_processor.shared_prefixes = built
 
     # --- what LLM has too ------------------------------------------------------------------------------------------
 

@@ -87,7 +87,6 @@ class Defaults(NamedTuple):
 class ParsedPrompt(NamedTuple):
     """A prompt, tokenized and checked."""
 
-    text: str | None
     token_ids: list[int]
     cache_salt: str
 
@@ -194,7 +193,7 @@ class InputProcessor:
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         self._check_num_tokens(len(ids))
-        return ParsedPrompt(text, ids, cache_salt)
+        return ParsedPrompt(ids, cache_salt)
 
     def _check_num_tokens(self, num_tokens: int) -> None:
         limit = self._info.max_model_len

@@ -42,7 +42,7 @@ def test_numpy_ids_become_plain_integers(processor: InputProcessor) -> None:
 
 def test_ids_win_over_text_and_salt_may_come_with_the_prompt(processor: InputProcessor) -> None:
     parsed = processor.parse_prompt({"prompt": "hello", "prompt_token_ids": [7], "cache_salt": "s"})
-    assert parsed == ("hello", [7], "s")
+    assert parsed == ([7], "s")
 
 
 def test_n_sequences_have_their_own_seeds_and_one_group(processor: InputProcessor) -> None:
