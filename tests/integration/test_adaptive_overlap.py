@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections import Counter
@@ -12,8 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.platform.engine import setup
-from outrider.platform.engine.runner.warm_up import warm_up
 from outrider.spec_decode.control import factory
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
@@ -47,7 +44,6 @@ class Script:
         monkeypatch.setattr(SpeculationPolicy, "choose", lambda policy, rows, *, requests_wait: self.choose(rows))
         monkeypatch.setattr(SpeculationPolicy, "plans_no_drafts", property(lambda policy: False))
         monkeypatch.setattr(factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
-        monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
 
     def choose(self, rows):
         drafter = self.drafters[self.num_decisions // self.spell % len(self.drafters)]
