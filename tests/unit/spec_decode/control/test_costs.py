@@ -33,7 +33,7 @@ def test_times_lie_on_a_line_between_measured_sizes_and_beyond_them():
 def test_a_step_takes_time_however_steep_the_line_through_what_was_measured():
     costs = StepCosts()
     for _ in range(4):
-        costs.add(6, 18, 0.010)
+        costs.add(6, 12, 0.010)
         costs.add(6, 24, 0.030)
     assert costs.seconds(6, 0) == pytest.approx(0.005)
 
