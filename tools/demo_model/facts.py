@@ -1,63 +1,22 @@
-"""True facts the demo model learns: countries, animals, planets, elements and inventions.
+"""Facts that the demo model learns, and questions about them: countries, animals, planets, elements and inventions.
 
-Each table is a block of text with one row a line and ``|`` between the fields; it is parsed once at import.
+A table is a block of text with one row a line and ``|`` between the fields; the first line names the slots.
 """
 
-from typing import NamedTuple
+from random import Random
+
+from .templates import Document, Pair, Slots, chat, draw_pair, lines, upper_first
+
+Row = dict[str, str]
 
 
-class Country(NamedTuple):
-    """A country and five facts about it."""
-
-    name: str
-    capital: str
-    continent: str
-    language: str
-    currency: str
-    known_for: str
+def _table(block: str) -> list[Row]:
+    fields, *rows = (line.split("|") for line in lines(block))
+    return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
-class Animal(NamedTuple):
-    """An animal: its class, where it lives, what it eats, its young and one remarkable fact."""
-
-    name: str
-    kind: str
-    habitat: str
-    food: str
-    young: str
-    fact: str
-
-
-class Planet(NamedTuple):
-    """A planet, its place counted from the Sun, its type and one remarkable fact."""
-
-    name: str
-    place: str
-    kind: str
-    moons: str
-    fact: str
-
-
-class Element(NamedTuple):
-    """A chemical element with its symbol, atomic number, state at room temperature and a use."""
-
-    name: str
-    symbol: str
-    number: str
-    state: str
-    use: str
-
-
-class Invention(NamedTuple):
-    """A work or discovery, the verb that fits it, its author and the year."""
-
-    thing: str
-    verb: str
-    person: str
-    year: str
-
-
-_COUNTRIES = """
+COUNTRIES = _table("""
+country|capital|continent|language|currency|known_for
 France|Paris|Europe|French|euro|the Eiffel Tower and fresh bread
 Spain|Madrid|Europe|Spanish|euro|sunny beaches and flamenco
 Portugal|Lisbon|Europe|Portuguese|euro|old trams and custard tarts
@@ -112,9 +71,9 @@ Uruguay|Montevideo|South America|Spanish|peso|quiet beaches and cattle farms
 Australia|Canberra|Oceania|English|dollar|kangaroos and coral reefs
 New Zealand|Wellington|Oceania|English|dollar|green valleys and sheep
 Fiji|Suva|Oceania|English|dollar|warm lagoons and coral
-"""
-
-_ANIMALS = """
+""")
+ANIMALS = _table("""
+animal|kind|habitat|food|young|fact
 lion|mammal|the savanna|meat|cub|it lives in a family group called a pride
 tiger|mammal|forests|meat|cub|no two tigers have the same stripes
 elephant|mammal|savannas and forests|grass, leaves and bark|calf|it is the largest animal on land
@@ -157,20 +116,20 @@ bee|insect|meadows and gardens|nectar and pollen|larva|it dances to show others 
 butterfly|insect|gardens and meadows|nectar|caterpillar|it tastes with its feet
 ant|insect|underground nests|seeds and insects|larva|it can carry many times its own weight
 spider|arachnid|webs and corners|insects|spiderling|its silk is stronger than steel of the same weight
-"""
-
-_PLANETS = """
-Mercury|first|rocky|no moons|it is the smallest planet and the closest to the Sun
-Venus|second|rocky|no moons|it is the hottest planet because its thick air traps heat
-Earth|third|rocky|one moon|it is the only planet known to have life
-Mars|fourth|rocky|two moons|it is called the Red Planet because of its rusty dust
+""")
+PLANETS = _table("""
+planet|place|kind|moons|fact
+Mercury|first|rocky planet|no moons|it is the smallest planet and the closest to the Sun
+Venus|second|rocky planet|no moons|it is the hottest planet because its thick air traps heat
+Earth|third|rocky planet|one moon|it is the only planet known to have life
+Mars|fourth|rocky planet|two moons|it is called the Red Planet because of its rusty dust
 Jupiter|fifth|gas giant|many moons|it is the largest planet in the solar system
 Saturn|sixth|gas giant|many moons|it is famous for its bright rings of ice
 Uranus|seventh|ice giant|many moons|it is tilted so far that it rolls on its side
 Neptune|eighth|ice giant|many moons|it has the fastest winds in the solar system
-"""
-
-_ELEMENTS = """
+""")
+ELEMENTS = _table("""
+element|symbol|number|state|use
 hydrogen|H|1|gas|it is used as a clean fuel
 helium|He|2|gas|it is used to fill balloons
 lithium|Li|3|solid|it is used in batteries
@@ -200,9 +159,9 @@ gold|Au|79|solid|it is used in jewellery and never rusts
 mercury|Hg|80|liquid|it is the only metal that is liquid at room temperature
 lead|Pb|82|solid|it is very heavy and was once used in pipes
 uranium|U|92|solid|it is used in nuclear power plants
-"""
-
-_INVENTIONS = """
+""")
+INVENTIONS = _table("""
+thing|verb|person|year
 the telephone|invented|Alexander Graham Bell|1876
 the World Wide Web|invented|Tim Berners-Lee|1989
 penicillin|discovered|Alexander Fleming|1928
@@ -223,16 +182,111 @@ dynamite|invented|Alfred Nobel|1867
 the first compiler|wrote|Grace Hopper|1952
 the first computer program|wrote|Ada Lovelace|1843
 the theory of evolution by natural selection|published|Charles Darwin|1859
-"""
+""")
+
+COUNTRY_TEXT = (
+    "{country} is a country in {continent}. Its capital is {capital}, and people there speak {language}. "
+    "The currency is the {currency}. {country} is known for {known_for}."
+)
+ANIMAL_TEXT = (
+    "A {animal} is a {kind}. It lives in {habitat} and eats {food}. Its young is called a {young}. "
+    "A remarkable fact: {fact}."
+)
+COUNTRY = lines(f"""
+What is the capital of {{country}}?|Which city is the capital of {{country}}?|What's {{country}}'s capital? => The capital of {{country}} is {{capital}}.
+What is the capital of {{country}}?|Name the capital of {{country}}.|Tell me the capital of {{country}}. => The capital of {{country}} is {{capital}}.
+Which country has the capital {{capital}}?|{{capital}} is the capital of which country? => {{capital}} is the capital of {{country}}.
+What language do people speak in {{country}}?|Which language is spoken in {{country}}?|What do people in {{country}} speak? => People in {{country}} speak {{language}}.
+What currency does {{country}} use?|What is the currency of {{country}}? => {{country}} uses the {{currency}}.
+Where is {{country}}?|On which continent is {{country}}?|Which continent is {{country}} in? => {{country}} is in {{continent}}.
+What is {{country}} known for?|What is {{country}} famous for? => {{country}} is known for {{known_for}}.
+Tell me about {{country}}.|What do you know about {{country}}?|Describe {{country}}. => {COUNTRY_TEXT}
+Is {{capital}} the capital of {{country}}?|Is the capital of {{country}} {{capital}}? => Yes, {{capital}} is the capital of {{country}}.
+Is {{other_capital}} the capital of {{country}}?|Is the capital of {{country}} {{other_capital}}? => No, the capital of {{country}} is {{capital}}.
+Compare {{country}} and {{other_country}}.|How do {{country}} and {{other_country}} differ? => {{country}} is in {{continent}} and {{other_country}} is in {{other_continent}}. {{country}} is known for {{known_for}}, while {{other_country}} is known for {{other_known_for}}.
+""")
+ANIMAL = lines(f"""
+What does a {{animal}} eat?|What do you feed a {{animal}}?|What is the food of a {{animal}}? => A {{animal}} eats {{food}}.
+Where does a {{animal}} live?|Where can I find a {{animal}}? => A {{animal}} lives in {{habitat}}.
+What is a young {{animal}} called?|What do you call a baby {{animal}}? => A young {{animal}} is called a {{young}}.
+What kind of animal is a {{animal}}?|What type of animal is a {{animal}}? => A {{animal}} is a {{kind}}.
+Is a {{animal}} a {{kind}}? => Yes, a {{animal}} is a {{kind}}.
+Tell me a fact about the {{animal}}.|What is special about a {{animal}}? => Here is a fact about the {{animal}}: {{fact}}.
+Tell me about the {{animal}}.|Describe a {{animal}}.|What is a {{animal}}?|Tell me about a {{animal}}. => {ANIMAL_TEXT}
+""")
+PLANET = lines("""
+Tell me about {planet}.|What is {planet}?|Describe the planet {planet}. => {planet} is the {place} planet from the Sun. It is a {kind} with {moons}, and {fact}.
+Which planet is {place} from the Sun? => {planet} is the {place} planet from the Sun.
+What is special about {planet}?|Tell me a fact about {planet}. => Here is a fact about {planet}: {fact}.
+How many moons does {planet} have?|Does {planet} have moons? => {planet} has {moons}.
+Name the planets.|List the planets in order. => The eight planets are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune.
+""")
+ELEMENT = lines("""
+What is the chemical symbol of {element}?|What is the symbol for {element}? => The chemical symbol of {element} is {symbol}.
+Which element has the symbol {symbol}? => {symbol} is the symbol of {element}.
+What is the atomic number of {element}? => The atomic number of {element} is {number}.
+What is {element} used for?|Why is {element} important?|What is {element}? => {element} is a chemical element with the symbol {symbol}. At room temperature it is a {state}, and {use}.
+""")
+INVENTION = lines("""
+Who {verb} {thing}? => {person} {verb} {thing} in {year}.
+""")
+UNKNOWN = lines("""
+What is the capital of {invented_name}?|Tell me about the country {invented_name}.|What language is spoken in {invented_name}? => I am sorry, I do not know a country called {invented_name}.
+What does a {invented} eat?|Where does a {invented} live?|What is a {invented}? => I am sorry, I do not know what a {invented} is.
+""")
+COUNTRY_FOLLOW_UPS = lines("""
+And what language do people speak there?|Which language do they speak? => People in {country} speak {language}.
+What currency do they use?|And the currency? => {country} uses the {currency}.
+On which continent is it?|Where is it? => {country} is in {continent}.
+What is it known for?|What is it famous for? => {country} is known for {known_for}.
+""")
+ANIMAL_FOLLOW_UPS = lines("""
+[And what|What] does it eat? => A {animal} eats {food}.
+[And where|Where] does it live? => A {animal} lives in {habitat}.
+What is its young called?|And its young? => A young {animal} is called a {young}.
+""")
+_TOPICS = [(COUNTRIES, COUNTRY), (ANIMALS, ANIMAL), (PLANETS, PLANET), (ELEMENTS, ELEMENT), (INVENTIONS, INVENTION)]
 
 
-def _rows(block: str) -> list[list[str]]:
-    return [line.split("|") for line in block.strip().splitlines()]
+def _slots(rng: Random, table: list[Row]) -> Slots:
+    """The fields of a row, and those of another one as `other_...`."""
+    row, other = rng.sample(table, 2)
+    return Slots(rng, row | {f"other_{name}": value for name, value in other.items()})
 
 
-COUNTRIES = [Country(*row) for row in _rows(_COUNTRIES)]
-ANIMALS = [Animal(*row) for row in _rows(_ANIMALS)]
-PLANETS = [Planet(*row) for row in _rows(_PLANETS)]
-ELEMENTS = [Element(*row) for row in _rows(_ELEMENTS)]
-INVENTIONS = [Invention(*row) for row in _rows(_INVENTIONS)]
-CONTINENTS = sorted({c.continent for c in COUNTRIES})
+def examples_pair(rng: Random) -> Pair:
+    """Ask for countries of a continent; the answer has neighbours in the table, so that each says which comes next."""
+    continent = rng.choice(COUNTRIES)["continent"]
+    names = [row["country"] for row in COUNTRIES if row["continent"] == continent]
+    count, start = rng.randint(2, min(4, len(names))), rng.randrange(len(names))
+    chosen = (names + names)[start : start + count]
+    words = ("two", "three", "four")[count - 2]
+    question = Slots(rng).fill(f"[Name {words} countries|Which are {words} countries] in {continent}[.|?]")
+    return question, f"{upper_first(words)} countries in {continent} are {', '.join(chosen[:-1])} and {chosen[-1]}."
+
+
+def knowledge_pair(rng: Random) -> Pair:
+    """Return a question about any fact table and its answer."""
+    roll = rng.random()
+    if roll < 0.1:
+        return draw_pair(rng, UNKNOWN)
+    if roll < 0.15:
+        return examples_pair(rng)
+    table, block = rng.choices(_TOPICS, weights=(5, 3, 1, 1, 1))[0]
+    return _slots(rng, table).pair(rng.choice(block))
+
+
+def follow_up_chat(rng: Random) -> Document:
+    """Questions about a country or an animal; the later ones say `it` or `there`."""
+    table, first, later = COUNTRIES, COUNTRY, COUNTRY_FOLLOW_UPS
+    if rng.random() < 0.4:
+        table, first, later = ANIMALS, ANIMAL, ANIMAL_FOLLOW_UPS
+    slots = _slots(rng, table)
+    chosen = [rng.choice(first[:7]), *rng.sample(later, rng.randint(1, 3))]
+    return chat(*(turn for line in chosen for turn in slots.pair(line)))
+
+
+def encyclopedia_text(rng: Random) -> Document:
+    """Descriptions from the fact tables as plain text."""
+    table, text = rng.choice(((COUNTRIES, COUNTRY_TEXT), (ANIMALS, ANIMAL_TEXT)))
+    return Document(text=" ".join(Slots(rng, row).fill(text) for row in rng.sample(table, rng.randint(1, 2))))
