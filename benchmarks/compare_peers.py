@@ -134,7 +134,7 @@ def run(options: argparse.Namespace, results: Results) -> bool:
 
 def write(options: argparse.Namespace, results: Results, interrupted: bool) -> dict[str, Any]:
     """Write the result as JSON, whole or not at all, and return it."""
-    from machine import describe_machine
+    from outrider.platform.cli.bench.machine import describe_machine
 
     report = {
         "machine": describe_machine() | {"usable_cores": len(os.sched_getaffinity(0))},

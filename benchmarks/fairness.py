@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from machine import describe_machine
 
 from outrider import SamplingParams
+from outrider.platform.cli.bench.machine import describe_machine
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
 from near_ties import answer, compare, make_engine, make_questions
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
+from outrider.platform.cli.bench.machine import describe_machine
 
 KINDS = ("auto", "fp8")
 VOCAB = 1000

@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
-
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters, demo_draft_path
+from outrider.platform.cli.bench.machine import describe_machine
 
 NAMES = ["Anna", "Tom", "Maria", "Ben", "Lena"]
 CITIES = ["Lisbon", "Oslo", "Rome", "Paris", "Vienna", "Cairo", "Tokyo"]
