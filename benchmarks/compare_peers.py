@@ -1,6 +1,6 @@
 """Compare Outrider with other engines on one CPU, with the same models and requests, in turn.
 
-    python benchmarks/compare_peers.py --models DIR --output-json F --plot F.png
+    python benchmarks/compare_peers.py --models DIR --output-json F
         [--peers vllm,transformers,openvino] [--modes base,lora,ngram,draft] [--sizes small,medium] [--rounds 3]
 
 Each peer gets an environment of its own below --envs, made once (some GB each, a few minutes). --models gets what it
@@ -50,7 +50,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="folder of the models")
     parser.add_argument("--output-json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--peers", type=_names(PEERS), default=list(PEERS), help="(default: all)")
     parser.add_argument("--modes", type=_names(MODES), default=list(MODES), help="(default: all)")
     parser.add_argument("--sizes", type=_names(MODELS), default=list(MODELS), help="of the model (default: both)")
@@ -85,17 +84,18 @@ def _requests(text: str) -> list[Size]:
 
 def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, Engine]:
     """Make environments and models. A peer that cannot be made is noted and left out."""
-    from peers.models import DRAFT, make_missing
+    from peers.models import make_missing
 
     models = options.models.resolve()
     with_draft = "draft" in options.modes and not set(DRAFTED).isdisjoint(options.sizes)
-    make_missing(models, options.sizes, with_draft, say)
+    names = [*options.sizes, *(["draft"] if with_draft else [])]
+    make_missing(models, names, options.sizes, say)
     engines = {}
     for name in options.peers:
         try:
             engine = prepare(name, options.envs.resolve(), say)
             if name == "openvino":
-                for model in (*options.sizes, *([DRAFT] if with_draft else [])):
+                for model in names:
                     export_to_openvino(engine, models, model, say)
             engines[name] = engine
         except PeerError as error:
@@ -157,16 +157,12 @@ def write(options: argparse.Namespace, results: Results, interrupted: bool) -> d
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare, measure, write, draw and print; the exit status is 0 when Outrider was measured in every case."""
+    """Prepare, measure, write and print; the exit status is 0 when Outrider was measured in every case."""
     options = parse(arguments)
     results = Results()
     options.output_json.parent.mkdir(parents=True, exist_ok=True)
     interrupted = run(options, results)
     report = write(options, results, interrupted)
-    if options.plot is not None and report["medians"]:
-        from peers.plot import draw
-
-        draw(report, options.plot)
     print(tables(report))
     failed = any(failure["engine"].startswith(OURS) for failure in report["failures"])
     return 130 if interrupted else 1 if failed else 0
