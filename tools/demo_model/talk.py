@@ -8,33 +8,19 @@ from .templates import ASSISTANT_NAMES, ITEMS, NUMBER_WORDS, Document, Pair, Slo
 # title|step|step|...
 _HOWTOS = lines("""
 make tea|Boil fresh water.|Put a tea bag in a cup.|Pour the hot water over it.|Wait three minutes.|Remove the tea bag and enjoy.
-make coffee|Boil some water.|Put ground coffee in a filter.|Pour the water slowly over the coffee.|Serve it in a warm cup.
-boil an egg|Bring a pot of water to the boil.|Lower the egg in gently.|Wait eight minutes.|Cool it under cold water and peel it.
 cook rice|Rinse the rice in cold water.|Add two cups of water for each cup of rice.|Cover the pot and cook it on low heat.|Let it rest for five minutes.
-cook pasta|Boil a large pot of salted water.|Add the pasta and stir.|Cook it for ten minutes.|Drain it and add your sauce.
 make pancakes|Mix flour, milk and eggs.|Heat some butter in a pan.|Pour in a thin layer of batter.|Turn it when the edges are brown.
 bake bread|Mix flour, water, salt and yeast.|Knead the dough for ten minutes.|Let it rise for an hour.|Bake it until the crust is golden.
-make a salad|Wash the lettuce.|Cut tomatoes and cucumber.|Mix oil, vinegar and salt.|Pour the dressing over the salad.
 plant a tree|Dig a hole twice as wide as the roots.|Set the tree in the hole.|Fill the hole with soil.|Water it well.
-water plants|Check whether the soil is dry.|Pour water slowly at the base.|Stop when water runs out below.|Empty the saucer after a while.
 wash your hands|Wet your hands with warm water.|Rub them with soap for twenty seconds.|Rinse them well.|Dry them with a clean towel.
 sleep better|Go to bed at the same time every night.|Keep the room dark and cool.|Put your phone away an hour before.|Avoid coffee in the evening.
 learn a language|Learn ten new words every day.|Listen to songs and stories.|Speak with other people often.|Do not be afraid of mistakes.
-study for a test|Make a plan for the week.|Read your notes aloud.|Solve old questions.|Sleep well before the test.
-clean a window|Mix warm water with a little soap.|Wipe the glass with a soft cloth.|Dry it with a clean towel.|Polish the corners.
 change a tire|Stop in a safe place.|Lift the car with a jack.|Swap the flat tire for the spare.|Tighten the bolts and lower the car.
-fix a bicycle chain|Turn the bicycle upside down.|Push the chain back onto the gears.|Turn the pedals slowly.|Add a few drops of oil.
 pack a suitcase|Make a list of what you need.|Roll your clothes.|Put shoes at the bottom.|Keep your documents on top.
 write a letter|Start with a greeting.|Say why you are writing.|Keep your sentences short.|End with a kind word and your name.
-make a budget|Write down your income.|List your costs.|Take the costs from the income.|Save a part of what is left.
 save energy|Switch off lights you do not need.|Wash clothes with cold water.|Close the windows when you heat.|Use efficient lamps.
-save water|Take short showers.|Turn off the tap while you brush your teeth.|Repair leaks quickly.|Water plants in the evening.
-build a campfire|Choose a safe place away from trees.|Put stones in a circle.|Stack dry wood in the middle.|Light it and keep water nearby.
 take a good photo|Look for soft light.|Hold the camera steady.|Keep the background simple.|Take several pictures.
 stay healthy|Eat fruit and vegetables.|Drink enough water.|Move every day.|Sleep eight hours.
-prepare for an interview|Read about the company.|Practise common questions.|Choose clean clothes.|Arrive ten minutes early.
-start a garden|Choose a sunny place.|Loosen the soil.|Plant the seeds in rows.|Water them every day.
-train a dog|Use short and clear words.|Give a treat after each success.|Practise a few minutes each day.|Be patient and kind.
 """)
 
 # term|definition
@@ -42,26 +28,12 @@ _DEFINITIONS = lines("""
 photosynthesis|Photosynthesis is the way plants make food from sunlight. They take in water and carbon dioxide and give off oxygen.
 gravity|Gravity is the force that pulls things toward each other. It keeps us on the ground and the planets around the Sun.
 an atom|An atom is the smallest part of an element. It has a nucleus of protons and neutrons with electrons around it.
-a molecule|A molecule is a group of atoms that are joined together. Water is a molecule of two hydrogen atoms and one oxygen atom.
 a volcano|A volcano is an opening in the ground where hot rock comes out. The hot rock is called lava.
-an earthquake|An earthquake is a shaking of the ground. It happens when large plates of rock move against each other.
 a rainbow|A rainbow is an arc of colours in the sky. It appears when sunlight shines through drops of rain.
-a desert|A desert is a place with very little rain. Only plants and animals that need little water can live there.
-the water cycle|The water cycle is the path of water on Earth. Water rises as vapour, forms clouds and falls again as rain.
-evaporation|Evaporation is the change of a liquid into a gas. Wet clothes dry because the water in them evaporates.
 electricity|Electricity is the flow of tiny charged particles. It powers lamps, computers and trains.
-a magnet|A magnet is an object that attracts iron. Every magnet has a north pole and a south pole.
 energy|Energy is the ability to do work. It can change its form, but it is never lost.
-a battery|A battery is a device that stores energy. It turns chemical energy into electricity.
-DNA|DNA is a long molecule that carries the plan of a living thing. It is found in almost every cell.
 a cell|A cell is the smallest unit of life. Every plant and animal is made of cells.
 the heart|The heart is a muscle that pumps blood through the body. It beats about seventy times a minute.
-the brain|The brain is the organ that controls the body. It receives signals from the senses and stores memories.
-a vaccine|A vaccine is a medicine that prepares the body for a disease. It teaches the body to defend itself.
-an ecosystem|An ecosystem is a group of living things and their surroundings. Plants, animals, water and soil all depend on each other.
-democracy|Democracy is a form of government in which the people choose their leaders. Everyone's vote counts the same.
-inflation|Inflation is a general rise in prices. It means that the same money buys less than before.
-a budget|A budget is a plan for spending money. It compares what comes in with what goes out.
 an algorithm|An algorithm is a list of clear steps that solves a problem. A recipe is an algorithm for cooking.
 a computer|A computer is a machine that follows instructions. It reads data, works on it and shows the result.
 a database|A database is an organised collection of data. It is made of tables that can be searched with queries.
@@ -77,14 +49,8 @@ a draft model|A draft model is a small language model that guesses what a larger
 a cache|A cache is a place for results that will be needed again. Reading from a cache is faster than doing the work twice.
 a server|A server is a computer that answers requests from other computers. Web pages come from servers.
 machine learning|Machine learning is a way for computers to learn from examples. The program finds patterns instead of following fixed rules.
-a novel|A novel is a long story in a book. It usually has several chapters and many characters.
-a poem|A poem is a short text with rhythm and images. Some poems rhyme.
-a metaphor|A metaphor is a way to describe one thing as if it were another. For example, time is a river.
-an adjective|An adjective is a word that describes a noun. In the phrase a red lamp, red is the adjective.
-a verb|A verb is a word for an action or a state. Run, eat and sleep are verbs.
 a triangle|A triangle is a shape with three sides. Its angles add up to 180 degrees.
 a prime number|A prime number is a number that can only be divided by one and itself. Two, three, five and seven are prime numbers.
-a fraction|A fraction is a part of a whole. One half and three quarters are fractions.
 """)
 
 SMALL_TALK = lines("""
