@@ -21,7 +21,6 @@ lora alone: its assisted generation takes one request at a time. Ctrl-C ends the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -32,6 +31,9 @@ from typing import Any
 from peers.environments import PEERS, Engine, PeerError, export_to_openvino, prepare
 from peers.report import ADAPTIVE, NOTE, OURS, summarize, tables
 from peers.session import SIZES, Case, Results, Session, Size
+
+from outrider.platform.cli.bench.machine import describe_machine
+from outrider.platform.cli.bench.options import positive, write_json
 
 MODES = ("base", "lora", "ngram", "draft")
 MODELS = ("small", "medium")
@@ -54,16 +56,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", type=_names(MODES), default=list(MODES), help="(default: all)")
     parser.add_argument("--sizes", type=_names(MODELS), default=list(MODELS), help="of the model (default: both)")
     parser.add_argument("--requests", type=_requests, default=list(SIZES), help="(default: 1,8,32)")
-    parser.add_argument("--rounds", type=_positive, default=3, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="(default: %(default)s)")
     parser.add_argument("--envs", type=Path, default=ENVS, metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument("--timeout", type=_positive, default=900, help="seconds for one answer (default: %(default)s)")
+    parser.add_argument("--timeout", type=positive, default=900, help="seconds for one answer (default: %(default)s)")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
 
 
 def _names(known: Sequence[str] | dict[str, Any]) -> Any:
@@ -134,8 +130,6 @@ def run(options: argparse.Namespace, results: Results) -> bool:
 
 def write(options: argparse.Namespace, results: Results, interrupted: bool) -> dict[str, Any]:
     """Write the result as JSON, whole or not at all, and return it."""
-    from outrider.platform.cli.bench.machine import describe_machine
-
     report = {
         "machine": describe_machine() | {"usable_cores": len(os.sched_getaffinity(0))},
         "load_average": os.getloadavg(),
@@ -150,9 +144,7 @@ def write(options: argparse.Namespace, results: Results, interrupted: bool) -> d
         },
         "versions": {start["engine"]: start["versions"] for start in results.starts},
     } | summarize(results)
-    unfinished = options.output_json.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(options.output_json)
+    write_json(report, options.output_json)
     return report
 
 

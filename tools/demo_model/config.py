@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SEED = 20
 VOCAB_SIZE = 2048
@@ -25,19 +26,20 @@ CHAT_TEMPLATE = """\
 """
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The shape of a Llama model with heads of 32."""
-
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-
-
-BASE_SHAPE = ModelShape(hidden=256, layers=5, intermediate=512, heads=8, kv_heads=4)
-DRAFT_SHAPE = ModelShape(hidden=128, layers=2, intermediate=256, heads=4, kv_heads=2)
+BASE_SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 5,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+DRAFT_SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 RANKS = {"json": 16, "sql": 8, "support": 8}
 """Ranks of the adapters."""
 DRAFT_LORA_RANK = 8

@@ -16,19 +16,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ...models.demo import DEMO_MODEL_NAME
-from .config import (
-    BASE_SHAPE,
-    BOS_ID,
-    DRAFT_SHAPE,
-    END_ID,
-    MAX_POSITION,
-    PAD_ID,
-    RANKS,
-    SEED,
-    VOCAB_SIZE,
-    Demo,
-    ModelShape,
-)
+from .config import BASE_SHAPE, BOS_ID, DRAFT_SHAPE, END_ID, MAX_POSITION, PAD_ID, RANKS, SEED, VOCAB_SIZE, Demo
 from .mixture import adapter_document, base_document
 from .templates import Document
 
@@ -174,15 +162,10 @@ def train(
     state.unlink(missing_ok=True)
 
 
-def _new_model(shape: ModelShape) -> LlamaForCausalLM:
+def _new_model(shape: dict[str, Any]) -> LlamaForCausalLM:
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
         head_dim=32,
         max_position_embeddings=MAX_POSITION,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
@@ -190,6 +173,7 @@ def _new_model(shape: ModelShape) -> LlamaForCausalLM:
         pad_token_id=PAD_ID,
         bos_token_id=BOS_ID,
         eos_token_id=END_ID,
+        **shape,
     )
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=END_ID, pad_token_id=PAD_ID)
