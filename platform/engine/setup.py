@@ -30,7 +30,7 @@ from .memory.block_pool import BlockPool
 from .memory.prefix_cache import PrefixCache
 from .queue.gates import DraftLimits
 from .queue.scheduler import Scheduler
-from .runner.device_queue import make_queue
+from .runner.device_queue import DeviceQueue
 from .runner.graphs import capture_ahead, make_graphs
 from .runner.model_runner import ModelRunner, RunnerParts
 from .runner.rehearsal import rehearse_adapter, rehearse_prompts
@@ -84,9 +84,9 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
             drafter,
             adapters.prepare,
             adapters.prepare_head,
+            DeviceQueue(device, asynchronous=config.async_scheduling),
             graphs,
             logits,
-            make_queue(device, asynchronous=config.async_scheduling),
             speculation.policy,
         )
     )

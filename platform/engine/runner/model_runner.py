@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Continued, Request
 from ..queue.outcome import until_stop
 from ..sampling.sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
-from .device_queue import AtOnce, DeviceQueue, Ticket
+from .device_queue import DeviceQueue, Stopwatch
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
 
 LOGITS_CHUNK = 128
@@ -43,12 +44,12 @@ class RunnerParts(NamedTuple):
     """For the tokens of a forward pass."""
     prepare_head: AdapterPreparer
     """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
+    queue: DeviceQueue
+    """Where a step's work goes."""
     graphs: PassGraphs | None = None
     """For decodes and verifications; None: every pass is launched piece by piece."""
     logits: Tensor | None = None
     """Where captured passes put them: `PassGraphs.token_logits`."""
-    queue: DeviceQueue | None = None
-    """Where a step's work goes; None: the host waits for it."""
     policy: SpeculationPolicy | None = None
     """Chooses numbers of drafts and observes each step; None: they are fixed."""
 
@@ -73,7 +74,10 @@ class _Queued(NamedTuple):
     """Of the rows that reach their end; None where no step is launched before the host knows it."""
     proposals: list[Proposal] | None
     """Of each row, where the device drafted without the host."""
+    stopwatch: Stopwatch
+    """Time of the forward pass, sampling and verification."""
     capture_seconds: float
+    """Seconds of that time which only first steps take."""
 
 
 @dataclass(slots=True)
@@ -81,7 +85,7 @@ class Launched:
     """A step under way."""
 
     plan: StepPlan
-    ticket: Ticket[_Queued]
+    work: Future[_Queued]
     places: dict[Request, int]
     """Which of the rows that reach their end is whose."""
 
@@ -95,7 +99,7 @@ class ModelRunner:
         self._sampler = parts.sampler
         self._drafter = parts.drafter
         self._policy = parts.policy
-        self._queue = parts.queue or AtOnce()
+        self._queue = parts.queue
         needs = parts.drafter.needs
         self._drafter_has_layers = bool(needs.kv_layers)
         self._drafts_on_device = needs.drafts_on_device
@@ -136,21 +140,21 @@ class ModelRunner:
         """
         prepared = prepare(plan, {} if before is None else before.places)
         is_followed = plan.drafts_on_device or (self._queue.overlaps and not any(row.num_drafts for row in plan.rows))
-        earlier = before.ticket if before is not None and prepared.followed else None
-        ticket = self._queue.submit(lambda: self._work(prepared, earlier, is_followed))
+        earlier = before.work if before is not None and prepared.followed else None
+        work = self._queue.submit(lambda: self._work(prepared, earlier, is_followed))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
-        return Launched(plan, ticket, places)
+        return Launched(plan, work, places)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step, and draft for the next one unless the device has. Its predecessors are committed."""
-        plan, queued = launched.plan, launched.ticket.value()
+        plan, queued = launched.plan, launched.work.result()
         results = iter(queued.sampling.collect() if queued.sampling is not None else ())
         sampled = [
             _without_nan(row.request, next(results) if row.samples else Sampled([], 0), prompt)
             for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True)
         ]
-        seconds = launched.ticket.seconds() - queued.capture_seconds
+        seconds = queued.stopwatch.seconds() - queued.capture_seconds
         started = time.perf_counter() - self._capture_seconds
         target = TargetOutput(queued.output.hidden, queued.output.aux)
         rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
@@ -194,17 +198,17 @@ class ModelRunner:
         return 0.0 if self._graphs is None else self._graphs.capture_seconds
 
     @torch.inference_mode()
-    def _work(self, prepared: Prepared, before: Ticket[_Queued] | None, is_followed: bool) -> _Queued:
+    def _work(self, prepared: Prepared, before: Future[_Queued] | None, is_followed: bool) -> _Queued:
         """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
 
         Args:
             before: The step that rows which await a token continue; its work is done.
             is_followed: Whether another step may follow before the host knows the outcome.
         """
-        captured = self._capture_seconds
+        stopwatch, captured = Stopwatch(self._model.device), self._capture_seconds
         most = 0
         if before is not None:
-            queued = before.value()
+            queued = before.result()
             assert queued.outcome is not None, "no step was to follow before the host knew the outcome"
             prepared = continued(prepared, queued.outcome, queued.proposals or ())
             most = queued.outcome.most_rejected
@@ -215,16 +219,17 @@ class ModelRunner:
         if sampling is not None and is_followed:
             outcome = sampling.outcome(self._model.config.vocab_size)
             outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
-        seconds = self._capture_seconds - captured  # those of drafting are not in the step's time either
-        if prepared.drafting:
-            proposals = self._draft_on_device(prepared, computed.output, outcome, most)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []
         offset = 0
         for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
             hidden = computed.output.hidden[offset : offset + count]
             prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
             offset += count
-        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
+        stopwatch.stop()  # tokens are delivered while the device drafts
+        seconds = self._capture_seconds - captured
+        if prepared.drafting:
+            proposals = self._draft_on_device(prepared, computed.output, outcome, most)
+        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, stopwatch, seconds)
 
     def _draft_on_device(
         self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None, most: int
@@ -237,7 +242,6 @@ class ModelRunner:
                 self._drafter.watch(rows, target)
             return [Proposal(NO_DRAFTS, 0) for _ in rows]
         assert outcome is not None, "rows with drafts reach their end"
-        self._queue.mark()  # tokens are delivered while the device drafts
         return self._drafter.propose(drafting_rows(prepared, outcome), target)
 
     def _forward(self, prepared: Prepared) -> _Computed:
