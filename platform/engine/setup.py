@@ -22,7 +22,7 @@ from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_t
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
-from ..core.speculative_config import SpeculativeConfig, parse_speculative
+from ..core.speculative_config import parse_speculative
 from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
 from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
 from .hardware import find_hardware
@@ -249,15 +249,15 @@ def _make_sampler(config: EngineConfig) -> Sampler:
 def _make_scheduler(config: EngineConfig, speculation: Speculation, adapters: AdapterManager | NoAdapters) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
     gates = [adapters, PrefixNamespaces(adapters.namespace), AdmissionTimes()]
-    limits = DraftLimits()
-    if config.speculative is not None:
-        limits = _draft_limits(config, config.speculative, speculation)
     cache = PrefixCache(pool, config.cache.block_size)
-    return Scheduler(config.scheduler, pool, cache, gates, limits, speculation.policy)
+    return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 
 
-def _draft_limits(config: EngineConfig, options: SpeculativeConfig, speculation: Speculation) -> DraftLimits:
-    needs, most = speculation.drafter.needs, options.num_speculative_tokens
+def _draft_limits(config: EngineConfig, speculation: Speculation) -> DraftLimits:
+    options, needs = config.speculative, speculation.drafter.needs
+    if options is None:
+        return DraftLimits(overlaps=config.async_scheduling)
+    most = options.num_speculative_tokens
     if speculation.policy is None:
         most = min(most, needs.max_drafts)
     return DraftLimits(

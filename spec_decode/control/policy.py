@@ -267,7 +267,7 @@ class SpeculationPolicy:
         if seconds > 0.0 and rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
             # Where the device drafts, what lies between two steps is the drafting after the first of them.
-            about = self._asked if plan.drafts_on_device else asked
+            about = self._asked if plan.is_followed else asked
             if about is not None and gap is not None and (gap < LONGEST_GAP or about[1]):
                 self._drafts.add(about[0], len(rows), about[1], gap)
             self._charge_trials(rows, seconds)
@@ -300,7 +300,7 @@ class SpeculationPolicy:
                 state.is_right = 0 < row.num_drafts == got.num_accepted
                 if row.max_new_drafts:
                     for counts in _counts_of(state, row.drafter):
-                        counts.add_offer(has_drafts=len(got.drafts.token_ids) > 0)
+                        counts.add_offer(has_drafts=len(row.request.drafts.token_ids) > 0)
             if row.max_new_drafts:
                 state.proposed_by = row.drafter
             if state.trial_rounds and row.samples:

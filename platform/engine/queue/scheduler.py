@@ -130,14 +130,9 @@ class Scheduler:
             row.request.under_way.append(row)
 
     def may_plan_beside(self, plan: StepPlan) -> bool:
-        """Return whether the next step can be planned while `plan` is under way: not where its drafts wait for the
-        outcome, as bad words of several tokens do, which the host finds by the first of them; or where a sequence under
-        way has to make way."""
-        if self._needs_commit:
-            return False
-        if self._draft_limits.num_drafts:
-            return plan.drafts_on_device
-        return not any(row.samples and row.request.reads_tokens for row in plan.rows)
+        """Return whether the next step can be planned while `plan` is under way: not where a sequence under way has to
+        make way."""
+        return plan.is_followed and not self._needs_commit
 
     def abandon(self) -> None:
         """Take in that what is under way brings nothing: its rows will be planned again."""
@@ -340,8 +335,6 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed`."""
         deltas, self._failed = self._failed, []
-        if self._throttle is not None:
-            self._throttle.took(plan, result.seconds)
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
             request.land(row)
@@ -361,6 +354,11 @@ class Scheduler:
             if delta.finish_reason is not None or delta.error is not None:
                 self._finish(request)
         return deltas
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from the time of a step, drafting included."""
+        if self._throttle is not None:
+            self._throttle.took(plan, seconds)
 
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""

@@ -1,4 +1,4 @@
-"""Runs one planned step on the device: build the batch, forward, sample and verify, propose."""
+"""Runs one planned step on the device: build the batch, forward, sample and verify, draft."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,7 @@ from ....spec_decode.control.policy import SpeculationPolicy
 from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
 from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
-from ...core.request import NO_DRAFTS, Continued, Request
-from ..queue.outcome import until_stop
+from ...core.request import NO_DRAFTS, Request, Status
 from ..sampling.sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
 from .device_queue import DeviceQueue, Stopwatch
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
@@ -88,6 +88,8 @@ class Launched:
     work: Future[_Queued]
     places: dict[Request, int]
     """Which of the rows that reach their end is whose."""
+    block_tables: list[list[int]]
+    """KV blocks of each row, also of a sequence that has finished meanwhile."""
 
 
 class ModelRunner:
@@ -128,52 +130,50 @@ class ModelRunner:
         """Whether a step may be launched while another one runs."""
         return self._queue.overlaps
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step. Does not change requests: `Scheduler.commit` does."""
-        return self.collect(self.launch(plan)) if plan.rows else StepResult([])
-
     def launch(self, plan: StepPlan, before: Launched | None = None) -> Launched:
         """Have a step computed after those launched before; `plan` has rows. Errors come out of `collect`.
 
         Args:
             before: The step under way, whose tokens the rows of `plan` continue.
         """
-        prepared = prepare(plan, {} if before is None else before.places)
-        is_followed = plan.drafts_on_device or (self._queue.overlaps and not any(row.num_drafts for row in plan.rows))
+        drafts = plan.is_followed and self._drafts_on_device
+        prepared = prepare(plan, {} if before is None else before.places, drafts=drafts)
         earlier = before.work if before is not None and prepared.followed else None
-        work = self._queue.submit(lambda: self._work(prepared, earlier, is_followed))
+        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.is_followed))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
-        return Launched(plan, work, places)
+        return Launched(plan, work, places, prepared.rows.block_tables)
 
-    @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step, and draft for the next one unless the device has. Its predecessors are committed."""
+        """Wait for a step. Does not change requests: `Scheduler.commit` does."""
         plan, queued = launched.plan, launched.work.result()
         results = iter(queued.sampling.collect() if queued.sampling is not None else ())
-        sampled = [
-            _without_nan(row.request, next(results) if row.samples else Sampled([], 0), prompt)
-            for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True)
-        ]
-        seconds = queued.stopwatch.seconds() - queued.capture_seconds
+        rows = []
+        for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True):
+            got = _without_nan(row.request, next(results) if row.samples else Sampled([], 0), prompt)
+            rows.append(RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, got.error))
+        return StepResult(rows, queued.stopwatch.seconds() - queued.capture_seconds)
+
+    @torch.inference_mode()
+    def draft(self, launched: Launched, result: StepResult) -> float:
+        """Give the sequences of a committed step their drafts for the next one: the device's, where it has drafted
+        without the host. Returns the seconds of the step and of drafting."""
+        plan, queued = launched.plan, launched.work.result()
         started = time.perf_counter() - self._capture_seconds
-        target = TargetOutput(queued.output.hidden, queued.output.aux)
-        rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
-        if queued.proposals is None:
-            drafts = self._draft(rows, target)
-        else:
-            drafts = [_settled(proposal, row) for proposal, row in zip(queued.proposals, rows, strict=True)]
-            if not self._drafts_on_device:
-                self._drafter.watch(rows, target)
-        result = StepResult(
-            [
-                RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
-                for got, prompt, (draft, computed) in zip(sampled, queued.prompt_logprobs, drafts, strict=True)
-            ],
-            seconds + time.perf_counter() - self._capture_seconds - started,
-        )
+        proposals = queued.proposals
+        if proposals is None:
+            offsets = accumulate((row.num_tokens for row in plan.rows), initial=0)
+            parts = zip(plan.rows, result.rows, launched.block_tables, offsets, strict=False)
+            proposals = self._draft([_draft_row(*part) for part in parts], TargetOutput(*queued.output))
+        for row, proposal in zip(plan.rows, proposals, strict=True):
+            request, num_computed = row.request, proposal.num_draft_computed
+            if request.status is not Status.RUNNING:
+                continue
+            if queued.proposals is not None:  # the device drafted after tokens whose number it did not tell
+                num_computed = len(request.tokens) if num_computed else request.num_draft_computed
+            request.drafts, request.num_draft_computed = proposal.drafts, num_computed
         if self._policy is not None:
-            self._policy.observe(plan, result, seconds)
-        return result
+            self._policy.observe(plan, result, result.seconds)
+        return result.seconds + time.perf_counter() - self._capture_seconds - started
 
     def _draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts for the next step, made by the host or for it."""
@@ -238,8 +238,7 @@ class ModelRunner:
         rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot, most)
         target = TargetOutput(output.hidden, output.aux, step)
         if not any(row.max_drafts for row in rows):
-            if self._drafts_on_device:  # else `collect` does, in the thread of all its other calls
-                self._drafter.watch(rows, target)
+            self._drafter.watch(rows, target)
             return [Proposal(NO_DRAFTS, 0) for _ in rows]
         assert outcome is not None, "rows with drafts reach their end"
         return self._drafter.propose(drafting_rows(prepared, outcome), target)
@@ -294,37 +293,20 @@ def _without_nan(request: Request, got: Sampled, prompt: list[TokenLogprobs] | N
     return got
 
 
-def _offsets(plan: StepPlan) -> list[int]:
-    """Where each row begins among the step's tokens."""
-    offsets, total = [], 0
-    for row in plan.rows:
-        offsets.append(total)
-        total += row.num_tokens
-    return offsets
-
-
-def _settled(proposal: Proposal, row: DraftRow) -> Proposal:
-    """`proposal` now that it is known after how many tokens it was made."""
-    return proposal._replace(num_draft_computed=len(row.tokens) if proposal.num_draft_computed else row.num_draft_valid)
-
-
-def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
-    """What drafters see of it: neither drafts that were right behind the end of the text, nor a wish for more."""
+def _draft_row(row: RowPlan, got: RowResult, block_table: list[int], first_index: int) -> DraftRow:
+    """The row as drafters see it, after its commit."""
     request = row.request
-    token_ids, is_stopped = until_stop(request, got.token_ids)
-    num_accepted = min(got.num_accepted, len(token_ids))
     return DraftRow(
         request=request,
-        tokens=Continued(request.tokens, token_ids) if token_ids else request.tokens,
-        num_valid=row.end - (row.num_drafts - num_accepted),
-        # One past the last position whose token is what the drafter saw: later ones held rejected drafts.
-        num_draft_valid=min(request.num_draft_computed, len(request.tokens) + num_accepted),
-        max_drafts=0 if got.error is not None or is_stopped else row.max_new_drafts,
-        block_table=request.blocks,
-        sampled=bool(token_ids),
+        tokens=request.tokens,
+        num_valid=min(row.end - (row.num_drafts - got.num_accepted), len(request.tokens)),
+        num_draft_valid=request.num_draft_computed,
+        max_drafts=row.max_new_drafts if request.status is Status.RUNNING else 0,
+        block_table=block_table,
+        sampled=bool(got.token_ids),
         start=row.start,
-        first_index=offset,
+        first_index=first_index,
         num_drafts=row.num_drafts,
-        num_accepted=num_accepted,
+        num_accepted=got.num_accepted,
         drafter=row.drafter,
     )

@@ -79,6 +79,11 @@ class Device:
             raise RuntimeError("the device has failed")
         return StepResult(self.results(launched))
 
+    def draft(self, launched, result):
+        """After the commit of the step."""
+        self.events.append(("draft", launched.number))
+        return 0.0
+
     def told(self, plan, before):
         return Launched(plan, before)
 
@@ -119,7 +124,9 @@ class Seats:
 def make(num_blocks=30, limits=None, gates=(), chooser=None, **config):
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "policy": "fcfs"} | config
     pool = BlockPool(num_blocks)
-    return Scheduler(SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK), gates, limits or DraftLimits(), chooser)
+    return Scheduler(
+        SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK), gates, limits or DraftLimits(overlaps=True), chooser
+    )
 
 
 def pipe(scheduler, device):
@@ -209,18 +216,19 @@ def test_the_next_step_is_planned_while_one_runs():
     for name in "ab":
         scheduler.add(request(name, [1, 2, 3], 6))
     finish(scheduler, pipe(scheduler, device))
-    assert device.events[:6] == [
+    events = [event for event in device.events if event[0] != "draft"]
+    assert events[:6] == [
         ("launch", 1), ("launch", 2), ("collect", 1), ("launch", 3), ("collect", 2), ("launch", 4),
     ]  # fmt: skip
     assert device.num_launched == 6, "a step was planned past max_tokens"
 
 
 def test_a_runner_that_does_not_overlap_gets_one_step_at_a_time():
-    scheduler, device = make(), Device(lazy=False)
+    scheduler, device = make(limits=DraftLimits()), Device(lazy=False)
     device.overlaps = False
     scheduler.add(request("a", [1, 2, 3], 3))
     assert finish(scheduler, pipe(scheduler, device))["a"] == expected([1, 2, 3], 3)
-    assert device.events == [(kind, number) for number in (1, 2, 3) for kind in ("launch", "collect")]
+    assert device.events == [(kind, number) for number in (1, 2, 3) for kind in ("launch", "collect", "draft")]
 
 
 READERS = [{"bad_words_token_ids": [[4], [5, 6]]}, {"bad_words_token_ids": [[5, 6, 7]], "presence_penalty": 0.5}]
