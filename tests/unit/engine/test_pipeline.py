@@ -81,7 +81,6 @@ class Device:
 
     def draft(self, launched, result):
         """After the commit of the step."""
-        self.events.append(("draft", launched.number))
         return 0.0
 
     def told(self, plan, before):
@@ -216,8 +215,7 @@ def test_the_next_step_is_planned_while_one_runs():
     for name in "ab":
         scheduler.add(request(name, [1, 2, 3], 6))
     finish(scheduler, pipe(scheduler, device))
-    events = [event for event in device.events if event[0] != "draft"]
-    assert events[:6] == [
+    assert device.events[:6] == [
         ("launch", 1), ("launch", 2), ("collect", 1), ("launch", 3), ("collect", 2), ("launch", 4),
     ]  # fmt: skip
     assert device.num_launched == 6, "a step was planned past max_tokens"
@@ -228,7 +226,7 @@ def test_a_runner_that_does_not_overlap_gets_one_step_at_a_time():
     device.overlaps = False
     scheduler.add(request("a", [1, 2, 3], 3))
     assert finish(scheduler, pipe(scheduler, device))["a"] == expected([1, 2, 3], 3)
-    assert device.events == [(kind, number) for number in (1, 2, 3) for kind in ("launch", "collect", "draft")]
+    assert device.events == [(kind, number) for number in (1, 2, 3) for kind in ("launch", "collect")]
 
 
 READERS = [{"bad_words_token_ids": [[4], [5, 6]]}, {"bad_words_token_ids": [[5, 6, 7]], "presence_penalty": 0.5}]
