@@ -328,6 +328,26 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
     assert outputs == {name: expected([ord(name)] * 7, 9) for name in "abc"}
 
 
+@pytest.mark.parametrize("verb", ["draft", "launch"])
+def test_tokens_of_a_committed_step_are_told_after_an_error_behind_it(verb):
+    """Readers of tokens are planned after the commit, so that the next launch comes behind it."""
+    scheduler, device = make(), Device()
+    pipeline, outputs = pipe(scheduler, device), {}
+    scheduler.add(request("a", [1, 2], 9, READERS[0]))
+    step(scheduler, pipeline, outputs)
+    working = getattr(device, verb)
+
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    setattr(device, verb, broken)
+    with pytest.raises(RuntimeError, match="no memory"):
+        step(scheduler, pipeline, outputs)
+    assert not pipeline.is_idle
+    setattr(device, verb, working)
+    assert finish(scheduler, pipeline, outputs)["a"] == expected([1, 2], 9)
+
+
 def test_an_error_while_a_step_is_launched_ends_the_one_under_way():
     scheduler, device = make(), Device()
     pipeline, outputs = pipe(scheduler, device), {}
