@@ -24,7 +24,7 @@ from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
-from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
+from .features import NoAdapters, PrefixNamespaces
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
 from .memory.prefix_cache import PrefixCache
@@ -248,7 +248,7 @@ def _make_sampler(config: EngineConfig) -> Sampler:
 
 def _make_scheduler(config: EngineConfig, speculation: Speculation, adapters: AdapterManager | NoAdapters) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
-    gates = [adapters, PrefixNamespaces(adapters.namespace), AdmissionTimes()]
+    gates = [adapters, PrefixNamespaces(adapters.namespace)]
     cache = PrefixCache(pool, config.cache.block_size)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 

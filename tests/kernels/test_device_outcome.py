@@ -18,8 +18,9 @@ from outrider.kernels.device_outcome import (
     host_ids,
 )
 from outrider.kernels.verification import pack
+from outrider.platform.core.batch import RowResult
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.sampling.sampler import Pending, Ready, Sampled, Sampler, SampleRow
+from outrider.platform.engine.sampling.sampler import Pending, Ready, Sampler, SampleRow
 from outrider.spec_decode.drafters.base import DraftRow
 from outrider.spec_decode.verify.draft_sampling import Drafting, draw, join_drafts, last_drafts
 from outrider.spec_decode.verify.verification import Rule, choose_rule
@@ -199,7 +200,7 @@ def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
 
 
 def test_ready_rows_without_tokens_leave_a_zero():
-    out = Ready([Sampled([4, 6], 1), Sampled([], 0)], [3, 1], torch.device("cpu")).outcome(10)
+    out = Ready([RowResult([4, 6], 1), RowResult([])], [3, 1], torch.device("cpu")).outcome(10)
     assert out.next_tokens.tolist() == [6, 0]
     assert (out.tokens.tolist(), out.rejected.tolist()) == ([4, 6, 0, 0], [1, 0, 0])
 

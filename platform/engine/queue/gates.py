@@ -11,7 +11,7 @@ from ...core.request import Request
 
 
 class Gate(Protocol):
-    """Something a sequence must hold while it runs, beside KV blocks."""
+    """Something a sequence must hold while it runs, beside KV blocks. By default nothing is held."""
 
     def admit(self, request: Request) -> str | None:
         """Take it and return None, or return the reason to wait. A typed error fails this request alone."""

@@ -10,6 +10,7 @@ Whatever depends on the token, or takes from a sequence under way, waits for the
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
@@ -53,7 +54,7 @@ class Scheduler:
         self._chooser = chooser
         policy = POLICIES[config.policy]
         self._queue = RequestQueue(policy, config.fair, config.max_num_batched_tokens)
-        self._is_metered = policy.is_metered
+        self._is_metered = policy.by_tenant
         self._throttle = PromptThrottle() if config.prompt_pacing else None
         self._requests: dict[str, Request] = {}
         self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
@@ -211,14 +212,18 @@ class Scheduler:
     def _preempt(self, request: Request, step: StepBudget) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
         step.drop(request)
-        self._take_back(request)
-        for gate in self._gates:
-            gate.release(request)
+        self._release(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.status = Status.WAITING
-        self._count_sibling(request, -1)
+        self._running_siblings[request.group or ""] -= 1
         self._queue.stop(request)
+
+    def _release(self, request: Request) -> None:
+        """Take all that a sequence holds, which it will ask for again."""
+        self._take_back(request)
+        for gate in self._gates:
+            gate.release(request)
 
     def _take_back(self, request: Request) -> None:
         """Free the request's blocks: it has nothing computed any more."""
@@ -261,9 +266,7 @@ class Scheduler:
                 self._preempt(victim, step)
             row = self._start(request, step, held)
             if row is None:
-                self._take_back(request)
-                for gate in self._gates:
-                    gate.release(request)
+                self._release(request)
                 return
             step.add(row)
 
@@ -324,11 +327,10 @@ class Scheduler:
             self.prefix_cache.count(request, row.start)
             self._queue.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
             request.status = Status.RUNNING
-            self._count_sibling(request, 1)
+            if is_new and request.arrival_time:
+                request.queue_seconds = max(0.0, time.monotonic() - request.arrival_time)
+            self._running_siblings[request.group or ""] += 1
         return row
-
-    def _count_sibling(self, request: Request, change: int) -> None:
-        self._running_siblings[request.group or ""] += change
 
     # ----------------------------------------------------------------- commit
 
@@ -363,7 +365,7 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""
         self._queue.remove(request, running=request.status is Status.RUNNING)
-        self._count_sibling(request, -(request.status is Status.RUNNING))
+        self._running_siblings[request.group or ""] -= request.status is Status.RUNNING
         request.status = Status.FINISHED
         if request.under_way:
             self._leaving.add(request)

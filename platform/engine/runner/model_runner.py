@@ -24,7 +24,7 @@ from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, 
 from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
-from ..sampling.sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
+from ..sampling.sampler import Pending, Ready, Sampler, not_finite, token_logprobs
 from .device_queue import DeviceQueue, Stopwatch
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
 
@@ -146,11 +146,11 @@ class ModelRunner:
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step. Does not change requests: `Scheduler.commit` does."""
         plan, queued = launched.plan, launched.work.result()
-        results = iter(queued.sampling.collect() if queued.sampling is not None else ())
-        rows = []
-        for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True):
-            got = _without_nan(row.request, next(results) if row.samples else Sampled([], 0), prompt)
-            rows.append(RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, got.error))
+        sampled = iter(queued.sampling.collect() if queued.sampling is not None else ())
+        rows = [
+            _with_prompt(row.request, next(sampled) if row.samples else RowResult([]), prompt)
+            for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True)
+        ]
         return StepResult(rows, queued.stopwatch.seconds() - queued.capture_seconds)
 
     @torch.inference_mode()
@@ -286,11 +286,13 @@ class ModelRunner:
         return found
 
 
-def _without_nan(request: Request, got: Sampled, prompt: list[TokenLogprobs] | None) -> Sampled:
-    """`got`, or the request's error: logits of its prompt that it wants to be told of are not finite."""
-    if got.error is None and prompt and any(math.isnan(entry.logprobs[0]) for entry in prompt):
-        return Sampled([], 0, error=not_finite(request).info())
-    return got
+def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] | None) -> RowResult:
+    """`got` with the log-probabilities of the request's prompt, or the request's error where these are not finite."""
+    if prompt is None:
+        return got
+    if got.error is None and any(math.isnan(entry.logprobs[0]) for entry in prompt):
+        return RowResult([], error=not_finite(request).info())
+    return got._replace(prompt_logprobs=prompt)
 
 
 def _draft_row(row: RowPlan, got: RowResult, block_table: list[int], first_index: int) -> DraftRow:
