@@ -217,16 +217,15 @@ def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts,
 
 def note_drafts(engine):
     """What is drafted, by the request's name and its tokens."""
-    drafted, collect = {}, engine._runner.collect
+    drafted, draft = {}, engine._runner.draft
 
-    def noted(launched):
-        result = collect(launched)
-        for row, got in zip(launched.plan.rows, result.rows, strict=True):
-            key = row.request.seed_key, (*row.request.tokens, *got.token_ids)
-            drafted[key] = list(got.drafts.token_ids)
-        return result
+    def noted(launched, result):
+        seconds = draft(launched, result)
+        for row in launched.plan.rows:
+            drafted[row.request.seed_key, (*row.request.tokens,)] = list(row.request.drafts.token_ids)
+        return seconds
 
-    engine._runner.collect = noted
+    engine._runner.draft = noted
     return drafted
 
 
