@@ -74,13 +74,12 @@ class DraftRow(NamedTuple):
 
 
 class DeviceStep(NamedTuple):
-    """The outcome of a step, on the device. Every row lies at most `most_overshoot` positions before its `start`."""
+    """The outcome of a step, on the device."""
 
     outcome: DeviceOutcome | None
     """Tokens and accepted drafts of all rows, each of which reaches its end; None where no row may have drafts."""
     overshoot: Tensor | None
     """[B] int64, number of positions by which each row begins before `DraftRow.start`; None: all 0."""
-    most_overshoot: int
 
 
 class TargetOutput(NamedTuple):

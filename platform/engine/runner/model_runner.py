@@ -206,19 +206,17 @@ class ModelRunner:
             is_followed: Whether another step may follow before the host knows the outcome.
         """
         stopwatch, captured = Stopwatch(self._model.device), self._capture_seconds
-        most = 0
         if before is not None:
             queued = before.result()
             assert queued.outcome is not None, "no step was to follow before the host knew the outcome"
             prepared = continued(prepared, queued.outcome, queued.proposals or ())
-            most = queued.outcome.most_rejected
         computed = self._forward(prepared)
         overshoot = of_rows(prepared.rows.overshoot, prepared.sampling, len(prepared.handles))
         sampling = self._sample(prepared, computed, overshoot)
         outcome = proposals = None
         if sampling is not None and is_followed:
             outcome = sampling.outcome(self._model.config.vocab_size)
-            outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
+            outcome = outcome._replace(overshoot=overshoot)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []
         offset = 0
         for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
@@ -228,14 +226,14 @@ class ModelRunner:
         stopwatch.stop()  # tokens are delivered while the device drafts
         seconds = self._capture_seconds - captured
         if prepared.drafting:
-            proposals = self._draft_on_device(prepared, computed.output, outcome, most)
+            proposals = self._draft_on_device(prepared, computed.output, outcome)
         return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, stopwatch, seconds)
 
     def _draft_on_device(
-        self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None, most: int
+        self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None
     ) -> list[Proposal]:
-        """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
-        rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot, most)
+        """Drafts, if any are wanted, before the host knows what the step brought."""
+        rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot)
         target = TargetOutput(output.hidden, output.aux, step)
         if not any(row.max_drafts for row in rows):
             self._drafter.watch(rows, target)

@@ -222,7 +222,7 @@ class Pending(NamedTuple):
         rejected = torch.cat((given - accepted, given.new_zeros(1)))
         last = tokens.index_select(0, first + accepted)
         counts = (1 + num_drafts).tolist()
-        return DeviceOutcome(tokens, last, accepted, rejected, most_rejected=most, counts=counts)
+        return DeviceOutcome(tokens, last, accepted, rejected, counts=counts)
 
     def collect(self) -> list[RowResult]:
         """Wait for the device, and tell each sequence what it got."""
@@ -266,7 +266,7 @@ class Ready(NamedTuple):
         arrays = np.array(tokens), np.array(last), accepted, left
         there, next_tokens, right, rejected = upload(self.device, *arrays)
         left_of = rejected if most else None
-        return DeviceOutcome(there, next_tokens, right, left_of, most_rejected=most, counts=self.counts)
+        return DeviceOutcome(there, next_tokens, right, left_of, counts=self.counts)
 
     def collect(self) -> list[RowResult]:
         """Tokens that each sequence got."""
