@@ -182,7 +182,7 @@ def _catch_up(
         if count > 0:
             budget -= count
             behind.append(sequence)
-            chunks.append(sequence.row.tokens[sequence.start : sequence.start + count])
+            chunks.append([*sequence.row.tokens[sequence.start : sequence.start + count]])
     if not behind:
         return None
     output = drafter.begin(behind, chunks)

@@ -18,12 +18,15 @@ class Gate(Protocol):
 
     def prefetch(self, request: Request) -> None:
         """The request will soon be asked for: begin what takes long, if nothing more urgent suffers."""
+        return
 
     def release(self, request: Request) -> None:
         """Give it back, to ask again later: the request was preempted, or found no room."""
+        return
 
     def forget(self, request: Request) -> None:
         """Give it back for good: the request finished, failed or was aborted. Also for one that was never admitted."""
+        return
 
 
 class DraftLimits(NamedTuple):
