@@ -14,7 +14,7 @@ from outrider.platform.engine.memory.block_pool import BlockPool
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.platform.engine.queue.scheduler import DraftLimits, Scheduler
 
-from .simulated import BLOCK, NO_SPECULATION, Device, compute, next_token
+from .simulated_device import BLOCK, NO_SPECULATION, Device, compute, next_token
 
 
 class TwoSeats:
