@@ -25,7 +25,7 @@ from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
 from ..sampling.sampler import Pending, Ready, Sampler, not_finite, token_logprobs
-from .device_queue import DeviceQueue, Stopwatch
+from .device_queue import DeviceQueue, Done, Stopwatch
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
 
 LOGITS_CHUNK = 128
@@ -85,7 +85,7 @@ class Launched:
     """A step under way."""
 
     plan: StepPlan
-    work: Future[_Queued]
+    work: Future[_Queued] | Done[_Queued]
     places: dict[Request, int]
     """Which of the rows that reach their end is whose."""
     block_tables: list[list[int]]
@@ -198,7 +198,7 @@ class ModelRunner:
         return 0.0 if self._graphs is None else self._graphs.capture_seconds
 
     @torch.inference_mode()
-    def _work(self, prepared: Prepared, before: Future[_Queued] | None, is_followed: bool) -> _Queued:
+    def _work(self, prepared: Prepared, before: Future[_Queued] | Done[_Queued] | None, is_followed: bool) -> _Queued:
         """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
 
         Args:
