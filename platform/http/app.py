@@ -16,7 +16,6 @@ from ..core.logs import current_request_id
 from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
 from .adapters import routes as adapters
-from .config import ServerConfig
 from .console import routes as console
 from .observe import health
 from .observe.request_log import Observer
@@ -28,7 +27,8 @@ from .protect.error_responses import (
     internal_error_response,
 )
 from .protect.paths import Paths
-from .serving import HELD_BODY, PRINCIPAL, Serving, valid_request_id
+from .server_config import ServerConfig
+from .serving_state import HELD_BODY, PRINCIPAL, Serving, valid_request_id
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
@@ -65,7 +65,7 @@ def _admin_routes(tenancy: Tenancy | None) -> APIRouter:
     if tenancy is None:
         from .admin.no_tenants import router
     else:
-        from .admin.routes import router
+        from .admin.admin_routes import router
     return router
 
 

@@ -25,7 +25,7 @@ from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestErr
 from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
 from ..core.text import shorten
-from .config import ServerConfig
+from .server_config import ServerConfig
 
 if TYPE_CHECKING:
     import uvicorn

@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from ...core.errors import InvalidRequestError
 from ...core.text import shorten
 from ..protect.error_responses import BodyTooLargeError, ClientDisconnectedError
-from ..serving import HELD_BODY, serving_of
+from ..serving_state import HELD_BODY, serving_of
+from .body_memory import HeldBody, give_back_memory
 from .bounds import check_fields, check_shape
 from .lenient import adapt
-from .memory import HeldBody, give_back_memory
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

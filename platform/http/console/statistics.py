@@ -16,9 +16,9 @@ from ...core.errors import OutriderError
 from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
 from ..observe.recent import LATENCY_SECONDS
 from ..observe.recent import Point as RecentPoint
-from ..serving import Serving
-from .acceptance import AcceptanceTotals, Split, difference
-from .protocol import (
+from ..serving_state import Serving
+from .acceptance_split import AcceptanceTotals, Split, difference
+from .stats_schema import (
     Acceptance,
     AdapterFacts,
     CacheFacts,

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from .... import __version__
 from ...core.errors import AuthenticationError, OutriderError
-from ..serving import PRINCIPAL, require_admin, serving_of
-from .metrics import CONTENT_TYPE
+from ..serving_state import PRINCIPAL, require_admin, serving_of
+from .prometheus_metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 router = APIRouter()

@@ -15,10 +15,10 @@ from ...core.lora_request import LoRA
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..adapters.adapter_choice import choose_adapter, discover_adapters
-from ..body.memory import HeldBody
+from ..body.body_memory import HeldBody
 from ..body.reader import read_waiting_body
 from ..protect.accounting import check_call, limit_headers
-from ..serving import Serving, new_request_id, principal_of, serving_of
+from ..serving_state import Serving, new_request_id, principal_of, serving_of
 from .event_stream import ChunkEncoder, ChunkWriter, stream_response, until_disconnect
 from .generation import Choice, Collected, collect, draft_fields, generate
 from .job import Arrival, Job, now

@@ -15,7 +15,7 @@ from ...core.sampling_params import shown
 from ..adapters.adapter_choice import adapter_of_model
 from ..body.reader import documented, read_body
 from ..protect.accounting import charge_call
-from ..serving import principal_of, serving_of
+from ..serving_state import principal_of, serving_of
 from .chat_messages import normalize_messages
 from .json_pieces import json_answer
 from .protocol import DetokenizeRequest, TokenizeRequest

@@ -8,7 +8,7 @@ import pytest
 from outrider.platform.core.errors import EngineDeadError
 from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
 from outrider.platform.http.console import statistics as statistics_module
-from outrider.platform.http.console.acceptance import AcceptanceTotals
+from outrider.platform.http.console.acceptance_split import AcceptanceTotals
 from outrider.platform.http.console.statistics import Statistics
 
 

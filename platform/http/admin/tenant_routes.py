@@ -8,9 +8,9 @@ from starlette.requests import Request
 from ...tenancy.accounts.principal import limits_of
 from ...tenancy.accounts.records import Tenant
 from ..body.reader import documented, read_body
-from ..serving import serving_of
+from ..serving_state import serving_of
+from .admin_schema import Deleted, TenantCreate, TenantList, TenantUpdate, TenantView
 from .common import change, query, tenancy_of
-from .protocol import Deleted, TenantCreate, TenantList, TenantUpdate, TenantView
 
 router = APIRouter(prefix="/tenants")
 

@@ -9,9 +9,9 @@ from ...core.errors import InvalidRequestError
 from ..body.reader import documented, read_body
 from ..openai.chat_messages import normalize_messages
 from ..openai.protocol import TemplateFields
-from ..serving import Serving, serving_of
+from ..serving_state import Serving, serving_of
+from .admin_schema import Deleted, PrefixCreate, PrefixList, PrefixView
 from .common import change, query, tenancy_of
-from .protocol import Deleted, PrefixCreate, PrefixList, PrefixView
 
 router = APIRouter(prefix="/prefixes")
 

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from .... import __version__
-from ..serving import require_admin, serving_of
+from ..serving_state import require_admin, serving_of
 from .assets import Assets
-from .protocol import Stats
 from .statistics import MAX_HISTORY, Statistics
+from .stats_schema import Stats
 
 router = APIRouter()
 _ROUTES = (

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 
 from ...tenancy.database.audit import COLUMNS, MAX_ROWS, list_audit
+from .admin_schema import AuditList, AuditRow
 from .common import query, tenancy_of
-from .protocol import AuditList, AuditRow
-from .usage import CSV, Format, csv_response
+from .usage_routes import CSV, Format, csv_response
 
 router = APIRouter(prefix="/audit")
 

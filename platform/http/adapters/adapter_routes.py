@@ -19,10 +19,10 @@ from ...tenancy.accounts.records import StoredAdapter
 from ..body.reader import documented, read_body
 from ..protect.accounting import charge_call
 from ..protect.audit_log import audit
-from ..serving import Serving, principal_of, require_admin, serving_of
+from ..serving_state import Serving, principal_of, require_admin, serving_of
+from .adapter_bodies import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
 from .adapter_choice import MAX_ADAPTER_NAME
 from .model_registry import unknown_adapter
-from .protocol import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
 
 router = APIRouter()
 

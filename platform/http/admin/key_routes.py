@@ -12,9 +12,9 @@ from starlette.responses import Response
 from ...tenancy.accounts.principal import limits_of
 from ...tenancy.accounts.records import Key
 from ..body.reader import documented, read_body
-from ..serving import serving_of
+from ..serving_state import serving_of
+from .admin_schema import KeyCreate, KeyList, KeyUpdate, KeyView, NewKeyView
 from .common import change, query, tenancy_of
-from .protocol import KeyCreate, KeyList, KeyUpdate, KeyView, NewKeyView
 
 router = APIRouter(prefix="/keys")
 

@@ -21,15 +21,15 @@ from ..tenancy.limits.queue_bound import Bounds, QueueBound
 from .adapters.database_sync import AdapterSync, PrefixSync
 from .adapters.model_registry import ModelRegistry
 from .adapters.source_policy import AdapterPolicy
+from .body.body_memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .body.bounds import MAX_VALUES
-from .body.memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
-from .config import ServerConfig
-from .observe.metrics import Metrics
+from .observe.prometheus_metrics import Metrics
 from .observe.request_log import current_note
 from .observe.tenancy_metrics import TenancyCollector
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .protect.error_responses import EngineUnavailableError
+from .server_config import ServerConfig
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM

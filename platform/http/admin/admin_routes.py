@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Depends
 
-from ..serving import require_admin
+from ..serving_state import require_admin
 from . import audit, keys, prefixes, tenants, usage
 from .common import ERRORS
 

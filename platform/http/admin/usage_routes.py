@@ -12,8 +12,8 @@ from starlette.responses import Response
 from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.ledger.reports import COUNTS, GROUPS, MAX_REQUESTS, UsageFilter, list_requests, parse_groups, sum_usage
 from ...tenancy.times import parse_time
+from .admin_schema import RequestList, RequestRow, UsageList, UsageRow
 from .common import query, tenancy_of
-from .protocol import RequestList, RequestRow, UsageList, UsageRow
 
 router = APIRouter(prefix="/usage")
 
