@@ -15,11 +15,11 @@ from ..core.errors import AuthenticationError, OutriderError
 from ..core.logs import current_request_id
 from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
-from .adapters import routes as adapters
-from .console import routes as console
+from .adapters import adapter_routes
+from .console import console_routes
 from .observe import health
 from .observe.request_log import Observer
-from .openai import chat, completions, models, tokenize
+from .openai import chat, completions, model_routes, tokenize
 from .protect.error_responses import (
     ClientDisconnectedError,
     error_response,
@@ -47,7 +47,7 @@ def create_app(
     # No pages for the OpenAPI document: FastAPI's run scripts of other sites, beside the console.
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
-    for module in (chat, completions, models, adapters, tokenize, health, console):
+    for module in (chat, completions, model_routes, adapter_routes, tokenize, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)
