@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.ledger.reports import COUNTS, GROUPS, MAX_REQUESTS, UsageFilter, list_requests, parse_groups, sum_usage
 from ...tenancy.times import parse_time
-from .admin_schema import RequestList, RequestRow, UsageList, UsageRow
+from .admin_schema import ListOf, RequestRow, UsageRow
 from .common import query, tenancy_of
 
 router = APIRouter(prefix="/usage")
@@ -43,7 +43,7 @@ def usage_filter(
 Which = Annotated[UsageFilter, Depends(usage_filter)]
 
 
-@router.get("", response_model=UsageList, response_model_exclude_none=True, responses=CSV)
+@router.get("", response_model=ListOf[UsageRow], response_model_exclude_none=True, responses=CSV)
 async def show_usage(
     request: Request,
     which: Which,
@@ -55,10 +55,10 @@ async def show_usage(
     rows = await query(request, sum_usage, tenancy_of(request).database, groups, which)
     if format == "csv":
         return csv_response([*groups, "requests", *COUNTS], rows)
-    return UsageList(data=[UsageRow(**row) for row in rows])
+    return {"data": rows}
 
 
-@router.get("/requests", response_model=RequestList, responses=CSV)
+@router.get("/requests", response_model=ListOf[RequestRow], responses=CSV)
 async def show_requests(
     request: Request, which: Which, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100, format: Format = "json"
 ) -> Any:
@@ -66,7 +66,7 @@ async def show_requests(
     rows = await query(request, list_requests, tenancy_of(request).database, which, limit)
     if format == "csv":
         return csv_response(list(RequestRow.model_fields), rows)
-    return RequestList(data=[RequestRow(**row) for row in rows])
+    return {"data": rows}
 
 
 def csv_response(columns: Sequence[str], rows: Sequence[Any]) -> Response:

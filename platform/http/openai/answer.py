@@ -98,7 +98,7 @@ async def accept(request: Request, kind: type[BodyT]) -> Accepted[BodyT]:
         OutriderError: the body is wrong, its model does not exist, or the server or the limits refuse the request.
     """
     arrival, serving = now(), serving_of(request)
-    body, held = await read_waiting_body(request, kind, serving.config.max_body_bytes)
+    body, held = await read_waiting_body(request, kind)
     body.check()
     models = serving.models.seen_by(principal_of(request))
     await discover_adapters(models, body)

@@ -31,7 +31,7 @@ work."""
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages under the chat template."""
     serving = serving_of(request)
-    body = await read_body(request, TokenizeRequest, serving.config.max_body_bytes)
+    body = await read_body(request, TokenizeRequest)
     charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)
@@ -54,7 +54,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Text of at most 4 x max_model_len token ids."""
     serving = serving_of(request)
-    body = await read_body(request, DetokenizeRequest, serving.config.max_body_bytes)
+    body = await read_body(request, DetokenizeRequest)
     charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)
