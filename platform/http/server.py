@@ -223,7 +223,7 @@ class _Server:
     def _uvicorn(self, app: FastAPI) -> uvicorn.Server:
         import uvicorn
 
-        from .observe.connection_metrics import ConnectionCollector
+        from .observe.metric_families import connection_families
         from .protect.connections import Admission, Connection, check_all
         from .protect.hardening import SECURITY_HEADERS, allow_connections, with_cors
 
@@ -243,7 +243,7 @@ class _Server:
         admission = Admission(
             max_connections=allow_connections(config.max_connections), client_timeout=config.client_timeout
         )
-        app.state.serving.metrics.register(ConnectionCollector(admission))
+        app.state.serving.metrics.register(lambda: connection_families(admission))
         options = uvicorn.Config(
             with_cors(app, config.cors_origins) if config.cors_origins else app,
             http=cast(Any, functools.partial(Connection, admission=admission)),

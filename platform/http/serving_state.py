@@ -23,9 +23,9 @@ from .adapters.model_registry import ModelRegistry
 from .adapters.source_policy import AdapterPolicy
 from .body.body_memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .body.bounds import MAX_VALUES
+from .observe.metric_families import tenancy_families
 from .observe.prometheus_metrics import Metrics
 from .observe.request_log import current_note
-from .observe.tenancy_metrics import TenancyCollector
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .protect.error_responses import EngineUnavailableError
@@ -69,7 +69,7 @@ class Serving:
         self.adapter_policy = AdapterPolicy(config)
         self.metrics = Metrics()
         if tenancy is not None:
-            self.metrics.register(TenancyCollector(tenancy))
+            self.metrics.register(lambda: tenancy_families(tenancy))
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
         """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
