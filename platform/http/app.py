@@ -17,6 +17,7 @@ from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
 from .adapters import adapter_routes
 from .console import console_routes
+from .console.statistics import Statistics
 from .observe import health
 from .observe.request_log import Observer
 from .openai import chat, completions, model_routes, tokenize
@@ -47,6 +48,7 @@ def create_app(
     # No pages for the OpenAPI document: FastAPI's run scripts of other sites, beside the console.
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
+    app.state.statistics = Statistics(app.state.serving)
     for module in (chat, completions, model_routes, adapter_routes, tokenize, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))

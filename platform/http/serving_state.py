@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 import uuid
@@ -14,7 +15,7 @@ from starlette.requests import Request
 
 from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
-from ..core.errors import EngineDeadError, InvalidRequestError, PermissionDeniedError, ShuttingDownError
+from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError, PermissionDeniedError, ShuttingDownError
 from ..core.lora_request import LoRA
 from ..tenancy.accounts.principal import Principal
 from ..tenancy.limits.queue_bound import Bounds, QueueBound
@@ -33,9 +34,14 @@ from .server_config import ServerConfig
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
+    from ..core.messages import EngineStats
     from ..tenancy.service import Tenancy
     from .observe.tracing import RequestTracer
 
+logger = logging.getLogger(__name__)
+
+STATS_TIMEOUT = 2.0
+"""Seconds that the engine gets for a snapshot of its counts."""
 _LONG_TEXT = 1500
 """Characters above which a prompt is tokenized in a thread, so that other streams go on: about 2 ms of work."""
 _HUGE_TEXT = 50_000
@@ -111,6 +117,16 @@ class Serving:
         await self.adapter_sync.start()
         self.prefix_sync = PrefixSync(self.llm, self.tenancy.directory)
         await self.prefix_sync.start()
+
+    async def update_metrics(self) -> EngineStats | None:
+        """Take a snapshot of the engine's counts; None without an answer, and the last one stays."""
+        try:
+            stats = await asyncio.wait_for(self.llm.stats(), STATS_TIMEOUT)
+        except (OutriderError, TimeoutError) as error:
+            logger.debug("no snapshot from the engine: %s", error)
+            return None
+        self.metrics.update(stats)
+        return stats
 
     def begin_draining(self) -> None:
         """Refuse new requests: those that come, and those that wait for one of their tenant's places."""

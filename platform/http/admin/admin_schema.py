@@ -188,29 +188,6 @@ class UsageRow(BaseModel):
     accepted_tokens: int
 
 
-class RequestRow(BaseModel):
-    """A row of the ledger."""
-
-    request_id: str
-    client_request_id: str
-    tenant: str
-    key_id: str
-    endpoint: str
-    model: str
-    adapter: str
-    adapter_digest: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
-    received_at: float
-    first_token_at: float | None
-    finished_at: float
-    status: str
-    error_type: str
-
-
 class AuditRow(BaseModel):
     """A change that somebody has made."""
 

@@ -11,8 +11,10 @@ from starlette.responses import Response
 
 from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.ledger.reports import COUNTS, GROUPS, MAX_REQUESTS, UsageFilter, list_requests, parse_groups, sum_usage
+from ...tenancy.ledger.usage_row import FIELDS
+from ...tenancy.ledger.usage_row import UsageRow as LedgerRow
 from ...tenancy.times import parse_time
-from .admin_schema import ListOf, RequestRow, UsageRow
+from .admin_schema import ListOf, UsageRow
 from .common import query, tenancy_of
 
 router = APIRouter(prefix="/usage")
@@ -58,14 +60,14 @@ async def show_usage(
     return {"data": rows}
 
 
-@router.get("/requests", response_model=ListOf[RequestRow], responses=CSV)
+@router.get("/requests", response_model=ListOf[LedgerRow], responses=CSV)
 async def show_requests(
     request: Request, which: Which, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100, format: Format = "json"
 ) -> Any:
     """The ledger's last requests, newest first. Requests that still run are not in it."""
     rows = await query(request, list_requests, tenancy_of(request).database, which, limit)
     if format == "csv":
-        return csv_response(list(RequestRow.model_fields), rows)
+        return csv_response(FIELDS, rows)
     return {"data": rows}
 
 
