@@ -10,8 +10,8 @@ from outrider.platform.core.adapter_names import engine_name
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.http.adapters import database_sync
-from outrider.platform.http.config import ServerConfig
-from outrider.platform.http.serving import Serving
+from outrider.platform.http.server_config import ServerConfig
+from outrider.platform.http.serving_state import Serving
 from outrider.platform.tenancy.accounts import directory
 from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
 from outrider.platform.tenancy.database.connection import DatabaseUnavailableError

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import insert
 
 from outrider.platform.http.app import create_app
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.records import Tenant
 from outrider.platform.tenancy.database.connection import Database, DatabaseUnavailableError, parse_url
 from outrider.platform.tenancy.database.migrations.upgrade import upgrade
