@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.checkpoint.json_files import read_json
 from outrider.models.config import config_from_hf
-from outrider.platform.cli.bench.lora.adapters import AdapterWriter
+from outrider.platform.cli.bench.random_adapters import AdapterWriter
 
 from .worker import NUM_ADAPTERS
 

@@ -9,7 +9,7 @@ from .connection import open_database
 from .output import print_rows
 
 if TYPE_CHECKING:
-    from .command import Commands
+    from .admin_command import Commands
 
 
 def add_commands(admin: Commands) -> None:

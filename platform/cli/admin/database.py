@@ -10,7 +10,7 @@ from .output import print_row
 
 if TYPE_CHECKING:
     from ...tenancy.database.connection import Database
-    from .command import Commands
+    from .admin_command import Commands
 
 
 def add_commands(admin: Commands) -> None:

@@ -15,7 +15,7 @@ from .limits import add_limit_options, given_limits
 from .output import print_row, print_rows
 
 if TYPE_CHECKING:
-    from .command import Commands
+    from .admin_command import Commands
 
 COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "state", "created_at", "expires_at", "limits")
 

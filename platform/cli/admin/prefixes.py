@@ -14,7 +14,7 @@ from .connection import open_store
 from .output import print_row, print_rows
 
 if TYPE_CHECKING:
-    from .command import Commands
+    from .admin_command import Commands
 
 COLUMNS = ("name", "num_tokens", "created_at")
 

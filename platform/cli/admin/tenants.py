@@ -14,7 +14,7 @@ from .limits import add_limit_options, given_limits
 from .output import print_row, print_rows
 
 if TYPE_CHECKING:
-    from .command import Commands
+    from .admin_command import Commands
 
 COLUMNS = ("name", "weight", "max_adapters", "disabled", "created_at", "limits")
 

@@ -11,7 +11,7 @@ from .connection import open_database
 from .output import print_rows
 
 if TYPE_CHECKING:
-    from .command import Commands
+    from .admin_command import Commands
 
 REQUEST_COLUMNS = (
     "finished_at", "request_id", "tenant", "key_id", "adapter", "prompt_tokens", "cached_tokens", "output_tokens",

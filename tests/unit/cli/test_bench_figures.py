@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from outrider.platform.cli.bench.serving.client.arrivals import arrival_times
-from outrider.platform.cli.bench.serving.compare.command import compare, differences
-from outrider.platform.cli.bench.serving.metrics import RequestRecord, acceptance, figures
-from outrider.platform.cli.bench.serving.plot import draw_latencies
+from outrider.platform.cli.bench.compare import compare, differences
+from outrider.platform.cli.bench.request_figures import RequestRecord, acceptance, figures
+from outrider.platform.cli.bench.serving.arrivals import arrival_times
+from outrider.platform.cli.bench.serving.latency_plot import draw_latencies
 from outrider.platform.cli.bench.serving.profiling.timeline import Recorder, Span, chrome_trace, own_seconds, summarize
 from outrider.platform.cli.main import main
 from outrider.platform.core.messages import SpeculationCounts

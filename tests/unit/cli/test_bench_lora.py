@@ -10,13 +10,13 @@ import pytest
 from outrider.models.checkpoint.json_files import read_json
 from outrider.models.config import DTYPES, config_from_hf
 from outrider.models.demo import demo_adapters, demo_model_path
-from outrider.platform.cli.bench.driver import RequestTimes
+from outrider.platform.cli.bench.bench_options import write_json
+from outrider.platform.cli.bench.engine_runs import RequestTimes
 from outrider.platform.cli.bench.lora import cold, engines
-from outrider.platform.cli.bench.lora.adapters import FILES_PER_RANK, AdapterWriter, linear_shapes
 from outrider.platform.cli.bench.lora.budget import Budget, BudgetSpent
 from outrider.platform.cli.bench.lora.cases import POPULARITIES, ZIPF_EXPONENT, Case, choose, groups, make_cases
 from outrider.platform.cli.bench.lora.figures import Cell, ColdRun, Run, cold_figures, figures, rows, summarize
-from outrider.platform.cli.bench.options import write_json
+from outrider.platform.cli.bench.random_adapters import FILES_PER_RANK, AdapterWriter, linear_shapes
 from outrider.platform.cli.main import main
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.engine.engine_core import EngineCore

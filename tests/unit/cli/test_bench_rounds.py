@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from outrider.platform.cli.bench.driver import RequestTimes, Round
-from outrider.platform.cli.bench.figures import Cell, figures
-from outrider.platform.cli.bench.measure import ModeEngine, Plan, measure
-from outrider.platform.cli.bench.modes import make_modes
-from outrider.platform.cli.bench.workload import Task
+from outrider.platform.cli.bench.engine_runs import RequestTimes, Round
+from outrider.platform.cli.bench.speculation.modes import make_modes
+from outrider.platform.cli.bench.speculation.rounds import ModeEngine, Plan, measure
+from outrider.platform.cli.bench.speculation.speculation_figures import Cell, figures
+from outrider.platform.cli.bench.speculation.tasks import Task
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.messages import TokenDelta
 

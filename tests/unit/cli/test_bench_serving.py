@@ -199,7 +199,7 @@ def test_options_are_not_abbreviated(command, capsys):
 
 
 def test_arguments_in_a_report_hold_no_secret():
-    from outrider.platform.cli.bench.serving.options import arguments
+    from outrider.platform.cli.bench.serving.load_options import arguments
 
     namespace = argparse.Namespace(api_key="secret", request_rate=float("inf"), run=SimpleNamespace(), seed=0)
     assert arguments(namespace) == {"request_rate": "inf", "seed": 0}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from outrider.platform.cli.bench.machine import command_line
-from outrider.platform.cli.bench.modes import MODES, available_modes, make_modes
-from outrider.platform.cli.bench.serving.prompt_files import Prompt, read_prompts
-from outrider.platform.cli.bench.workload import Task, without_draft_weights
+from outrider.platform.cli.bench.prompt_files import Prompt, read_prompts
+from outrider.platform.cli.bench.speculation.modes import MODES, available_modes, make_modes
+from outrider.platform.cli.bench.speculation.tasks import Task, without_draft_weights
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.lora_request import LoRARequest

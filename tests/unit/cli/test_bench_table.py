@@ -2,11 +2,11 @@
 
 import pytest
 
-from outrider.platform.cli.bench.driver import RequestTimes, Round
-from outrider.platform.cli.bench.figures import Cell, figures
-from outrider.platform.cli.bench.modes import Mode
-from outrider.platform.cli.bench.report import format_table
-from outrider.platform.cli.bench.workload import WITH_DRAFT
+from outrider.platform.cli.bench.engine_runs import RequestTimes, Round
+from outrider.platform.cli.bench.speculation.modes import Mode
+from outrider.platform.cli.bench.speculation.speculation_figures import Cell, figures
+from outrider.platform.cli.bench.speculation.speculation_table import format_table
+from outrider.platform.cli.bench.speculation.tasks import WITH_DRAFT
 from outrider.platform.core.messages import SpeculationCounts
 
 OFF = Mode("off", "off", {"method": "off"})

@@ -13,7 +13,7 @@ import numpy as np
 
 from ....core.lora_request import LoRARequest
 from ....core.messages import EngineRequest
-from ..driver import Run
+from ..engine_runs import Run
 from .budget import Budget
 from .engines import Engines
 from .figures import ColdRun, cold_figures

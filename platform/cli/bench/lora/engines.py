@@ -13,7 +13,7 @@ from ....core.lora_request import LoRARequest
 from ....core.messages import EngineRequest
 from ....core.sampling_params import SamplingParams
 from ....engine.engine_core import EngineCore
-from ..driver import Run, freeze_heap
+from ..engine_runs import Run, freeze_heap
 from .budget import Budget
 from .cases import Case, choose
 from .figures import Run as Figures

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..driver import RequestTimes
-from ..figures import spread
+from ..engine_runs import RequestTimes
+from ..speculation.speculation_figures import spread
 from .cases import Case
 
 Seconds = NDArray[np.float64]

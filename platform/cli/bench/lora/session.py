@@ -18,8 +18,8 @@ from .....models.config import DTYPES, config_from_hf, stored_dtype
 from ....core.errors import InvalidRequestError, PromptTooLongError
 from ....core.lora_request import LoRARequest
 from ..machine import RANDOM_WEIGHTS, describe_machine, describe_model
+from ..random_adapters import AdapterWriter, largest_rank
 from . import cold, throughput
-from .adapters import AdapterWriter, largest_rank
 from .budget import Budget, BudgetSpent
 from .cases import make_cases
 from .engines import Engines, Workload

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import compare
 from . import latency, serve, throughput
-from .compare import command as compare
 
 
 def add_parsers(kinds: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from ....core.errors import InvalidRequestError, OutriderError
 from ..lora.cases import SKEWED as ZIPF
 from ..lora.cases import UNIFORM, choose
-from .options import ROUND_ROBIN, SKEWED
-from .prompt_files import read_prompts
+from ..prompt_files import read_prompts
+from .load_options import ROUND_ROBIN, SKEWED
 
 _PREFIX_LEN = 256
 _MIN_LENGTH, _MAX_PROMPT, _MAX_TOTAL = 4, 1024, 2048

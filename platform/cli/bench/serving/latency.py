@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ....core.errors import InvalidRequestError
-from ..options import add_output_options, check_outputs, natural, positive, publish
-from .options import (
+from ..bench_options import add_output_options, check_outputs, natural, positive, publish
+from .load_options import (
     ROUND_ROBIN,
     add_assignment,
     add_detail,
@@ -58,9 +58,9 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.profile is not None:
         _make_folder(namespace.profile)
 
+    from .latency_plot import draw_latencies
     from .latency_session import measure_latency
-    from .plot import draw_latencies
-    from .report import latency_table
+    from .vllm_tables import latency_table
 
     report, records = measure_latency(namespace)
 

@@ -16,9 +16,9 @@ from ....client.llm import LLM
 from ....core.lora_request import LoRARequest
 from ....core.outputs import RequestOutput
 from ....core.sampling_params import SamplingParams
+from ..request_figures import RequestRecord, acceptance, figures
 from . import offline
 from .datasets import Sample, assign_adapters, random_prompt
-from .metrics import RequestRecord, acceptance, figures
 
 _PERCENTILES = (99,)
 """Percentiles of single requests' latencies. The user's option is for whole batches."""

@@ -16,8 +16,8 @@ from ....core.outputs import RequestOutput
 from ....core.sampling_params import SamplingParams
 from ....core.speculative_config import parse_speculative
 from ...options.engine import given_options
+from ..request_figures import RequestRecord
 from .datasets import Sample
-from .metrics import RequestRecord
 
 
 def engine_args(options: argparse.Namespace, **defaults: Any) -> EngineArgs:
@@ -96,7 +96,7 @@ def prompt_of(sample: Sample, tokenizer: Any) -> Any:
         return sample.prompt
     if sample.is_ids:
         return {"prompt_token_ids": sample.prompt}
-    from .prompt_files import encode
+    from ..prompt_files import encode
 
     try:
         return {"prompt_token_ids": encode(tokenizer, sample.prompt)}
@@ -144,8 +144,8 @@ def speculation_of(outputs: Sequence[RequestOutput]) -> SpeculationCounts:
 def describe(benchmark: str, options: argparse.Namespace, args: EngineArgs, info: Any) -> dict[str, Any]:
     """The head of a report."""
     from ..machine import describe_machine, describe_model
-    from .options import arguments
-    from .report import has_random_weights, weight_labels
+    from .load_options import arguments
+    from .vllm_tables import has_random_weights, weight_labels
 
     folder = Path(info.model)
     speculative = parse_speculative(args.speculative_config)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ....core.errors import InvalidRequestError
 from ...options.api_keys import API_KEY_VARIABLE, given_keys, key
 from ...options.engine import json_object
-from ..options import add_output_options, check_outputs, natural, positive, positive_number, publish
-from .options import (
+from ..bench_options import add_output_options, check_outputs, natural, positive, positive_number, publish
+from .load_options import (
     CHAT,
     COMPLETIONS,
     add_assignment,
@@ -27,7 +27,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from .client.load import Load
+    from .load import Load
 
 _DESCRIPTION = """\
 Sends requests to a server, Outrider or any other with an OpenAI-compatible API, and measures the streamed answers.
@@ -96,8 +96,8 @@ def run(namespace: argparse.Namespace) -> int:
     check_outputs(namespace)
     keys = given_keys([namespace.api_key] if namespace.api_key else None, API_KEY_VARIABLE, "api_key")
 
-    from .plot import draw_latencies
-    from .report import serving_table
+    from .latency_plot import draw_latencies
+    from .vllm_tables import serving_table
 
     report, load = _run_loop(namespace, keys[0] if keys else None)
 
@@ -125,13 +125,13 @@ def _run_loop(namespace: argparse.Namespace, api_key: str | None) -> tuple[dict[
 async def _measure(options: argparse.Namespace, api_key: str | None) -> tuple[dict[str, Any], Load]:
     from tqdm.auto import tqdm
 
-    from .client.arrivals import arrival_times
-    from .client.http_client import HttpClient
-    from .client.load import offer
-    from .client.server_facts import find_model, find_tokenizer, since, speculation_counts
-    from .client.streaming import Asker
+    from ..request_figures import acceptance, figures
+    from .arrivals import arrival_times
     from .datasets import assign_adapters, make_samples
-    from .metrics import acceptance, figures
+    from .http_client import HttpClient
+    from .load import offer
+    from .server_facts import find_model, find_tokenizer, since, speculation_counts
+    from .streaming import Asker
 
     client = HttpClient(options.base_url, api_key)
     try:
@@ -157,7 +157,7 @@ async def _measure(options: argparse.Namespace, api_key: str | None) -> tuple[di
 
 
 async def _warm_up(asker: Any, sample: Any, number: int) -> None:
-    from .metrics import RequestRecord
+    from ..request_figures import RequestRecord
 
     for _ in range(number):
         record = RequestRecord(0)
@@ -175,7 +175,7 @@ def _report(
     counted_chunks: bool,
 ) -> dict[str, Any]:
     from ..machine import describe_machine
-    from .report import has_random_weights, weight_labels
+    from .vllm_tables import has_random_weights, weight_labels
 
     labels = weight_labels(folder is not None and has_random_weights(folder))
     if counted_chunks:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..options import add_output_options, check_outputs, publish
-from .options import (
+from ..bench_options import add_output_options, check_outputs, publish
+from .load_options import (
     add_assignment,
     add_dataset,
     add_detail,
@@ -50,11 +50,11 @@ def run(namespace: argparse.Namespace) -> int:
     import time
 
     from ....client.llm import LLM
+    from ..request_figures import acceptance, figures
     from . import offline
     from .datasets import assign_adapters, make_samples
-    from .metrics import acceptance, figures
-    from .plot import draw_latencies
-    from .report import throughput_table
+    from .latency_plot import draw_latencies
+    from .vllm_tables import throughput_table
 
     args, loras = offline.engine_args(namespace), offline.adapters(namespace)
     with LLM.from_engine_args(args) as llm:

@@ -15,7 +15,7 @@ from .....client.process.supervisor import EngineSpec
 from .....core.config import EngineArgs
 from .....core.errors import OutriderError
 from .....core.lora_request import LoRARequest
-from ...options import write_json
+from ...bench_options import write_json
 from .timeline import DETOKENIZE, WIRE, Recorder, Span, chrome_trace, summarize, wire_spans
 from .traced_engine import FOLDER_VARIABLE, OPS_FILE, PROFILER, SPANS_FILE, TIMELINE, TORCH_FILE, TracedEngine
 

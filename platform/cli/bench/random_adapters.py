@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .....models.checkpoint.json_files import read_json
-from .....models.config import DecoderConfig
-from ....core.errors import OutriderError
-from ....core.lora_request import LoRARequest
+from ....models.checkpoint.json_files import read_json
+from ....models.config import DecoderConfig
+from ...core.errors import OutriderError
+from ...core.lora_request import LoRARequest
 
 FILES_PER_RANK = 4
 """Number of different files of weights. The adapters of a rank share them by hard links and differ in their scale."""

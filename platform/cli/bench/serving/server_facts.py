@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ......models.checkpoint.loader import resolve_model_path
-from ......models.checkpoint.tokenizer import load_tokenizer
-from .....core.errors import InvalidRequestError, NotFoundError, OutriderError
-from .....core.messages import SpeculationCounts
+from .....models.checkpoint.loader import resolve_model_path
+from .....models.checkpoint.tokenizer import load_tokenizer
+from ....core.errors import InvalidRequestError, NotFoundError, OutriderError
+from ....core.messages import SpeculationCounts
 from .http_client import HttpClient, RequestFailed
 
 _SAMPLE = re.compile(r"^(?:outrider|vllm):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.errors import InvalidRequestError
-from ...core.speculative_config import MODEL_METHODS
+from ....core.errors import InvalidRequestError
+from ....core.speculative_config import MODEL_METHODS
 
 OFF, CONTROL, ADAPTIVE = "off", "control", "adaptive"
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")

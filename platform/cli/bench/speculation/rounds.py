@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from ...core.lora_request import LoRARequest
-from ...core.messages import EngineRequest
-from ...core.sampling_params import SamplingParams
-from ...engine.engine_core import EngineCore
-from .driver import Round, Run
-from .figures import Cell, figures
+from ....core.lora_request import LoRARequest
+from ....core.messages import EngineRequest
+from ....core.sampling_params import SamplingParams
+from ....engine.engine_core import EngineCore
+from ..engine_runs import Round, Run
 from .modes import OFF, Mode
-from .workload import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT, Task
+from .speculation_figures import Cell, figures
+from .tasks import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ def check_outputs(namespace: argparse.Namespace) -> None:
         if os.path.isdir(file) or not os.access(file if os.path.exists(file) else folder, os.W_OK):
             raise InvalidRequestError(f"--{option.replace('_', '-')}: {file} cannot be written as a file", param=option)
     if namespace.plot is not None:
-        from .plot import check_can_plot
+        from .speculation.speculation_plot import check_can_plot
 
         check_can_plot()
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...core.messages import SpeculationCounts
-from .driver import Round
+from ....core.messages import SpeculationCounts
+from ..engine_runs import Round
+from ..request_figures import acceptance
 from .modes import Mode
-from .serving.metrics import acceptance
 
 _DRAWS = 1000
 """Samples of the bootstrap."""

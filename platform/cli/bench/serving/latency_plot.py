@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .metrics import RequestRecord, values
-from .options import METRICS
+from ..request_figures import RequestRecord, values
+from .load_options import METRICS
 
 _NAMES = {
     "ttft": "time to first token",

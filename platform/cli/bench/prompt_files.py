@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....client.text.chat_template import ChatOptions, render_messages
-from ....core.errors import InvalidRequestError, NotFoundError
+from ...client.text.chat_template import ChatOptions, render_messages
+from ...core.errors import InvalidRequestError, NotFoundError
 
 
 class Prompt(NamedTuple):

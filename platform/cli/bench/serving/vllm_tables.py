@@ -9,7 +9,7 @@ from typing import Any
 from .....models.checkpoint.json_files import read_json
 from ....core.errors import OutriderError
 from ..machine import RANDOM_WEIGHTS
-from ..report import labels
+from ..speculation.speculation_table import labels
 
 _WIDTH = 50
 _TITLES = {

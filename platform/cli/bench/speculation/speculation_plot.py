@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError
 from .modes import OFF, is_adaptive
-from .workload import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT
+from .tasks import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT
 
 _SERIES = {
     PLAIN: ("base model", "#3b6ea5"),

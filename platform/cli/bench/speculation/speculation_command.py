@@ -7,11 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ....models.demo import DEMO_MODEL_NAME, demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
-from ...core.speculative_config import MODEL_METHODS
+from .....models.demo import DEMO_MODEL_NAME, demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
+from ....core.speculative_config import MODEL_METHODS
+from ..bench_options import adapter, add_engine_options, add_output_options, check_outputs, list_of, positive, publish
 from .modes import MODES, available_modes, make_modes
-from .options import adapter, add_engine_options, add_output_options, check_outputs, list_of, positive, publish
-from .workload import check_adapter_names
+from .tasks import check_adapter_names
 
 _DESCRIPTION = """\
 The same requests through each mode in one process. Rounds of the modes are interleaved, so that a noisy machine
@@ -73,9 +73,9 @@ def run(namespace: argparse.Namespace) -> int:
     modes = make_modes(namespace.modes or available_modes(models), models, k, rates)
     check_outputs(namespace)
 
-    from .plot import draw
-    from .report import format_table
-    from .session import measure_speculation
+    from .speculation_plot import draw
+    from .speculation_session import measure_speculation
+    from .speculation_table import format_table
 
     with tempfile.TemporaryDirectory() as scratch:
         model = str(demo_model_path()) if is_demo else namespace.model

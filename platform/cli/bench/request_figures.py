@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ....core.messages import SpeculationCounts
-from .options import METRICS
+from ...core.messages import SpeculationCounts
+from .serving.load_options import METRICS
 
 
 @dataclass(slots=True)

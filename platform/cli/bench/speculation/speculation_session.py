@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....models.checkpoint.loader import read_facts, resolve_model_path
-from ....models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
-from ...core.config import EngineArgs
-from ...core.errors import PromptTooLongError
-from ...engine.engine_core import EngineCore
-from .driver import freeze_heap
-from .lora.adapters import largest_rank
-from .machine import describe_machine, describe_model
-from .measure import ModeEngine, Plan, measure
+from .....models.checkpoint.loader import read_facts, resolve_model_path
+from .....models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
+from ....core.config import EngineArgs
+from ....core.errors import PromptTooLongError
+from ....engine.engine_core import EngineCore
+from ..engine_runs import freeze_heap
+from ..machine import describe_machine, describe_model
+from ..prompt_files import read_prompts
+from ..random_adapters import largest_rank
 from .modes import Mode
-from .report import labels
-from .serving.prompt_files import read_prompts
-from .workload import Task, make_tasks, random_task, without_draft_weights
+from .rounds import ModeEngine, Plan, measure
+from .speculation_table import labels
+from .tasks import Task, make_tasks, random_task, without_draft_weights
 
 _BLOCK_SIZE = 16
 

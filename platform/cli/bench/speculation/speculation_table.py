@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .workload import WITH_DRAFT, WITHOUT_DRAFT
+from .tasks import WITH_DRAFT, WITHOUT_DRAFT
 
 
 def _optional(value: float | None, digits: int) -> str:

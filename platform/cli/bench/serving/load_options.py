@@ -9,7 +9,7 @@ from typing import Any
 
 from ....core.errors import InvalidRequestError, OutriderError
 from ...options.engine import add_engine_options
-from ..options import list_of, positive
+from ..bench_options import list_of, positive
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to first token; time per output token, the first one excluded; inter-token latency; end-to-end latency."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import InvalidRequestError
-from ...core.lora_request import LoRARequest
-from .prompts import DEMO_PROMPTS
-from .serving.prompt_files import Prompt, encode
+from ....core.errors import InvalidRequestError
+from ....core.lora_request import LoRARequest
+from ..prompt_files import Prompt, encode
+from ..prompts import DEMO_PROMPTS
 
 BASE, RANDOM = "base", "random text"
 """Names of tasks, which no adapter may have."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import speculation
-from .lora import command as lora
+from .lora import lora_command as lora
 from .serving import command as serving
+from .speculation import speculation_command as speculation
 
 
 def add_parser(commands: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..datasets import Sample
-from ..metrics import RequestRecord
+from ..request_figures import RequestRecord
+from .datasets import Sample
 
 _PROBE_SECONDS = 0.01
 

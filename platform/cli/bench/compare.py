@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .....core.errors import InvalidRequestError, NotFoundError
-from ...options import check_outputs, write_json
-from ..options import naming_options
+from ...core.errors import InvalidRequestError, NotFoundError
+from .bench_options import check_outputs, write_json
+from .serving.load_options import naming_options
 
 _HIGHER = re.compile(r"throughput|goodput|speedup|acceptance_(rate|length)|^ratio|_ratio$")
 _LOWER = re.compile(r"_ms\b|latency|^percentiles\.|seconds")
@@ -76,7 +76,7 @@ def run(namespace: argparse.Namespace) -> int:
     names = str(namespace.a), str(namespace.b)
     labels = list(dict.fromkeys([*a.get("labels", ()), *b.get("labels", ())]))
     print(format_comparison(found, changes, names, labels))
-    from .plot import draw_comparison
+    from .compare_plot import draw_comparison
 
     try:
         if namespace.output_json is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .....models.demo import DEMO_MODEL_NAME, demo_model_path
 from ....core.errors import InvalidRequestError
-from ..options import (
+from ..bench_options import (
     adapter,
     add_engine_options,
     add_output_options,

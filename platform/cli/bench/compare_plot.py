@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .command import Comparison
+    from .compare import Comparison
 
 _BETTER, _WORSE, _SAME = "#3f9b6d", "#b5483f", "#9aa0a6"
 _MOST = 60

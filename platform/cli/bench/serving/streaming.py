@@ -7,10 +7,10 @@ import json
 import time
 from typing import Any
 
-from ..datasets import Sample
-from ..metrics import RequestRecord
-from ..options import CHAT
+from ..request_figures import RequestRecord
+from .datasets import Sample
 from .http_client import HttpClient, RequestFailed
+from .load_options import CHAT
 
 _TIMEOUT = 6 * 3600.0
 """Timeout of one request in seconds, as in vLLM's benchmark."""

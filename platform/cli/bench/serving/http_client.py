@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from .....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError
 
 OnBody = Callable[[float, bytes], None]
 """Callback with the time of arrival of a body's bytes, and the bytes."""
