@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...kernels.tuning import KINDS, VARIABLE, KernelConfigError
 from ...kernels.tuning.files import ConfigFile, DeviceName, resumed
-from ...platform.cli.bench.bench_options import list_of, positive_number
+from ...platform.cli.options.option_types import list_of, positive_number
 from ...platform.core.errors import InvalidRequestError, OutriderError
 from .shapes import MODELS, ModelShape, WorkSizes
 

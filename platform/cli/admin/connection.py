@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidRequestError
-from ..options.tenancy import DATABASE_VARIABLE, given_database
+from ..options.database_option import DATABASE_VARIABLE, given_database
 
 if TYPE_CHECKING:
     from ...tenancy.database.connection import Database

@@ -1,4 +1,4 @@
-"""Options that the measurements share, and writing their results. Imports nothing heavy."""
+"""Options that the measurements share, and the course of each: check, measure, print, write. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,72 +6,62 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ....models.demo import DEMO_MODEL_NAME, demo_adapters
 from ...core.config import DTYPES
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, OutriderError
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+"""Time to first token; time per output token, the first one excluded; inter-token latency; end-to-end latency."""
 
 
-def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A parser of values with commas between them, at least one."""
+class Result(NamedTuple):
+    """Outcome of a measurement."""
 
-    def split(text: str) -> list[Any]:
-        try:
-            values = [parse(part.strip()) for part in text.split(",") if part.strip()]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"not a list of values: {text!r}") from None
-        if not values:
-            raise argparse.ArgumentTypeError(f"there is no value in {text!r}")
-        return values
-
-    return split
+    report: dict[str, Any]
+    table: str
+    draw: Callable[[Path], None]
+    """Writes the picture as a PNG."""
+    status: int = 0
+    """Exit status of the command."""
 
 
-def positive(text: str, least: int = 1) -> int:
-    """An integer of at least 1."""
-    value = int(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-    return value
-
-
-def natural(text: str) -> int:
-    """An integer of at least 0."""
-    return positive(text, 0)
-
-
-def positive_number(text: str) -> float:
-    """A number greater than 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number greater than 0, got {text}")
-    return value
-
-
-def adapter(text: str) -> tuple[str, str]:
-    """NAME=PATH."""
-    name, sign, path = text.partition("=")
-    if not (name and sign and path):
-        raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {text!r}")
-    return name, path
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engine."""
-    add = parser.add_argument
-    add("--dtype", choices=DTYPES, default="auto", help="(default: the checkpoint's)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--load-format", choices=("auto", "dummy"), default="auto", help='"dummy": random weights, labelled as such')
-
-
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add --output-json and --plot."""
+def add_measurement(
+    kinds: Any, name: str, measure: Callable[[argparse.Namespace], Result], description: str, short: str
+) -> argparse.ArgumentParser:
+    """Add a command that runs `measure`, prints its table and writes the files that are asked for; returns its
+    parser, which has --output-json and --plot."""
+    parser: argparse.ArgumentParser = kinds.add_parser(name, help=short, description=description, allow_abbrev=False)
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result (needs matplotlib)")
+    parser.set_defaults(run=partial(_run, measure))
+    return parser
 
 
-def check_outputs(namespace: argparse.Namespace) -> None:
+def _run(measure: Callable[[argparse.Namespace], Result], namespace: argparse.Namespace) -> int:
+    try:
+        _check_outputs(namespace)
+        result = measure(namespace)
+    except OutriderError as error:
+        param = (error.param or "").partition(".")[0]
+        if not param or not hasattr(namespace, param) or error.message.startswith("--"):
+            raise
+        raise type(error)(f"--{param.replace('_', '-')}: {error.message}", param=error.param) from error
+    print(result.table)
+    try:
+        if namespace.output_json is not None:
+            write_json(result.report, namespace.output_json)
+        if namespace.plot is not None:
+            result.draw(namespace.plot)
+    except OSError as error:
+        raise InvalidRequestError(f"the result cannot be written: {error}") from error
+    return result.status
+
+
+def _check_outputs(namespace: argparse.Namespace) -> None:
     """Check --output-json and --plot before the measurement rather than an hour later.
 
     Raises:
@@ -85,11 +75,11 @@ def check_outputs(namespace: argparse.Namespace) -> None:
         if not os.path.isdir(folder):
             raise InvalidRequestError(f"there is no folder {folder}", param=option)
         if os.path.isdir(file) or not os.access(file if os.path.exists(file) else folder, os.W_OK):
-            raise InvalidRequestError(f"--{option.replace('_', '-')}: {file} cannot be written as a file", param=option)
+            raise InvalidRequestError(f"{file} cannot be written as a file", param=option)
     if namespace.plot is not None:
-        from .speculation.speculation_plot import check_can_plot
+        from .pictures import check_can_draw
 
-        check_can_plot()
+        check_can_draw()
 
 
 def write_json(report: dict[str, Any], file: Path) -> None:
@@ -107,22 +97,51 @@ def write_json(report: dict[str, Any], file: Path) -> None:
         os.replace(written, file)
 
 
-def publish(
-    report: dict[str, Any],
-    namespace: argparse.Namespace,
-    format_table: Callable[[dict[str, Any]], str],
-    draw: Callable[[dict[str, Any], Path], None],
-) -> None:
-    """Print the table and write the files that were asked for.
+def adapter(text: str) -> tuple[str, str | None]:
+    """NAME=PATH, or NAME."""
+    name, sign, path = text.partition("=")
+    if not name or (sign and not path):
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {text!r}")
+    return name, path or None
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model and its adapters."""
+    parser.add_argument("--model", metavar="PATH", help="HF directory or hub id (default: the embedded demo)")
+    parser.add_argument(
+        "--lora",
+        type=adapter,
+        action="append",
+        metavar="NAME=PATH",
+        help="an adapter that requests ask for, of the demo its name alone; may be repeated",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the few options of the engine that a comparison of several engines takes."""
+    add = parser.add_argument
+    add("--dtype", choices=DTYPES, default="auto", help="(default: the checkpoint's)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--load-format", choices=("auto", "dummy"), default="auto", help='"dummy": random weights, labelled as such')
+
+
+def is_demo(model: str | None) -> bool:
+    """True when `model` stands for the embedded demo."""
+    return model in (None, DEMO_MODEL_NAME)
+
+
+def given_adapters(options: argparse.Namespace) -> dict[str, str]:
+    """Adapters of --lora: name -> folder.
 
     Raises:
-        InvalidRequestError: a file cannot be written.
+        InvalidRequestError: a name is there twice, or has no path and is not one of the demo's.
     """
-    print(format_table(report))
-    try:
-        if namespace.output_json is not None:
-            write_json(report, namespace.output_json)
-        if namespace.plot is not None:
-            draw(report, namespace.plot)
-    except OSError as error:
-        raise InvalidRequestError(f"the result cannot be written: {error}") from error
+    known = demo_adapters() if is_demo(options.model) else {}
+    found: dict[str, str] = {}
+    for name, path in options.lora or ():
+        if name in found:
+            raise InvalidRequestError(f"there are two adapters called {name!r}", param="lora")
+        if path is None and name not in known:
+            raise InvalidRequestError(f"the adapter {name!r} needs a path: NAME=PATH", param="lora")
+        found[name] = path or str(known[name])
+    return found

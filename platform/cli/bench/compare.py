@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.errors import InvalidRequestError, NotFoundError
-from .bench_options import check_outputs, write_json
-from .serving.load_options import naming_options
+from .bench_options import Result, add_measurement
+from .pictures import GREEN, GREY, RED, can_draw, panels, save
 
 _HIGHER = re.compile(r"throughput|goodput|speedup|acceptance_(rate|length)|^ratio|_ratio$")
 _LOWER = re.compile(r"_ms\b|latency|^percentiles\.|seconds")
-_NOT_FIGURES = re.compile(r"^std_|delay_ms|^rounds|^limit\.")
+_NOT_FIGURES = re.compile(r"^std_|\.std$|delay_ms|^rounds|^limit\.")
 _IDENTITY = ("batch_size", "num_adapters", "ranks")
 """Numeric fields that identify a row of a result. Text fields always do."""
 _PICTURE = Path("compare.png")
-_SECTIONS = ("machine", "model", "arguments", "settings")
+_MOST_DRAWN = 60
+_NOISE = 1.02
+"""Factor up to which two figures count as equal."""
 
 
 class Comparison(NamedTuple):
@@ -42,55 +43,37 @@ class Comparison(NamedTuple):
         """Factor by which B is better, whichever direction is the good one."""
         return self.ratio if self.higher_is_better else 1 / self.ratio
 
+    @property
+    def verdict(self) -> str:
+        """ "better", "worse", or "" for no change."""
+        return "" if 1 / _NOISE < self.gain < _NOISE else "better" if self.gain > 1 else "worse"
+
 
 def add_parser(kinds: Any) -> None:
     """Add `compare`."""
-    parser = kinds.add_parser(
-        "compare",
-        help="two results side by side",
-        description="Ratios of the figures that two results of these measurements have in common, and a picture.",
-        allow_abbrev=False,
-    )
+    description = "Ratios of the figures that two results of these measurements have in common, and a picture."
+    parser = add_measurement(kinds, "compare", measure, description, "two results side by side")
     parser.add_argument("a", type=Path, metavar="A.json", help="what is compared with")
     parser.add_argument("b", type=Path, metavar="B.json", help="what is compared")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the ratios as JSON")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help=f"draw the ratios (default: {_PICTURE}, if matplotlib is installed)",
-    )
-    parser.set_defaults(run=naming_options(run))
+    parser.set_defaults(plot=_PICTURE if can_draw() else None)
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Compare, print the table and write the picture."""
-    if namespace.plot is None and importlib.util.find_spec("matplotlib") is not None:
-        namespace.plot = _PICTURE
-    check_outputs(namespace)
-    a, b = read_result(namespace.a, "a"), read_result(namespace.b, "b")
+def measure(options: argparse.Namespace) -> Result:
+    """Compare the two results."""
+    a, b = read_result(options.a), read_result(options.b)
     found = compare(a, b)
     if not found:
-        raise InvalidRequestError(f"{namespace.a} and {namespace.b} have no figure in common")
+        raise InvalidRequestError(f"{options.a} and {options.b} have no figure in common")
     changes = differences(a, b)
-    names = str(namespace.a), str(namespace.b)
-    labels = list(dict.fromkeys([*a.get("labels", ()), *b.get("labels", ())]))
-    print(format_comparison(found, changes, names, labels))
-    from .compare_plot import draw_comparison
-
-    try:
-        if namespace.output_json is not None:
-            rows = [c._asdict() | {"ratio": round(c.ratio, 5)} for c in found]
-            write_json({"a": names[0], "b": names[1], "differences": changes, "ratios": rows}, namespace.output_json)
-        if namespace.plot is not None:
-            draw_comparison(found, names, changes, labels, namespace.plot)
-            print(f"drawn: {namespace.plot}")
-    except OSError as error:
-        raise InvalidRequestError(f"the result cannot be written: {error}") from error
-    return 0
+    labels = dict.fromkeys([*a.get("labels", ()), *b.get("labels", ())])
+    head = [*labels, f"A: {options.a}", f"B: {options.b}"]
+    rows = [c._asdict() | {"ratio": round(c.ratio, 5)} for c in found]
+    report = {"a": str(options.a), "b": str(options.b), "differences": changes, "ratios": rows}
+    drawn = [f"drawn: {options.plot}"] if options.plot is not None else []
+    return Result(report, "\n".join([*_table(head, found, changes), *drawn]), lambda file: _draw(head, found, file))
 
 
-def read_result(file: Path, param: str) -> dict[str, Any]:
+def read_result(file: Path) -> dict[str, Any]:
     """Read a result file.
 
     Raises:
@@ -103,7 +86,7 @@ def read_result(file: Path, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{file} is not JSON: {error}") from None
     if not isinstance(result, dict) or not ("figures" in result or "rows" in result):
-        raise InvalidRequestError(f"{file} is not a result of `outrider bench` ({param}: no figures and no rows)")
+        raise InvalidRequestError(f"{file} is not a result of `outrider bench`: no figures and no rows")
     return result
 
 
@@ -112,15 +95,14 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Comparison]:
     before, after = dict(_figures(a)), dict(_figures(b))
     found = []
     for name, value in before.items():
-        other = after.get(name)
         figure = name.rpartition("/")[2].strip()
         higher = _HIGHER.search(figure) is not None
+        if _NOT_FIGURES.search(figure) or not (higher or _LOWER.search(figure)):
+            continue
         if name.startswith("p50_") and name.replace("p50_", "median_", 1) in before:
             continue  # the same again
-        if other is None or _NOT_FIGURES.search(figure) or not (higher or _LOWER.search(figure)):
-            continue
-        if value > 0 and other > 0:
-            found.append(Comparison(name, value, other, higher))
+        if value > 0 and after.get(name, 0) > 0:
+            found.append(Comparison(name, value, after[name], higher))
     return found
 
 
@@ -152,26 +134,40 @@ def _numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, list[Any]]:
     """Other differences: fields of machine, model and arguments that both have, as name -> [a's, b's]."""
-    found: dict[str, list[Any]] = {}
-    for section in _SECTIONS:
+    sections = ("machine", "model", "arguments", "settings")
+    both = {"benchmark": [a.get("benchmark"), b.get("benchmark")]}
+    for section in sections:
         one, two = a.get(section) or {}, b.get(section) or {}
-        for name, value in one.items():
-            if name in two and two[name] != value:
-                found[f"{section}.{name}"] = [value, two[name]]
-    if a.get("benchmark") != b.get("benchmark"):
-        found = {"benchmark": [a.get("benchmark"), b.get("benchmark")], **found}
-    return found
+        both |= {f"{section}.{name}": [value, two[name]] for name, value in one.items() if name in two}
+    return {name: [one, two] for name, (one, two) in both.items() if one != two}
 
 
-def format_comparison(
-    found: list[Comparison], changes: dict[str, list[Any]], names: tuple[str, str], labels: list[str]
-) -> str:
-    """The ratios as plain text."""
-    lines = [*labels, f"A: {names[0]}", f"B: {names[1]}"]
-    lines += [f"differs: {name}: {one!s:.60} -> {two!s:.60}" for name, (one, two) in changes.items()]
+def _table(head: Sequence[str], found: Sequence[Comparison], changes: dict[str, list[Any]]) -> list[str]:
+    """Lines of text with the ratios."""
+    lines = [*head, *(f"differs: {name}: {one!s:.60} -> {two!s:.60}" for name, (one, two) in changes.items())]
     width = max(len(c.name) for c in found)
     lines += ["", f"{'figure':<{width}}{'A':>14}{'B':>14}{'B / A':>9}"]
-    for c in found:
-        better = "" if 0.98 < c.gain < 1.02 else "  better" if c.gain > 1 else "  worse"
-        lines.append(f"{c.name:<{width}}{c.before:>14.4g}{c.after:>14.4g}{c.ratio:>9.3f}{better}")
-    return "\n".join(lines)
+    lines += [f"{c.name:<{width}}{c.before:>14.4g}{c.after:>14.4g}{c.ratio:>9.3f}  {c.verdict}".rstrip() for c in found]
+    return lines
+
+
+def _draw(head: Sequence[str], found: Sequence[Comparison], file: Path) -> None:
+    """Draw a bar for each figure: the quotient B / A, on a logarithmic axis around 1."""
+    shown = found[:_MOST_DRAWN]
+    more = [f"{len(found) - len(shown)} figures more are in the table"] if len(found) > len(shown) else []
+    figure, axes = panels([*head, *more], 1, 1, (10, 1.9 + 0.27 * len(shown)))
+    axis = axes[0][0]
+    colors = {"better": GREEN, "worse": RED, "": GREY}
+    bars = axis.barh(
+        [f"{c.name} ({'more' if c.higher_is_better else 'less'} is better)" for c in shown],
+        [c.ratio - 1 for c in shown],
+        left=1,
+        color=[colors[c.verdict] for c in shown],
+    )
+    axis.bar_label(bars, [f"{c.ratio:.3g}" for c in shown], padding=4, fontsize=8)
+    axis.set_xscale("log")
+    axis.margins(x=0.15)
+    axis.invert_yaxis()
+    axis.axvline(1, color="#404040", linewidth=1)
+    axis.set_xlabel("B / A (green: B is better, red: worse)")
+    save(figure, file)

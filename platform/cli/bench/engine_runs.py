@@ -6,68 +6,15 @@ import gc
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from ...core.errors import OutriderError
-from ...core.messages import EngineRequest, SpeculationCounts
+from ...core.lora_request import LoRARequest
+from ...core.messages import EngineRequest
 from ...engine.engine_core import EngineCore
+from .request_figures import RequestRecord, Round
 
-
-@dataclass(slots=True)
-class RequestTimes:
-    """One request; times in seconds of one clock."""
-
-    started: float
-    token_ids: list[int] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
-    """Time of each step that brought tokens."""
-    speculation: SpeculationCounts | None = None
-
-    @property
-    def ttft(self) -> float:
-        """Time to the first token."""
-        return self.arrivals[0] - self.started
-
-    @property
-    def e2el(self) -> float:
-        """Time to the last token."""
-        return self.arrivals[-1] - self.started
-
-    @property
-    def tpot(self) -> float:
-        """Seconds a token after the first one; needs more than one token."""
-        return (self.arrivals[-1] - self.arrivals[0]) / (len(self.token_ids) - 1)
-
-    @property
-    def itl(self) -> list[float]:
-        """Times between one arrival and the next, however many tokens it brings (as in vLLM)."""
-        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
-
-
-@dataclass(slots=True)
-class Round:
-    """One run of all requests of a task, or of one batch of them."""
-
-    seconds: float
-    requests: list[RequestTimes]
-    cpu_seconds: float = 0.0
-    """Processor time of the thread that computes; 0 where a GPU does."""
-
-    @classmethod
-    def joined(cls, batches: Sequence[Round]) -> Round:
-        """The round that consists of these batches, one after the other."""
-        requests = [request for batch in batches for request in batch.requests]
-        return cls(sum(batch.seconds for batch in batches), requests, sum(batch.cpu_seconds for batch in batches))
-
-    @property
-    def output_tokens(self) -> int:
-        """Number of generated tokens, over all requests."""
-        return sum(len(request.token_ids) for request in self.requests)
-
-    @property
-    def speed(self) -> float:
-        """Output tokens a second."""
-        return self.output_tokens / self.seconds
+BLOCK_SIZE = 16
+"""Tokens of a KV block of the measured engines."""
 
 
 class Run:
@@ -75,7 +22,7 @@ class Run:
 
     def __init__(self, core: EngineCore, name: str) -> None:
         """`name` stands before the messages of errors."""
-        self.times: dict[str, RequestTimes] = {}
+        self.records: dict[str, RequestRecord] = {}
         """By request id, in the order of arrival."""
         self.live: set[str] = set()
         """Ids of the requests that have not ended."""
@@ -84,7 +31,13 @@ class Run:
 
     def add(self, request: EngineRequest, arrived: float | None = None) -> None:
         """Add a request that arrives now, or that arrived a moment ago, while a step ran."""
-        self.times[request.request_id] = RequestTimes(time.perf_counter() if arrived is None else arrived)
+        started = time.perf_counter() if arrived is None else arrived
+        self.records[request.request_id] = RequestRecord(
+            len(self.records),
+            started,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            adapter=request.lora.name if isinstance(request.lora, LoRARequest) else None,
+        )
         self._core.add_request(request)
         self.live.add(request.request_id)
 
@@ -99,11 +52,12 @@ class Run:
         for delta in deltas:
             if delta.error is not None:
                 raise OutriderError(f"{self._name}: a request failed: {delta.error.message}")
-            got = self.times[delta.request_id]
+            record = self.records[delta.request_id]
             if delta.token_ids:
-                got.token_ids += delta.token_ids
-                got.arrivals.append(now)
-            got.speculation = delta.speculation or got.speculation
+                record.token_ids += delta.token_ids
+                record.num_output_tokens += len(delta.token_ids)
+                record.arrivals.append(now)
+            record.speculation = delta.speculation or record.speculation
             if delta.finish_reason is not None:
                 self.live.remove(delta.request_id)
 
@@ -112,22 +66,25 @@ class Run:
         self._core.abort(self.live)
         self.live.clear()
 
-    def complete(self, requests: Sequence[EngineRequest], concurrency: int) -> float:
+    def complete(self, requests: Sequence[EngineRequest], concurrency: int) -> Round:
         """Generate, with at most `concurrency` requests at once: the next starts when one ends.
-
-        Returns:
-            The seconds that it took.
 
         Raises:
             OutriderError: a request failed.
         """
         waiting = deque(requests)
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         while waiting or self.live:
             while waiting and len(self.live) < concurrency:
                 self.add(waiting.popleft())
             self.step()
-        return time.perf_counter() - started
+        cpu_seconds = time.thread_time() - cpu_started if self._core.info.device == "cpu" else 0.0
+        return Round(time.perf_counter() - started, list(self.records.values()), cpu_seconds)
+
+
+def num_blocks(length: int) -> int:
+    """KV blocks of a sequence of `length` tokens, with one to spare."""
+    return -(-(length + 1) // BLOCK_SIZE) + 1
 
 
 def freeze_heap() -> None:

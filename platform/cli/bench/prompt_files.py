@@ -18,8 +18,9 @@ class Prompt(NamedTuple):
     adapter: str | None
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, option: str) -> list[Prompt]:
     """Read lines of JSON: {"prompt": text}, {"messages": [...]} or {"prompt_token_ids": [...]}, and maybe "adapter".
+    Errors name `option`.
 
     Raises:
         NotFoundError, InvalidRequestError: there is no such file, or a line is something else.
@@ -28,41 +29,39 @@ def read_prompts(path: Path) -> list[Prompt]:
         # `splitlines` would also break at separators that JSON allows inside strings.
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise NotFoundError(f"prompts file {path}: {error}", param="prompts") from None
+        raise NotFoundError(f"prompts file {path}: {error}", param=option) from None
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"prompts file {path} is not UTF-8: {error}", param="prompts") from None
+        raise InvalidRequestError(f"prompts file {path} is not UTF-8: {error}", param=option) from None
     found = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{path}, line {number}: not valid JSON: {error}", param="prompts") from None
-        keys = [key for key in ("prompt", "messages", "prompt_token_ids") if isinstance(value, dict) and key in value]
-        if len(keys) != 1:
-            raise InvalidRequestError(
-                f"{path}, line {number}: needs exactly one of prompt, messages, prompt_token_ids", param="prompts"
-            )
-        ids = value.get("prompt_token_ids", [])
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise InvalidRequestError(
-                f"{path}, line {number}: prompt_token_ids must be a list of integers", param="prompts"
-            )
-        adapter = value.get("adapter")
-        if adapter is not None and not isinstance(adapter, str):
-            raise InvalidRequestError(
-                f"{path}, line {number}: adapter must be a name, got {adapter!r:.40}", param="prompts"
-            )
-        found.append(Prompt(value[keys[0]], adapter))
+        if line.strip():
+            try:
+                found.append(_prompt(line))
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequestError(f"prompts file {path}, line {number}: {error}", param=option) from None
     if not found:
-        raise InvalidRequestError(f"{path} holds no prompts", param="prompts")
+        raise InvalidRequestError(f"{path} holds no prompts", param=option)
     return found
 
 
-def encode(tokenizer: Any, content: Any) -> list[int]:
-    """Token ids of a prompt; a text is a user's turn where the model has a chat template.
+def _prompt(line: str) -> Prompt:
+    """The prompt of a line; ValueError or RecursionError with the reason when it is none."""
+    value = json.loads(line)
+    json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
+    keys = [key for key in ("prompt", "messages", "prompt_token_ids") if isinstance(value, dict) and key in value]
+    if len(keys) != 1:
+        raise ValueError("needs exactly one of prompt, messages, prompt_token_ids")
+    ids, adapter = value.get("prompt_token_ids", []), value.get("adapter")
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise ValueError("prompt_token_ids must be a list of integers")
+    if adapter is not None and not isinstance(adapter, str):
+        raise ValueError(f"adapter must be a name, got {adapter!r:.40}")
+    return Prompt(value[keys[0]], adapter)
+
+
+def encode(tokenizer: Any, content: Any, option: str) -> list[int]:
+    """Token ids of a prompt; a text is a user's turn where the model has a chat template. Errors name
+    `option`.
 
     Raises:
         InvalidRequestError: it is neither a text, nor messages, nor token ids.
@@ -72,7 +71,7 @@ def encode(tokenizer: Any, content: Any) -> list[int]:
             return list(tokenizer.encode(content))
         content = [{"role": "user", "content": content}]
     if not isinstance(content, list) or not content:
-        raise InvalidRequestError(f"a prompt must be text, messages or token ids, got {content!r}", param="prompts")
+        raise InvalidRequestError(f"a prompt must be text, messages or token ids, got {content!r}", param=option)
     if all(type(item) is int for item in content):
         return content
     return list(tokenizer.encode(render_messages(tokenizer, content, ChatOptions()), add_special_tokens=False))

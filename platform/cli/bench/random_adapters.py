@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ....models.checkpoint.json_files import read_json
 from ....models.config import DecoderConfig
-from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
 
 FILES_PER_RANK = 4
@@ -94,16 +92,3 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copyfile(source, target)
-
-
-def largest_rank(folder: Path) -> int:
-    """The largest rank of an adapter, its draft weights included. It is 1 where the files do not say: the error comes
-    when the adapter is loaded."""
-    ranks = [1]
-    for file in folder.rglob("adapter_config.json"):
-        try:
-            config = read_json(file)
-            ranks += [int(config.get("r", 1)), *map(int, (config.get("rank_pattern") or {}).values())]
-        except (OutriderError, ValueError, TypeError, AttributeError):
-            continue
-    return max(ranks)

@@ -1,15 +1,17 @@
-"""From records of requests to figures, with the names and definitions of vLLM's benchmarks."""
+"""From the times of requests to figures, with the names and definitions of vLLM's benchmarks."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ...core.messages import SpeculationCounts
-from .serving.load_options import METRICS
+from .bench_options import METRICS
 
 
 @dataclass(slots=True)
@@ -20,7 +22,7 @@ class RequestRecord:
     started: float = 0.0
     """Time of sending."""
     arrivals: list[float] = field(default_factory=list)
-    """Times of the chunks with content."""
+    """Times of the chunks with content, or of the steps that brought tokens."""
     ended: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -28,6 +30,9 @@ class RequestRecord:
     finish_reason: str | None = None
     error: str | None = None
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """The output where its tokens are known: in an engine of this process."""
+    speculation: SpeculationCounts | None = None
     streamed: bool = True
     """True when all arrivals are known, and not only the first and the last."""
 
@@ -51,20 +56,12 @@ class RequestRecord:
     @property
     def itl(self) -> list[float]:
         """Times between one chunk and the next, however many tokens it brings."""
-        if not self.streamed:
-            return []
-        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.arrivals)] if self.streamed else []
 
     def meets(self, limits_ms: Mapping[str, float]) -> bool:
         """True when the answer keeps all limits. For ITL the mean counts; a metric that it lacks keeps its limit."""
-        itl = self.itl
-        values = {
-            "ttft": self.ttft,
-            "tpot": self.tpot,
-            "itl": sum(itl) / len(itl) if itl else None,
-            "e2el": self.e2el,
-        }
-        return all((values[name] or 0.0) * 1e3 <= limit for name, limit in limits_ms.items())
+        found = {name: values([self], name) or [0.0] for name in limits_ms}
+        return all(statistics.fmean(found[name]) * 1e3 <= limit for name, limit in limits_ms.items())
 
     def as_dict(self, origin: float) -> dict[str, Any]:
         """The record for JSON; times relative to `origin`."""
@@ -83,36 +80,30 @@ class RequestRecord:
         }
 
 
-def figures(
-    records: Sequence[RequestRecord],
-    duration: float,
-    percentiles: Sequence[float],
-    metrics: Sequence[str] = METRICS,
-    goodput: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """Figures of requests that took `duration` seconds together. Failed requests are only counted.
+@dataclass(slots=True)
+class Round:
+    """One run of all requests of a measurement's cell, or of one batch of them."""
 
-    Args:
-        goodput: limits in milliseconds by metric.
-    """
-    good = [record for record in records if record.error is None]
-    prompt_tokens = sum(record.num_prompt_tokens for record in good)
-    output_tokens = sum(record.num_output_tokens for record in good)
-    found: dict[str, Any] = {
-        "duration": round(duration, 4),
-        "completed": len(good),
-        "failed": len(records) - len(good),
-        "total_input_tokens": prompt_tokens,
-        "total_output_tokens": output_tokens,
-        "request_throughput": round(len(good) / duration, 4),
-        "output_throughput": round(output_tokens / duration, 3),
-        "total_token_throughput": round((prompt_tokens + output_tokens) / duration, 3),
-    }
-    if goodput:
-        found["request_goodput"] = round(sum(record.meets(goodput) for record in good) / duration, 4)
-    for name in metrics:
-        found |= summary(name, values(good, name), percentiles)
-    return found
+    seconds: float
+    requests: list[RequestRecord]
+    cpu_seconds: float = 0.0
+    """Processor time of the thread that computes; 0 where a GPU does."""
+
+    @classmethod
+    def joined(cls, batches: Sequence[Round]) -> Round:
+        """The round that consists of these batches, one after the other."""
+        requests = [request for batch in batches for request in batch.requests]
+        return cls(sum(batch.seconds for batch in batches), requests, sum(batch.cpu_seconds for batch in batches))
+
+    @property
+    def output_tokens(self) -> int:
+        """Number of generated tokens, over all requests."""
+        return sum(request.num_output_tokens for request in self.requests)
+
+    @property
+    def speed(self) -> float:
+        """Output tokens a second."""
+        return self.output_tokens / self.seconds
 
 
 def values(records: Sequence[RequestRecord], metric: str) -> list[float]:
@@ -122,14 +113,75 @@ def values(records: Sequence[RequestRecord], metric: str) -> list[float]:
     return [value for record in records if (value := getattr(record, metric)) is not None]
 
 
-def summary(metric: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Figures mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms and so on; none for no values."""
+def spread(seconds: Sequence[float], percentiles: Sequence[float] = (99,)) -> dict[str, float] | None:
+    """Mean, median, standard deviation and percentiles ("p99") in milliseconds; None for no values."""
     if not len(seconds):
-        return {}
+        return None
     ms = np.asarray(seconds) * 1e3
     found = {"mean": np.mean(ms), "median": np.median(ms), "std": np.std(ms)}
     found |= {f"p{q:g}": np.percentile(ms, q) for q in percentiles}
-    return {f"{name}_{metric}_ms": round(float(value), 4) for name, value in found.items()}
+    return {name: round(float(value), 4) for name, value in found.items()}
+
+
+def _rates(requests: Sequence[RequestRecord], seconds: float) -> dict[str, float]:
+    prompt = sum(request.num_prompt_tokens for request in requests)
+    output = sum(request.num_output_tokens for request in requests)
+    return {
+        "request_throughput": len(requests) / seconds,
+        "output_throughput": output / seconds,
+        "total_token_throughput": (prompt + output) / seconds,
+    }
+
+
+def figures(
+    records: Sequence[RequestRecord],
+    duration: float,
+    percentiles: Sequence[float],
+    metrics: Sequence[str] = METRICS,
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Figures of requests that took `duration` seconds together, under vLLM's names, such as mean_ttft_ms. Failed
+    requests are only counted.
+
+    Args:
+        goodput: limits in milliseconds by metric.
+    """
+    good = [record for record in records if record.error is None]
+    found: dict[str, Any] = {
+        "duration": round(duration, 4),
+        "completed": len(good),
+        "failed": len(records) - len(good),
+        "total_input_tokens": sum(record.num_prompt_tokens for record in good),
+        "total_output_tokens": sum(record.num_output_tokens for record in good),
+        **{name: round(rate, 4) for name, rate in _rates(good, duration).items()},
+    }
+    if goodput:
+        found["request_goodput"] = round(sum(record.meets(goodput) for record in good) / duration, 4)
+    for metric in metrics:
+        shares = spread(values(good, metric), percentiles) or {}
+        found |= {f"{name}_{metric}_ms": value for name, value in shares.items()}
+    return found | acceptance(speculation_of(good))
+
+
+def row_figures(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Figures of a cell that ran in several rounds: medians of the rounds' throughputs, and the latencies of all
+    requests, each as {"mean", "median", "std", "p99"} in milliseconds or None."""
+    rates = [_rates(found.requests, found.seconds) for found in rounds]
+    requests = [request for found in rounds for request in found.requests]
+    return {
+        "requests": len(rounds[0].requests),
+        **{name: round(statistics.median(rate[name] for rate in rates), 3) for name in rates[0]},
+        **{f"{metric}_ms": spread(values(requests, metric)) for metric in METRICS},
+    }
+
+
+def speculation_of(records: Sequence[RequestRecord]) -> SpeculationCounts:
+    """Sum of the counts of requests that have some."""
+    total = SpeculationCounts()
+    for record in records:
+        if record.speculation is not None:
+            total.add(record.speculation)
+    return total
 
 
 def acceptance(counts: SpeculationCounts) -> dict[str, Any]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..request_figures import RequestRecord
+from ..request_figures import RequestRecord, spread
 from .datasets import Sample
 
 _PROBE_SECONDS = 0.01
@@ -28,17 +30,28 @@ class Load(NamedTuple):
     """Load of the client, and delays of its requests."""
 
 
-class _Probe:
-    """Delay of the event loop, measured by a task that should run every 10 ms."""
+async def _probe(delays: list[float]) -> None:
+    """Add the delay of the event loop, as a task sees it that should run every 10 ms."""
+    while True:
+        due = time.perf_counter() + _PROBE_SECONDS
+        await asyncio.sleep(_PROBE_SECONDS)
+        delays.append(time.perf_counter() - due)
 
-    def __init__(self) -> None:
-        self.delays: list[float] = []
 
-    async def run(self) -> None:
-        while True:
-            due = time.perf_counter() + _PROBE_SECONDS
-            await asyncio.sleep(_PROBE_SECONDS)
-            self.delays.append(time.perf_counter() - due)
+def arrival_times(count: int, request_rate: float, burstiness: float, seed: int) -> NDArray[np.float64]:
+    """Seconds from the start at which `count` requests arrive, ascending.
+
+    Gaps are gamma-distributed with shape `burstiness` and mean 1 / `request_rate`: a burstiness of 1 is a Poisson
+    process, less makes bursts, more makes even gaps. As in vLLM's benchmark the gaps are stretched so that the last
+    request arrives at exactly `count` / `request_rate`: a short run offers the given load. With an infinite rate all
+    arrive at once.
+    """
+    if math.isinf(request_rate):
+        return np.zeros(count)
+    times = np.cumsum(np.random.default_rng(seed).gamma(burstiness, 1 / (request_rate * burstiness), count))
+    if times[-1] > 0:  # a tiny shape can give nothing but zeros
+        times *= count / request_rate / times[-1]
+    return times
 
 
 async def offer(
@@ -55,12 +68,12 @@ async def offer(
     seats = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else contextlib.nullcontext()
     records = [RequestRecord(index) for index in range(len(samples))]
     running = peak = 0
-    delays: list[float] = []
-    probe = _Probe()
+    send_delays: list[float] = []
+    loop_delays: list[float] = []
     # Garbage collection would delay all requests.
     gc.collect()
     gc.disable()
-    probing = asyncio.create_task(probe.run())
+    probing = asyncio.create_task(_probe(loop_delays))
     started, used = time.perf_counter(), time.process_time()
 
     async def one(sample: Sample, record: RequestRecord, due: float) -> None:
@@ -71,7 +84,7 @@ async def offer(
             await ask(sample, record)
             running -= 1
         if max_concurrency is None:
-            delays.append(record.started - due)
+            send_delays.append(record.started - due)
         on_end(record)
 
     tasks = []
@@ -90,14 +103,12 @@ async def offer(
     client = {
         "cpu_share": round((time.process_time() - used) / (time.perf_counter() - started), 4),
         "peak_concurrency": peak,
-        **_late("loop_delay", probe.delays),
-        **_late("send_delay", delays),
+        **_late("loop_delay", loop_delays),
+        **_late("send_delay", send_delays),
     }
     return Load(records, started, duration, client)
 
 
 def _late(name: str, delays: Sequence[float]) -> dict[str, float]:
-    if not delays:
-        return {}
-    ms = np.asarray(delays) * 1e3
-    return {f"mean_{name}_ms": round(float(ms.mean()), 3), f"p99_{name}_ms": round(float(np.percentile(ms, 99)), 3)}
+    found = spread(delays)
+    return {f"{share}_{name}_ms": found[share] for share in ("mean", "p99")} if found else {}

@@ -10,7 +10,7 @@ from typing import Any
 from ..request_figures import RequestRecord
 from .datasets import Sample
 from .http_client import HttpClient, RequestFailed
-from .load_options import CHAT
+from .serving_commands import CHAT
 
 _TIMEOUT = 6 * 3600.0
 """Timeout of one request in seconds, as in vLLM's benchmark."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,7 +14,8 @@ from ....core.lora_request import LoRARequest
 from ....core.messages import EngineRequest
 from ....core.sampling_params import SamplingParams
 from ....engine.engine_core import EngineCore
-from ..engine_runs import Round, Run
+from ..engine_runs import Run
+from ..request_figures import Round
 from .modes import OFF, Mode
 from .speculation_figures import Cell, figures
 from .tasks import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT, Task
@@ -53,11 +53,7 @@ class _Contestant(NamedTuple):
         """Run `requests` with this adapter. The salt is unique to the run: a drafter must not profit from answers to
         the same questions in another round or at another batch size."""
         own = [replace(request, lora=self.lora, cache_salt=f"{salt} {self.kind}") for request in requests]
-        run = Run(self.engine.core, f"mode {self.engine.mode.name}")
-        started = time.thread_time()
-        seconds = run.complete(own, concurrency)
-        cpu_seconds = time.thread_time() - started if self.engine.core.info.device == "cpu" else 0.0
-        return Round(seconds, list(run.times.values()), cpu_seconds)
+        return Run(self.engine.core, f"mode {self.engine.mode.name}").complete(own, concurrency)
 
 
 def measure(engines: Sequence[ModeEngine], tasks: Sequence[Task], plan: Plan) -> list[dict[str, Any]]:
@@ -95,8 +91,7 @@ def _measure_task(
     contestants: Sequence[_Contestant], task: Task, batch_size: int, plan: Plan, progress: Any
 ) -> list[dict[str, Any]]:
     requests = make_requests(task, batch_size * plan.queue, plan)
-    num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-    cells = [Cell(c.engine.mode, task.name, c.kind, batch_size, num_prompt_tokens, []) for c in contestants]
+    cells = [Cell(c.engine.mode, task.name, c.kind, batch_size, []) for c in contestants]
     for number in range(-1, plan.rounds):
         batches: list[list[Round]] = [[] for _ in contestants]
         for first in range(0, len(requests), batch_size * plan.queue):

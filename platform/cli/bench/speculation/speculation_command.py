@@ -7,9 +7,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .....models.demo import DEMO_MODEL_NAME, demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
+from .....models.demo import demo_adapters, demo_draft_path, demo_eagle3_path
 from ....core.speculative_config import MODEL_METHODS
-from ..bench_options import adapter, add_engine_options, add_output_options, check_outputs, list_of, positive, publish
+from ...options.option_types import list_of, positive
+from ..bench_options import (
+    Result,
+    add_engine_options,
+    add_measurement,
+    add_model_options,
+    given_adapters,
+    is_demo,
+)
 from .modes import MODES, available_modes, make_modes
 from .tasks import check_adapter_names
 
@@ -22,19 +30,10 @@ demo with its adapters, its drafters and prompts for each.
 
 def add_parser(kinds: Any) -> None:
     """Add the measurement `speculation`."""
-    parser = kinds.add_parser(
-        "speculation",
-        help="speed of every drafter, and of adaptive drafting",
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-    )
-    _add_options(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    short = "speed of every drafter, and of adaptive drafting"
+    parser = add_measurement(kinds, "speculation", measure, _DESCRIPTION, short)
+    add_model_options(parser)
     add = parser.add_argument
-    add("--model", metavar="PATH", help="HF directory or hub id (default: the embedded demo)")
     add(
         "--modes",
         type=list_of(str),
@@ -43,7 +42,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     for method in MODEL_METHODS:
         add("--" + method.replace("_", "-"), metavar="PATH", help=f"weights of the {method} drafter")
-    add("--lora", metavar="NAME=PATH", type=adapter, action="append", help="an adapter; may be repeated")
     add("--tasks", type=list_of(str), help='of "base" and the adapters\' names (default: all)')
     lines = "lines with prompt, messages or prompt_token_ids, and adapter"
     add("--prompts", metavar="FILE.jsonl", type=Path, help=lines)
@@ -57,39 +55,33 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
     synthetic = "accept drafts at these rates, whatever they are; labelled as such"
     add("--synthetic-acceptance", type=list_of(float), metavar="R,R", help=synthetic)
-    add_output_options(parser)
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Measure, print the table and write the files."""
-    check_adapter_names([name for name, _ in namespace.lora or []])
-    is_demo = namespace.model in (None, DEMO_MODEL_NAME)
-    adapters = dict(namespace.lora or [])
-    if is_demo and not adapters:
+def measure(options: argparse.Namespace) -> Result:
+    """Measure with the options of the command."""
+    adapters = given_adapters(options)
+    check_adapter_names(adapters)
+    demo = is_demo(options.model)
+    if demo and not adapters:
         adapters = {name: str(path) for name, path in demo_adapters().items()}
-    models = _draft_models(namespace, is_demo)
-    rates = namespace.synthetic_acceptance
-    k = namespace.num_speculative_tokens if rates is None else len(rates)
-    modes = make_modes(namespace.modes or available_modes(models), models, k, rates)
-    check_outputs(namespace)
+    models = _draft_models(options, demo)
+    rates = options.synthetic_acceptance
+    if rates is not None:
+        options.num_speculative_tokens = len(rates)
+    modes = make_modes(options.modes or available_modes(models), models, options.num_speculative_tokens, rates)
 
-    from .speculation_plot import draw
+    from .speculation_report import draw, format_table
     from .speculation_session import measure_speculation
-    from .speculation_table import format_table
 
     with tempfile.TemporaryDirectory() as scratch:
-        model = str(demo_model_path()) if is_demo else namespace.model
-        name = DEMO_MODEL_NAME if is_demo else "/".join(Path(namespace.model).parts[-2:])
-        report = measure_speculation(namespace, modes, model, adapters, Path(scratch))
-    report["model"] = {"name": name, **report["model"]}
-    publish(report, namespace, format_table, draw)
-    return 0
+        report = measure_speculation(options, modes, adapters, Path(scratch))
+    return Result(report, format_table(report), lambda file: draw(report, file))
 
 
-def _draft_models(namespace: argparse.Namespace, is_demo: bool) -> dict[str, str]:
+def _draft_models(options: argparse.Namespace, demo: bool) -> dict[str, str]:
     """Weights of the drafters, method -> path: those given, else the demo's own."""
-    given = {method: getattr(namespace, method) for method in MODEL_METHODS}
-    if is_demo:
+    given = {method: getattr(options, method) for method in MODEL_METHODS}
+    if demo:
         shipped = {"draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
         given |= {method: str(path) for method, path in shipped.items() if not given[method]}
     return {method: path for method, path in given.items() if path}

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from ....core.errors import InvalidRequestError
 from ....core.lora_request import LoRARequest
 from ..prompt_files import Prompt, encode
-from ..prompts import DEMO_PROMPTS
+from ..prompts import DEMO_PROMPTS, random_ids
 
 BASE, RANDOM = "base", "random text"
 """Names of tasks, which no adapter may have."""
@@ -39,22 +39,19 @@ class Task:
     """True for random tokens, sampled at temperature 1, which no drafter can guess."""
 
 
-def check_adapter_names(names: Sequence[str]) -> None:
-    """Refuse names of tasks, names of adapters without draft weights, and two adapters of one name.
+def check_adapter_names(names: Iterable[str]) -> None:
+    """Refuse names of tasks, and names of adapters without draft weights.
 
     Raises:
         InvalidRequestError: names the adapter.
     """
-    for number, name in enumerate(names):
-        problem = None
+    for name in names:
         if name in (BASE, RANDOM):
-            problem = f"no adapter can be called {name!r}, which is a task's name"
-        elif name in names[:number]:
-            problem = f"there are two adapters called {name!r}"
-        elif name.endswith(_BARE):
-            problem = f"no adapter can be called {name!r}: {_BARE} marks adapters without their draft weights"
-        if problem is not None:
-            raise InvalidRequestError(f"--lora: {problem}", param="lora")
+            raise InvalidRequestError(f"no adapter can be called {name!r}, which is a task's name", param="lora")
+        if name.endswith(_BARE):
+            raise InvalidRequestError(
+                f"no adapter can be called {name!r}: {_BARE} marks adapters without their draft weights", param="lora"
+            )
 
 
 def make_tasks(
@@ -87,15 +84,14 @@ def make_tasks(
         if not chosen:
             raise InvalidRequestError(f"there is no prompt for the task {name!r}", param="prompts")
         adapter = None if name == BASE else LoRARequest(name, path=adapters[name])
-        tasks.append(Task(name, [encode(tokenizer, p.content) for p in chosen], adapter))
+        tasks.append(Task(name, [encode(tokenizer, p.content, "prompts") for p in chosen], adapter))
     return tasks
 
 
 def random_task(vocab_size: int, special_ids: Collection[int] = ()) -> Task:
     """Prompts of random token ids, none of them special, for the base model."""
     generator = random.Random(0)
-    ordinary = [token for token in range(vocab_size) if token not in special_ids]
-    prompts = [generator.choices(ordinary, k=_RANDOM_LENGTH) for _ in range(_RANDOM_PROMPTS)]
+    prompts = [random_ids(generator, _RANDOM_LENGTH, vocab_size, special_ids) for _ in range(_RANDOM_PROMPTS)]
     return Task(RANDOM, prompts, random=True)
 
 

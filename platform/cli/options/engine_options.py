@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import types
 import typing
-from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from ...core.compat.vllm_options import VALUES
-from ...core.config import DTYPES, KV_CACHE_DTYPES, POLICIES, EngineArgs
+from ...core.config import DTYPES, KV_CACHE_DTYPES, POLICIES, EngineArgs, check_args
 from ...core.errors import InvalidRequestError
-from ...core.sizes import parse_bytes, parse_count, parse_length
+from ...core.speculative_config import parse_speculative
+from .field_flags import add_field_flag, given_fields
+from .option_types import length, memory
 
 _CHOICES = {
     "dtype": (*DTYPES, *VALUES["dtype"]),
@@ -22,10 +22,11 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy", *VALUES["load_format"]),
 }
-_NO_FLAG = {"model", "served_model_name"}
+_TYPES = {"max_model_len": length, "kv_cache_memory_bytes": memory}
+_NO_FLAG = ("model", "served_model_name")
 """Fields without a flag here: `model` is the command's argument, and the served names have a flag of the server."""
 
-# group -> option -> what it does. An option that is not listed here gets a flag too, without a text.
+# group -> option -> what it does, for every other field.
 GROUPS: dict[str, dict[str, str]] = {
     "model": {
         "revision": "branch, tag or commit of the model's hub id",
@@ -90,99 +91,43 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
     },
 }
-_OTHER = "other engine options"
-
-
-def flag(option: str) -> str:
-    """The flag of a field: "--max-model-len" for max_model_len."""
-    return "--" + option.replace("_", "-")
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """An argparse type: a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
-    return value
-
-
-def count(text: str) -> int:
-    """An argparse type: an integer, also with a unit, such as 4k."""
-    try:
-        return parse_count("it", text)
-    except InvalidRequestError as error:
-        raise argparse.ArgumentTypeError(error.message) from None
-
-
-def length(text: str) -> int | None:
-    """An argparse type: as `count`, or "auto" or -1, which are None."""
-    try:
-        return parse_length("it", text)
-    except InvalidRequestError as error:
-        raise argparse.ArgumentTypeError(error.message) from None
-
-
-def memory(text: str) -> int:
-    """An argparse type: as `count`, or a number of bytes such as 4GiB."""
-    try:
-        return parse_count("it", text)
-    except InvalidRequestError:
-        pass
-    try:
-        return parse_bytes("it", text)
-    except InvalidRequestError as error:
-        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
     """Add the flags in groups, which are returned by title. The namespace has only the given ones."""
-    groups = {}
-    listed = {option for options in GROUPS.values() for option in options}
-    others = {f.name: "" for f in dataclasses.fields(EngineArgs) if f.name not in listed | _NO_FLAG}
+    fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     hints = typing.get_type_hints(EngineArgs)
-    defaults = {f.name: f.default for f in dataclasses.fields(EngineArgs)}
-    for title, options in ({**GROUPS, _OTHER: others} if others else GROUPS).items():
+    groups = {}
+    for title, options in GROUPS.items():
         group = groups[title] = parser.add_argument_group(title)
-        for option, text in options.items():
-            _add_option(group, option, hints[option], _help(text, defaults[option]))
+        for name, text in options.items():
+            add_field_flag(group, fields[name], hints[name], text, _CHOICES.get(name), _TYPES.get(name))
+    groups["speculative decoding"].add_argument(
+        "--no-speculation", action="store_true", help='the same as --speculative-config \'{"method": "off"}\''
+    )
     return groups
 
 
-def _help(text: str, default: object) -> str:
-    text = text.replace("%", "%%")
-    if default is None or "(default" in text:
-        return text
-    return f"{text} (default: {default})".strip()
+def resolve_engine(
+    namespace: argparse.Namespace, model: str | None, given: dict[str, Any]
+) -> tuple[EngineArgs, dict[str, Path]]:
+    """The options of the engine: those given, else the demo's for the demo; and the demo's adapters (name -> folder).
 
+    Raises:
+        InvalidRequestError: an option is wrong whatever the model; `param` names it.
+    """
+    from ...client.demo_defaults import apply_demo_defaults
 
-def _add_option(group: argparse._ArgumentGroup, option: str, hint: Any, text: str) -> None:
-    kind = _plain_type(hint)
-    common: dict[str, Any] = {"dest": option, "default": argparse.SUPPRESS, "help": text}
-    if kind is bool:
-        group.add_argument(flag(option), action=argparse.BooleanOptionalAction, **common)
-    elif option in _CHOICES:
-        group.add_argument(flag(option), choices=_CHOICES[option], **common)
-    else:
-        parse: Callable[[str], Any] = {int: count, dict: json_object}.get(kind, kind)
-        parse = {"max_model_len": length, "kv_cache_memory_bytes": memory}.get(option, parse)
-        metavar = {int: "N", float: "X", dict: "JSON"}.get(kind, option.rpartition("_")[2].upper())
-        group.add_argument(flag(option), type=parse, metavar=metavar, **common)
-
-
-def _plain_type(hint: Any) -> type:
-    """The type of a flag: int for `int | None`, dict for `dict[str, Any] | None`, str for `int | str | None`."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hints = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        hint = str if str in hints else hints[0]
-    plain = typing.get_origin(hint) or hint
-    assert isinstance(plain, type), hint
-    return plain
+    if namespace.no_speculation:
+        if given.get("speculative_config") is not None:
+            raise InvalidRequestError("not allowed together with --speculative-config", param="no_speculation")
+        given["speculative_config"] = {"method": "off"}
+    args, demo_adapters = apply_demo_defaults(EngineArgs(model=model, **given), given)
+    check_args(args)
+    parse_speculative(args.speculative_config)
+    return args, demo_adapters
 
 
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """Options of EngineArgs that the command line gives, with their values."""
-    fields: Iterable[str] = (f.name for f in dataclasses.fields(EngineArgs) if f.name not in _NO_FLAG)
-    return {name: getattr(namespace, name) for name in fields if hasattr(namespace, name)}
+    return given_fields(EngineArgs, namespace, _NO_FLAG)

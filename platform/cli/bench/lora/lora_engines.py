@@ -14,15 +14,14 @@ from ....core.messages import EngineRequest
 from ....core.sampling_params import SamplingParams
 from ....engine.engine_core import EngineCore
 from ..engine_runs import Run, freeze_heap
-from .budget import Budget
-from .cases import Case, choose
-from .figures import Run as Figures
-from .figures import summarize
+from ..popularity import choose
+from ..prompts import random_ids
+from ..request_figures import Round
+from .cases import Case
 
 _WARM_UP_TOKENS = 8
-_LOWEST_TOKEN = 10
-"""Smallest token id of random prompts: lower ones are often special."""
-_HIGHEST_TOKEN = 4000
+_LOW_IDS = range(10)
+"""Token ids that no prompt has, as low ones are often special."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +30,18 @@ class Workload:
 
     input_len: int
     output_len: int
-    waves: int
-    """Requests of a run, over the batch size."""
     num_in_use: int | None
     """Number of adapters that requests ask for; None for all."""
     seed: int
     vocab_size: int
 
-    def prompt(self, *key: object) -> list[int]:
-        """Random token ids; equal keys give equal ids."""
-        generator = random.Random(f"{self.seed} {key}")
-        high = min(_HIGHEST_TOKEN, self.vocab_size)
-        return [generator.randrange(min(_LOWEST_TOKEN, high - 1), high) for _ in range(self.input_len)]
-
-    def request(self, request_id: str, prompt: list[int], num_tokens: int, lora: LoRARequest | None) -> EngineRequest:
-        """A greedy request of full length: the text of random weights has no end."""
-        return EngineRequest(
-            request_id, prompt, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True), lora=lora
-        )
+    def request(
+        self, name: str, num_tokens: int, lora: LoRARequest | None, input_len: int | None = None
+    ) -> EngineRequest:
+        """A greedy request of full length, as the text of random weights has no end. Equal names have equal prompts."""
+        prompt = random_ids(random.Random(f"{self.seed} {name}"), self.input_len, self.vocab_size, _LOW_IDS)
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        return EngineRequest(name, prompt[:input_len], params, lora=lora)
 
     def used(self, num_adapters: int) -> int:
         """Number of adapters that requests ask for, of `num_adapters`."""
@@ -77,42 +70,30 @@ class Engines:
         self.serving.adapters.register([adapter])
         self.adapters.setdefault(ranks, []).append(adapter)
 
-    def run(self, case: Case, round_number: int, *, warm_up: bool = False) -> Figures:
+    def run(self, case: Case, round_number: int, *, warm_up: bool = False) -> Round:
         """Run the requests of one round of a case. Requests of a warm-up are short.
 
         Raises:
             OutriderError: a request failed.
         """
         workload = self.workload
-        count = case.batch_size * workload.waves
-        wanted: list[LoRARequest | None] = [None] * count
+        wanted: list[LoRARequest | None] = [None] * case.batch_size
         if case.num_adapters:
             number = workload.used(case.num_adapters)
-            indices = choose(case.popularity, count, number, round_number, workload.seed)
+            indices = choose(case.popularity, case.batch_size, number, round_number, workload.seed)
             wanted = [self.adapters[case.ranks][index] for index in indices]
         num_tokens = min(_WARM_UP_TOKENS, workload.output_len) if warm_up else workload.output_len
-        prompts = [workload.prompt(case.batch_size, round_number, index) for index in range(count)]
         requests = [
-            workload.request(str(index), prompt, num_tokens, lora)
-            for index, (prompt, lora) in enumerate(zip(prompts, wanted, strict=True))
+            workload.request(f"{case.batch_size} {round_number} {index}", num_tokens, lora)
+            for index, lora in enumerate(wanted)
         ]
         core = self.plain if case.num_adapters is None else self.serving
-        run = Run(core, "bench lora")
-        seconds = run.complete(requests, case.batch_size)
-        distinct = len({lora.name for lora in wanted if lora is not None})
-        return summarize(seconds, run.times.values(), sum(map(len, prompts)), distinct)
+        return Run(core, "bench lora").complete(requests, case.batch_size)
 
-    def load(self, adapters: Sequence[LoRARequest], concurrency: int, budget: Budget) -> None:
+    def load(self, adapters: Sequence[LoRARequest], concurrency: int) -> None:
         """Send one short request for each adapter, so that memory holds as many as fit."""
-        run = Run(self.serving, "bench lora")
-        for start in range(0, len(adapters), concurrency):
-            budget.check()
-            some = adapters[start : start + concurrency]
-            requests = [
-                self.workload.request(f"load {start + index}", self.workload.prompt(index)[:8], 1, lora)
-                for index, lora in enumerate(some)
-            ]
-            run.complete(requests, concurrency)
+        requests = [self.workload.request(f"load {lora.name}", 1, lora, input_len=8) for lora in adapters]
+        Run(self.serving, "bench lora").complete(requests, concurrency)
 
     def unregister(self, adapters: Sequence[LoRARequest]) -> None:
         """Unregister adapters without requests, so that the next request for one must read it from disk."""
@@ -125,13 +106,6 @@ class Engines:
         """Durations of the loads that ended since the last call."""
         return self.serving.stats().lora_load_seconds
 
-    def facts(self) -> dict[str, Any]:
-        """Memory levels of the adapters, and their sizes."""
-        stats = self.serving.stats()
-        levels = Counter(info.level for info in self.serving.adapters.list())
-        return {
-            "adapters_by_level": dict(levels),
-            "lora_host_bytes": stats.lora_host_bytes,
-            "lora_rows_used": stats.lora_rows_used,
-            "lora_rows": stats.lora_rows,
-        }
+    def adapters_by_level(self) -> dict[str, int]:
+        """Number of adapters by the level of memory that holds them."""
+        return dict(Counter(info.level for info in self.serving.adapters.list()))
