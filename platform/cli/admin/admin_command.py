@@ -1,13 +1,16 @@
-"""`outrider admin`: its commands and their options."""
+"""`outrider admin`: its commands, each a function of the tenants' store."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from . import audit, database, keys, prefixes, tenants, usage
-from .connection import add_database
-from .output import add_format
+from ..options.database_option import DATABASE_VARIABLE
+from . import database, keys, prefixes, tenants, usage
+from .connection import open_store
+from .output import FORMATS, print_row, print_rows
 
 _EPILOG = """\
 The commands work on the database itself, whether a server runs or not; running servers follow within a second.
@@ -20,7 +23,9 @@ examples:
   outrider admin usage --by tenant,adapter --from 2026-01-01 --format csv
 """
 
-Runner = Callable[[argparse.Namespace], int]
+Opener = Callable[[argparse.Namespace], contextlib.AbstractContextManager[Any]]
+Work = Callable[[Any, argparse.Namespace], Any]
+"""A command: with what was opened it returns the row or the rows to print, or None when it has printed them."""
 
 
 class Commands:
@@ -29,11 +34,27 @@ class Commands:
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(self, name: str, run: Runner, text: str) -> argparse.ArgumentParser:
-        """Add a command and return its parser."""
+    def add(
+        self, name: str, work: Work, text: str, columns: Sequence[str] = (), opens: Opener = open_store
+    ) -> argparse.ArgumentParser:
+        """Add a command and return its parser. `columns` are those of its rows; `opens` opens what it works on."""
+
+        def run(namespace: argparse.Namespace) -> int:
+            with opens(namespace) as opened:
+                found = work(opened, namespace)
+            if isinstance(found, list):
+                print_rows(found, columns, namespace.format)
+            elif found is not None:
+                print_row(found, namespace.format)
+            return 0
+
         parser = self._commands.add_parser(name, help=text, description=_sentence(text), allow_abbrev=False)
-        add_database(parser)
-        add_format(parser)
+        parser.add_argument(
+            "--database",
+            metavar="URL",
+            help=f"sqlite:///outrider.db or postgresql://user@host/name (default: the variable {DATABASE_VARIABLE})",
+        )
+        parser.add_argument("--format", choices=FORMATS, default="table", help="of the output (default: %(default)s)")
         parser.set_defaults(run=run, parser=parser)
         return parser
 
@@ -53,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     admin = Commands(parser)
-    for module in (tenants, keys, usage, audit, prefixes, database):
+    for module in (tenants, keys, usage, prefixes, database):
         module.add_commands(admin)
 
 

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from ...tenancy.database.store import Store
 
 
-def add_database(parser: argparse.ArgumentParser) -> None:
-    """Add `--database`."""
-    parser.add_argument(
-        "--database",
-        metavar="URL",
-        help=f"sqlite:///outrider.db or postgresql://user@host/name (default: the variable {DATABASE_VARIABLE})",
-    )
-
-
 @contextlib.contextmanager
 def open_any_database(namespace: argparse.Namespace, *, create: bool = False) -> Iterator[Database]:
     """Open the database, whatever tables it has."""

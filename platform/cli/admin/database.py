@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .connection import open_any_database
-from .output import print_row
 
 if TYPE_CHECKING:
     from ...tenancy.database.connection import Database
@@ -16,27 +16,20 @@ if TYPE_CHECKING:
 def add_commands(admin: Commands) -> None:
     """Add the commands."""
     group = admin.group("database", "the database's tables")
-    group.add("upgrade", _upgrade, "make the tables, or bring them to this version; servers do so when they start")
-    group.add("current", _current, "show how far the tables are")
+    text = "make the tables, or bring them to this version; servers do so when they start"
+    group.add("upgrade", _upgrade, text, opens=partial(open_any_database, create=True))
+    group.add("current", _current, "show how far the tables are", opens=open_any_database)
 
 
-def _upgrade(namespace: argparse.Namespace) -> int:
+def _upgrade(database: Database, namespace: argparse.Namespace) -> dict[str, Any]:
     from ...tenancy.database.migrations.upgrade import revisions, upgrade
 
-    with open_any_database(namespace, create=True) as database:
-        before = upgrade(database).current
-        print_row(_row(database, revision=revisions(database).current, previous_revision=before), namespace.format)
-    return 0
+    before = upgrade(database).current
+    return {"database": database.shown, "revision": revisions(database).current, "previous_revision": before}
 
 
-def _current(namespace: argparse.Namespace) -> int:
+def _current(database: Database, namespace: argparse.Namespace) -> dict[str, Any]:
     from ...tenancy.database.migrations.upgrade import revisions
 
-    with open_any_database(namespace) as database:
-        found = revisions(database)
-        print_row(_row(database, revision=found.current, newest_revision=found.newest), namespace.format)
-    return 0
-
-
-def _row(database: Database, **facts: str | None) -> dict[str, Any]:
-    return {"database": database.shown, **facts}
+    found = revisions(database)
+    return {"database": database.shown, "revision": found.current, "newest_revision": found.newest}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from ...tenancy.accounts.principal import SCOPES, limit_fields, limits_of
 from ...tenancy.accounts.records import Key
 from ...tenancy.times import format_time, parse_duration, parse_time
-from .connection import open_store
 from .limits import add_limit_options, given_limits
-from .output import print_row, print_rows
+from .output import print_row
 
 if TYPE_CHECKING:
+    from ...tenancy.database.store import Store
     from .admin_command import Commands
 
-COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "state", "created_at", "expires_at", "limits")
+_COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "state", "created_at", "expires_at", "limits")
 
 
 def add_commands(admin: Commands) -> None:
@@ -36,41 +37,28 @@ def add_commands(admin: Commands) -> None:
         "--expires", metavar="WHEN", help="a time from now such as 12h or 90d, or a date (default: never)"
     )
     add_limit_options(create)
-    keys = group.add("list", _list, "list keys")
+    keys = group.add("list", _list, "list keys", _COLUMNS)
     keys.add_argument("--tenant", metavar="NAME", help="only its keys")
     keys.add_argument("--all", action="store_true", help="those that have been revoked, too")
     revoke = group.add("revoke", _revoke, "let a key in no more; servers follow within a second")
     revoke.add_argument("id", metavar="ID", help="as in the list: key-...")
 
 
-def row_of(key: Key) -> dict[str, Any]:
-    """The printed fields of a key."""
-    return {
-        "id": key.id,
-        "tenant": key.tenant,
-        "name": key.name,
-        "prefix": key.prefix,
-        "scopes": list(key.scopes),
-        "state": key.state(time.time()),
-        "created_at": key.created_at,
-        "expires_at": key.expires_at,
-        "revoked_at": key.revoked_at,
-        "limits": limit_fields(key.limits),
-    }
+def _row(key: Key) -> dict[str, Any]:
+    return dataclasses.asdict(key) | {"state": key.state(time.time()), "limits": limit_fields(key.limits)}
 
 
-def _create(namespace: argparse.Namespace) -> int:
-    with open_store(namespace) as store:
-        key, secret = store.create_key(
-            namespace.tenant,
-            name=namespace.name,
-            scopes=namespace.scope or ("inference",),
-            limits=limits_of(given_limits(namespace)),
-            expires_at=None if namespace.expires is None else _expiry(namespace.expires),
-        )
+def _create(store: Store, namespace: argparse.Namespace) -> None:
+    key, secret = store.create_key(
+        namespace.tenant,
+        name=namespace.name,
+        scopes=namespace.scope or ("inference",),
+        limits=limits_of(given_limits(namespace)),
+        expires_at=None if namespace.expires is None else _expiry(namespace.expires),
+    )
     if namespace.format != "table":
-        print_row({"key": secret, **row_of(key)}, namespace.format)
-        return 0
+        print_row({"key": secret, **_row(key)}, namespace.format)
+        return
     print(secret, flush=True)  # alone, so that $(...) takes it
     until = format_time(key.expires_at) or "it is revoked"
     print(
@@ -78,7 +66,6 @@ def _create(namespace: argparse.Namespace) -> int:
         "The key is shown only now: keep it.",
         file=sys.stderr,
     )
-    return 0
 
 
 def _expiry(text: str) -> float:
@@ -86,14 +73,9 @@ def _expiry(text: str) -> float:
     return parse_time(text, "expires") if seconds is None else time.time() + seconds
 
 
-def _list(namespace: argparse.Namespace) -> int:
-    with open_store(namespace) as store:
-        rows = [row_of(key) for key in store.list_keys(namespace.tenant, revoked=namespace.all)]
-    print_rows(rows, COLUMNS, namespace.format)
-    return 0
+def _list(store: Store, namespace: argparse.Namespace) -> list[dict[str, Any]]:
+    return [_row(key) for key in store.list_keys(namespace.tenant, revoked=namespace.all)]
 
 
-def _revoke(namespace: argparse.Namespace) -> int:
-    with open_store(namespace) as store:
-        print_row(row_of(store.revoke_key(namespace.id)), namespace.format)
-    return 0
+def _revoke(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    return _row(store.revoke_key(namespace.id))

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ...tenancy.accounts.principal import PERIODS
+from ..options.option_types import natural
 
 _COUNTS = {
     "requests_per_minute": "requests a minute",
@@ -26,7 +27,7 @@ def add_limit_options(parser: argparse.ArgumentParser, *, change: bool = False) 
     for name, text in _COUNTS.items():
         group.add_argument(
             f"--{name.replace('_', '-')}",
-            type=_count_or_none if change else _count,
+            type=_count_or_none if change else natural,
             default=argparse.SUPPRESS,
             metavar="N",
             help=text,
@@ -56,11 +57,5 @@ def given_limits(namespace: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 
 
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
-    return int(text)
-
-
 def _count_or_none(text: str) -> int | None:
-    return None if text == "none" else _count(text)
+    return None if text == "none" else natural(text)

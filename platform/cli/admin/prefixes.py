@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequestError
 from ...tenancy.accounts.records import SharedPrefix
-from .connection import open_store
-from .output import print_row, print_rows
 
 if TYPE_CHECKING:
+    from ...tenancy.database.store import Store
     from .admin_command import Commands
 
-COLUMNS = ("name", "num_tokens", "created_at")
+_COLUMNS = ("name", "num_tokens", "created_at")
 
 
 def add_commands(admin: Commands) -> None:
@@ -32,7 +31,7 @@ def add_commands(admin: Commands) -> None:
         "--token-ids", metavar="FILE", help="a file with a JSON list, such as `tokens` of /tokenize; - is stdin"
     )
     add.add_argument("--tokenizer", metavar="PATH", help="folder of the model, for --text (default: the demo model)")
-    group.add("list", _list, "list the shared prefixes")
+    group.add("list", _list, "list the shared prefixes", _COLUMNS)
     group.add("remove", _remove, "share a prefix no more").add_argument("name", metavar="NAME")
 
 
@@ -40,27 +39,21 @@ def _row(prefix: SharedPrefix) -> dict[str, Any]:
     return {"name": prefix.name, "num_tokens": len(prefix.token_ids), "created_at": prefix.created_at}
 
 
-def _add(namespace: argparse.Namespace) -> int:
+def _add(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
     if namespace.text is not None:
         tokens = _tokenize(_read(namespace.text, "text"), namespace.tokenizer)
     else:
         tokens = _parse(_read(namespace.token_ids, "token_ids"))
-    with open_store(namespace) as store:
-        print_row(_row(store.add_prefix(namespace.name, tokens)), namespace.format)
-    return 0
+    return _row(store.add_prefix(namespace.name, tokens))
 
 
-def _list(namespace: argparse.Namespace) -> int:
-    with open_store(namespace) as store:
-        print_rows([_row(prefix) for prefix in store.list_prefixes()], COLUMNS, namespace.format)
-    return 0
+def _list(store: Store, namespace: argparse.Namespace) -> list[dict[str, Any]]:
+    return [_row(prefix) for prefix in store.list_prefixes()]
 
 
-def _remove(namespace: argparse.Namespace) -> int:
-    with open_store(namespace) as store:
-        store.remove_prefix(namespace.name)
-        print_row({"name": namespace.name, "removed": True}, namespace.format)
-    return 0
+def _remove(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    store.remove_prefix(namespace.name)
+    return {"name": namespace.name, "removed": True}
 
 
 def _read(name: str, option: str) -> str:

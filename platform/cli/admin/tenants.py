@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequestError
 from ...tenancy.accounts.principal import limit_fields, limits_of
 from ...tenancy.accounts.records import Tenant
-from .connection import open_store
 from .limits import add_limit_options, given_limits
-from .output import print_row, print_rows
 
 if TYPE_CHECKING:
+    from ...tenancy.database.store import Store
     from .admin_command import Commands
 
-COLUMNS = ("name", "weight", "max_adapters", "disabled", "created_at", "limits")
+_COLUMNS = ("name", "weight", "max_adapters", "disabled", "created_at", "limits")
 
 
 def add_commands(admin: Commands) -> None:
@@ -27,7 +27,7 @@ def add_commands(admin: Commands) -> None:
         "name", metavar="NAME", help="a-z 0-9 . _ -; never given again, also when the tenant is deleted"
     )
     _add_fields(create, change=False)
-    group.add("list", _list, "list the tenants")
+    group.add("list", _list, "list the tenants", _COLUMNS)
     show = group.add("show", _show, "show a tenant")
     show.add_argument("name", metavar="NAME")
     change = group.add("update", _update, "change a tenant; what is not given stays")
@@ -61,71 +61,48 @@ def _add_fields(parser: argparse.ArgumentParser, *, change: bool) -> None:
     add_limit_options(parser, change=change)
 
 
-def row_of(tenant: Tenant) -> dict[str, Any]:
-    """The printed fields of a tenant."""
-    return {
-        "name": tenant.name,
-        "weight": tenant.weight,
-        "max_adapters": tenant.max_adapters,
-        "disabled": tenant.disabled,
-        "created_at": tenant.created_at,
-        "limits": limit_fields(tenant.limits),
-    }
+def _row(tenant: Tenant) -> dict[str, Any]:
+    return dataclasses.asdict(tenant) | {"limits": limit_fields(tenant.limits)}
 
 
 def _given(namespace: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(namespace, name) for name in ("weight", "max_adapters") if hasattr(namespace, name)}
 
 
-def _create(namespace: argparse.Namespace) -> int:
-    tenant = Tenant(name=namespace.name, limits=limits_of(given_limits(namespace)), **_given(namespace))
-    with open_store(namespace) as store:
-        print_row(row_of(store.create_tenant(tenant)), namespace.format)
-    return 0
+def _create(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    limits = limits_of(given_limits(namespace))
+    return _row(store.create_tenant(Tenant(name=namespace.name, limits=limits, **_given(namespace))))
 
 
-def _list(namespace: argparse.Namespace) -> int:
-    with open_store(namespace) as store:
-        print_rows([row_of(tenant) for tenant in store.list_tenants()], COLUMNS, namespace.format)
-    return 0
+def _list(store: Store, namespace: argparse.Namespace) -> list[dict[str, Any]]:
+    return [_row(tenant) for tenant in store.list_tenants()]
 
 
-def _show(namespace: argparse.Namespace) -> int:
-    with open_store(namespace) as store:
-        print_row(row_of(store.get_tenant(namespace.name)), namespace.format)
-    return 0
+def _show(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    return _row(store.get_tenant(namespace.name))
 
 
-def _update(namespace: argparse.Namespace) -> int:
-    changes = _given(namespace)
-    limits = given_limits(namespace)
+def _update(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    changes, limits = _given(namespace), given_limits(namespace)
     if not changes and not limits:
         raise InvalidRequestError("nothing to change: give at least one option")
-    return _change(namespace, changes | {"limits": limits})
+    return _row(store.update_tenant(namespace.name, changes | {"limits": limits}))
 
 
-def _disable(namespace: argparse.Namespace) -> int:
-    return _change(namespace, {"disabled": True})
+def _disable(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    return _row(store.update_tenant(namespace.name, {"disabled": True}))
 
 
-def _enable(namespace: argparse.Namespace) -> int:
-    return _change(namespace, {"disabled": False})
+def _enable(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    return _row(store.update_tenant(namespace.name, {"disabled": False}))
 
 
-def _change(namespace: argparse.Namespace, changes: dict[str, Any]) -> int:
-    with open_store(namespace) as store:
-        print_row(row_of(store.update_tenant(namespace.name, changes)), namespace.format)
-    return 0
-
-
-def _delete(namespace: argparse.Namespace) -> int:
-    with open_store(namespace) as store:
-        tenant = store.get_tenant(namespace.name)
-        if not namespace.yes and not _confirmed(tenant.name):
-            raise InvalidRequestError("nothing was deleted")
-        store.delete_tenant(tenant.name)
-        print_row({"name": tenant.name, "deleted": True}, namespace.format)
-    return 0
+def _delete(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    tenant = store.get_tenant(namespace.name)
+    if not namespace.yes and not _confirmed(tenant.name):
+        raise InvalidRequestError("nothing was deleted")
+    store.delete_tenant(tenant.name)
+    return {"name": tenant.name, "deleted": True}
 
 
 def _confirmed(name: str) -> bool:

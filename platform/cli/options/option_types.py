@@ -24,7 +24,7 @@ def integer(least: int = 0, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"must be a number {bounds}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a whole number {bounds}, got {text!r}")
         return value
 
     return parse
