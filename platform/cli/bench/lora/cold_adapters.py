@@ -25,7 +25,8 @@ STREAM_INPUT, STREAM_OUTPUT = 16, 4
 """Tokens of the stream's requests: few, because the loading is measured."""
 STREAM_SEATS = 16
 """Number of the stream's requests that may run at once."""
-_LEAD_STEPS = 3
+_LEAD_STEPS, _LEAST_STEPS = 3, 3
+"""Steps before the stream, and at least during it: two are needed for a gap between tokens."""
 
 
 class ColdRun(NamedTuple):
@@ -93,13 +94,13 @@ def _run_stream(
         step()
     for _ in range(_LEAD_STEPS):
         step()
-    waiting = deque(stream)
+    waiting, num_steps = deque(stream), 0
     began = now = time.perf_counter()
-    while waiting or run.live - warm or now - began < len(plan.cold) / plan.rate:
+    while waiting or run.live - warm or now - began < len(plan.cold) / plan.rate or num_steps < _LEAST_STEPS:
         while waiting and now >= (arrived := began + (len(stream) - len(waiting)) / plan.rate):
             run.add(waiting.popleft(), arrived)
         step()
-        now = time.perf_counter()
+        now, num_steps = time.perf_counter(), num_steps + 1
     return warm, (began, now)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,11 @@ def _draw_panel(axis: Any, rows: Sequence[dict[str, Any]], metric: str | None) -
     level = 1.0 if metric is None else base[metric] and base[metric]["median"]
     if level is not None:
         axis.axhline(level, color=GREY, linestyle="--", label="base: an engine that takes no adapters")
-    for (popularity, color), (dash, mix) in (
-        (colored, dashed) for colored in _COLORS.items() for dashed in zip(_DASHES, mixes, strict=False)
-    ):
-        # A single adapter is the first point of each line.
+    present = {row["popularity"] for row in rows}
+    if present & set(_COLORS) - {"", IDENTICAL}:
+        present.discard(IDENTICAL)  # a single adapter is the first point of each line
+    for popularity, (dash, mix) in itertools.product(sorted(present), zip(_DASHES, mixes, strict=False)):
+        color = _COLORS[popularity]
         line = [r for r in rows if r["popularity"] == popularity or (popularity and r["num_adapters"] == 1)]
         line = [r for r in line if r is not base and tuple(r["ranks"]) in (mix, ()) and (metric is None or r[metric])]
         if line:
