@@ -166,6 +166,7 @@ def _draw(head: Sequence[str], found: Sequence[Comparison], file: Path) -> None:
     )
     axis.bar_label(bars, [f"{c.ratio:.3g}" for c in shown], padding=4, fontsize=8)
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}")
     axis.margins(x=0.15)
     axis.invert_yaxis()
     axis.axvline(1, color="#404040", linewidth=1)
