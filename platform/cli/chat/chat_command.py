@@ -7,10 +7,10 @@ import io
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ...core.errors import InvalidRequestError, NotFoundError, OutriderError, PromptTooLongError
 from ...core.text import shorten
@@ -46,20 +46,50 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
-class Screen(Protocol):
-    """Output of a conversation."""
+class Screen:
+    """Output of a conversation. Answers go to standard output; in a pipe everything else goes to standard error."""
 
     def say(self, text: str) -> None:
         """Show a line from the program."""
+        print(text, file=sys.stderr, flush=True)
 
     def fail(self, text: str) -> None:
         """Show an error."""
+        self.say(f"error: {text}")
 
     def piece(self, text: str) -> None:
         """Show a piece of an answer as it comes."""
+        print(text, end="", flush=True)
 
     def end(self, stats: str) -> None:
         """End the answer."""
+        self.piece("\n")
+        self.say(f"[{stats}]")
+
+
+class TerminalScreen(Screen):
+    """Screen for people, with colours."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """See Screen."""
+        self._console.print(text, style="cyan", markup=False)
+
+    def fail(self, text: str) -> None:
+        """See Screen."""
+        self._console.print(text, style="red", markup=False)
+
+    def piece(self, text: str) -> None:
+        """See Screen."""
+        self._console.print(text, end="", markup=False)
+
+    def end(self, stats: str) -> None:
+        """See Screen."""
+        self._console.print(f"\n{stats}", style="dim", markup=False)
 
 
 class Conversation:
@@ -156,58 +186,12 @@ class Conversation:
         self._screen.fail(error.message + hint)
 
 
-class PlainScreen:
-    """Screen for pipes: answers on standard output, everything else on standard error."""
-
-    def say(self, text: str) -> None:
-        """See Screen."""
-        print(text, file=sys.stderr, flush=True)
-
-    def fail(self, text: str) -> None:
-        """See Screen."""
-        print(f"error: {text}", file=sys.stderr, flush=True)
-
-    def piece(self, text: str) -> None:
-        """See Screen."""
-        print(text, end="", flush=True)
-
-    def end(self, stats: str) -> None:
-        """See Screen."""
-        print(flush=True)
-        print(f"[{stats}]", file=sys.stderr, flush=True)
-
-
-class TerminalScreen:
-    """Screen for people, with colours and formatted text."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(highlight=False, soft_wrap=True)
-
-    def say(self, text: str) -> None:
-        """See Screen."""
-        self._console.print(text, style="cyan", markup=False)
-
-    def fail(self, text: str) -> None:
-        """See Screen."""
-        self._console.print(text, style="red", markup=False)
-
-    def piece(self, text: str) -> None:
-        """See Screen."""
-        self._console.print(text, end="", markup=False)
-
-    def end(self, stats: str) -> None:
-        """See Screen."""
-        self._console.print(f"\n{stats}", style="dim", markup=False)
-
-
 def run(namespace: argparse.Namespace) -> int:
     """Chat until the input ends; returns the exit status."""
     from .client import ChatClient
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    screen: Screen = TerminalScreen() if interactive else PlainScreen()
+    screen = TerminalScreen() if interactive else Screen()
     if namespace.temperature is not None and not math.isfinite(namespace.temperature):
         raise InvalidRequestError("argument --temperature: must be a finite number", param="temperature")
     options = {"temperature": namespace.temperature, "max_tokens": namespace.max_tokens}
@@ -224,7 +208,7 @@ def run(namespace: argparse.Namespace) -> int:
         conversation.set_system(_text(namespace.system or ""))
         if interactive:
             screen.say(f"talking to {conversation.model} on {client.url}; /help lists the commands")
-        for line in _typed_lines(conversation) if interactive else _piped_lines():
+        for line in _typed_lines(conversation) if interactive else sys.stdin:
             if not conversation.handle(line):
                 break
     return 1 if conversation.failures and not interactive else 0
@@ -240,10 +224,6 @@ def _be_lenient(*streams: TextIO) -> None:
 def _text(argument: str) -> str:
     """An argument of the command line without surrogates, which stand for bytes that are no text."""
     return argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def _piped_lines() -> Iterable[str]:
-    return sys.stdin
 
 
 def _typed_lines(conversation: Conversation) -> Iterator[str]:

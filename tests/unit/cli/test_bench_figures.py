@@ -14,7 +14,6 @@ from outrider.platform.cli.bench.serving.profiling.timeline import (
     chrome_trace,
     own_seconds,
     summarize,
-    wire_spans,
 )
 from outrider.platform.cli.main import main
 from outrider.platform.core.messages import SpeculationCounts
@@ -133,25 +132,17 @@ def test_own_time_is_without_what_lies_inside():
 def test_summary_of_a_timeline():
     engine = [Span("forward", 1, 4), Span("step", 0, 5), Span("IPC", 5, 6), Span("step", 6, 9)]
     client = [Span("detokenize", 7, 8)]
-    wire = wire_spans([5], client)
-    found = summarize(engine, wire, client)
-    assert (found["num_steps"], found["step_ms"], found["detokenize_ms"], found["wire_ms"]) == (2, 4000, 500, 2000)
+    found = summarize(engine, client)
+    assert (found["num_steps"], found["step_ms"], found["detokenize_ms"]) == (2, 4000, 500)
     assert {part["name"]: part["ms_per_step"] for part in found["parts"]} == {
         "other": 2500,
         "forward": 1500,
         "IPC": 500,
     }
     assert sum(part["share"] for part in found["parts"]) == pytest.approx(1, abs=1e-4)
-    trace = chrome_trace({"engine": engine, "wire": wire, "client": client})
+    trace = chrome_trace({"engine": engine, "client": client})
     event = next(e for e in trace["traceEvents"] if e["name"] == "detokenize")
-    assert (event["ph"], event["pid"], event["ts"], event["dur"]) == ("X", 2, 7e6, 1e6)
-
-
-def test_spans_on_the_wire_overlap_so_they_are_asynchronous_events():
-    wire = wire_spans([0, 3], [Span("detokenize", 4, 5), Span("detokenize", 6, 7)])
-    events = [event for event in chrome_trace({"wire": wire})["traceEvents"] if event["name"] == "wire"]
-    found = [(event["ph"], event["id"], event["ts"]) for event in events]
-    assert found == [("b", 0, 0), ("e", 0, 4e6), ("b", 1, 3e6), ("e", 1, 6e6)]
+    assert (event["ph"], event["pid"], event["ts"], event["dur"]) == ("X", 1, 7e6, 1e6)
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

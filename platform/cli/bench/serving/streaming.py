@@ -34,9 +34,8 @@ class StreamReader:
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
-        self.usage: dict[str, Any] | None = None
+        self.usage: dict[str, Any] = {}
         self._events = EventReader()
-        self._texts: list[str] = []
         self._head = bytearray()
 
     def receive(self, now: float, data: bytes) -> None:
@@ -57,19 +56,18 @@ class StreamReader:
             content = content or delta.get("reasoning_content") or delta.get("reasoning")
             if content:
                 self.record.arrivals.append(now)
-                self._texts.append(content)
+                self.record.text += content
             self.record.finish_reason = choice.get("finish_reason") or self.record.finish_reason
 
     def end(self, status: int) -> None:
         """End the stream."""
         record = self.record
-        record.text = "".join(self._texts)
         if status != 200:
-            record.error = f"status {status}: {self.body_error()}"
+            record.error = f"status {status}: {self._body_error()}"
         elif record.error is None and record.finish_reason is None and not record.arrivals:
             record.error = f"the answer is no stream of completions: {bytes(self._head[:80])!r}"
 
-    def body_error(self) -> str:
+    def _body_error(self) -> str:
         """Message of an answer that is an error."""
         try:
             return _message_of(json.loads(bytes(self._head)))
@@ -140,9 +138,8 @@ class Asker:
         record.ended = time.perf_counter()
         self._count(sample, record, reader.usage)
 
-    def _count(self, sample: Sample, record: RequestRecord, usage: dict[str, Any] | None) -> None:
+    def _count(self, sample: Sample, record: RequestRecord, usage: dict[str, Any]) -> None:
         """Set the token counts: the server's, else the tokenizer's, else the number of chunks."""
-        usage = usage or {}
         record.num_prompt_tokens = usage.get("prompt_tokens") or sample.num_prompt_tokens or 0
         if usage.get("completion_tokens") is not None:
             record.num_output_tokens = usage["completion_tokens"]

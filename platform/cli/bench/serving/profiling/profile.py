@@ -20,7 +20,7 @@ from .....core.errors import OutriderError
 from .....core.lora_request import LoRARequest
 from ...bench_options import write_json
 from ..offline import Requests
-from .timeline import DETOKENIZE, Span, chrome_trace, summarize, wire_spans
+from .timeline import DETOKENIZE, Span, chrome_trace, summarize
 from .traced_engine import FOLDER_VARIABLE, SPANS_FILE, AnnotatedEngine, TimedEngine
 
 TIMELINE_FILE, TORCH_FILE, OPS_FILE = "timeline.json", "torch.json", "torch.txt"
@@ -59,14 +59,11 @@ def _write_timeline(
         else:
             os.environ[FOLDER_VARIABLE] = before
     raw = folder / SPANS_FILE
-    recorded = json.loads(raw.read_text(encoding="utf-8"))
+    engine = [Span(*fields) for fields in json.loads(raw.read_text(encoding="utf-8"))]
     raw.unlink()
-    engine = [span for span in (Span(*fields) for fields in recorded["spans"]) if span.start >= began]
-    client = [span for span in client if span.start >= began]
-    wire = wire_spans([moment for moment in recorded["sent"] if moment >= began], client)
-    trace = chrome_trace({"engine process": engine, "on the way to the API process": wire, "API process": client})
-    write_json(trace, folder / TIMELINE_FILE)
-    return summarize(engine, wire, client)
+    engine, client = ([span for span in spans if span.start >= began] for spans in (engine, client))
+    write_json(chrome_trace({"engine process": engine, "API process": client}), folder / TIMELINE_FILE)
+    return summarize(engine, client)
 
 
 async def _run_batches(

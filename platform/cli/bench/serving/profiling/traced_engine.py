@@ -92,8 +92,6 @@ class TimedEngine(AnnotatedEngine):
 
     def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
         self._spans: list[Span] = []
-        self._sent: list[float] = []
-        """Ends of the steps that brought tokens."""
         self._left: float | None = None
         """End of the last step, if another one follows."""
         super().__init__(args, progress=progress)
@@ -117,13 +115,10 @@ class TimedEngine(AnnotatedEngine):
         if self._left is not None:
             self._spans.append(Span(IPC, self._left, start))
         self._spans.append(Span(STEP, start, end))
-        if deltas:
-            self._sent.append(end)
         self._left = end if self._core.has_work() else None
         return deltas
 
     def shutdown(self) -> None:
         """Write what was recorded, and shut the core down."""
-        recorded = json.dumps({"spans": self._spans, "sent": self._sent})
-        (Path(os.environ[FOLDER_VARIABLE]) / SPANS_FILE).write_text(recorded, encoding="utf-8")
+        (Path(os.environ[FOLDER_VARIABLE]) / SPANS_FILE).write_text(json.dumps(self._spans), encoding="utf-8")
         super().shutdown()
