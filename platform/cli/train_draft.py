@@ -18,7 +18,7 @@ from ...spec_decode.training.options import METHODS, TrainOptions, reason
 from ...spec_decode.training.progress import EVERY, Progress, duration
 from ...spec_decode.training.run_folder import GENERATED, GENERATED_EVAL, check_output, kept_files, prepare_output
 from ..core.errors import InvalidRequestError, OutriderError
-from .adapter_files import largest_rank
+from .adapter_rank import largest_rank
 from .options.field_flags import add_field_flag, given_fields
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.times import format_time
-from ..tables import aligned
+from ..text_tables import aligned
 
 FORMATS = ("table", "csv", "json")
 Row = Mapping[str, Any]

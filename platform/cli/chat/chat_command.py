@@ -17,7 +17,7 @@ from ...core.text import shorten
 from ..options.api_keys import API_KEY_VARIABLE, key_problem
 
 if TYPE_CHECKING:
-    from .client import ChatClient
+    from .chat_client import ChatClient
 
 _HELP = """\
 /model NAME    talk to that model or adapter; without a name, list them
@@ -188,7 +188,7 @@ class Conversation:
 
 def run(namespace: argparse.Namespace) -> int:
     """Chat until the input ends; returns the exit status."""
-    from .client import ChatClient
+    from .chat_client import ChatClient
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen = TerminalScreen() if interactive else Screen()

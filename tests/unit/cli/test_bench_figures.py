@@ -8,13 +8,13 @@ import pytest
 from outrider.platform.cli.bench.compare import compare, differences
 from outrider.platform.cli.bench.request_figures import RequestRecord, acceptance, figures
 from outrider.platform.cli.bench.serving.latency_plot import draw_latencies
-from outrider.platform.cli.bench.serving.load import arrival_times
 from outrider.platform.cli.bench.serving.profiling.timeline import (
     Span,
     chrome_trace,
     own_seconds,
     summarize,
 )
+from outrider.platform.cli.bench.serving.request_load import arrival_times
 from outrider.platform.cli.main import main
 from outrider.platform.core.messages import SpeculationCounts
 

@@ -11,7 +11,7 @@ from outrider.models.demo import demo_model_path
 from outrider.platform.cli.bench.request_figures import RequestRecord
 from outrider.platform.cli.bench.serving.datasets import Sample
 from outrider.platform.cli.bench.serving.http_client import HttpClient, RequestFailed
-from outrider.platform.cli.bench.serving.load import offer
+from outrider.platform.cli.bench.serving.request_load import offer
 from outrider.platform.cli.bench.serving.server_facts import find_model, since, speculation_counts
 from outrider.platform.cli.bench.serving.streaming import Asker, EventReader
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError

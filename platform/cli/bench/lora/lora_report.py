@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...tables import aligned
+from ...text_tables import aligned
 from ..machine import headline
 
 _NOTES = """\

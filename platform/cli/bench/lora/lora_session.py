@@ -19,7 +19,7 @@ from .....models.config import DTYPES, config_from_hf, stored_dtype
 from .....models.demo import demo_model_path
 from ....core.errors import InvalidRequestError, PromptTooLongError
 from ....core.lora_request import LoRARequest
-from ...adapter_files import largest_rank
+from ...adapter_rank import largest_rank
 from ..bench_options import is_demo
 from ..engine_runs import BLOCK_SIZE, num_blocks
 from ..machine import RANDOM_WEIGHTS, describe_machine, describe_model, labels

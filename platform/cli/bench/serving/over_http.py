@@ -18,7 +18,7 @@ from ..request_figures import RequestRecord, acceptance, figures
 from .datasets import assign_adapters, make_samples
 from .http_client import HttpClient
 from .latency_plot import draw_latencies
-from .load import Load, arrival_times, offer
+from .request_load import Load, arrival_times, offer
 from .server_facts import find_model, find_tokenizer, since, speculation_counts
 from .serving_commands import ENDPOINTS, arguments
 from .streaming import Asker

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...tables import aligned
+from ...text_tables import aligned
 from ..machine import headline
 from ..pictures import BLUE, GREEN, RED, SAND, add_legend, panels, save
 from .modes import OFF, is_adaptive

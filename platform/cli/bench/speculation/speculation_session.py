@@ -14,7 +14,7 @@ from .....models.demo import demo_model_path
 from ....core.config import EngineArgs
 from ....core.errors import PromptTooLongError
 from ....engine.engine_core import EngineCore
-from ...adapter_files import largest_rank
+from ...adapter_rank import largest_rank
 from ..bench_options import is_demo
 from ..engine_runs import BLOCK_SIZE, freeze_heap, num_blocks
 from ..machine import describe_machine, describe_model, labels

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .connection import open_any_database
+from .database_access import open_any_database
 
 if TYPE_CHECKING:
     from ...tenancy.database.connection import Database

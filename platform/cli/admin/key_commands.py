@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...tenancy.accounts.principal import SCOPES, limit_fields, limits_of
 from ...tenancy.accounts.records import Key
 from ...tenancy.times import format_time, parse_duration, parse_time
-from .limits import add_limit_options, given_limits
+from .limit_options import add_limit_options, given_limits
 from .output import print_row
 
 if TYPE_CHECKING:

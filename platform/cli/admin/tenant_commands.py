@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import InvalidRequestError
 from ...tenancy.accounts.principal import limit_fields, limits_of
 from ...tenancy.accounts.records import Tenant
-from .limits import add_limit_options, given_limits
+from .limit_options import add_limit_options, given_limits
 
 if TYPE_CHECKING:
     from ...tenancy.database.store import Store
