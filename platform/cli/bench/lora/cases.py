@@ -18,23 +18,13 @@ class Case(NamedTuple):
     they run in the engine without adapters, with which all is compared."""
     popularity: str = ""
     """Distribution of the requests over the adapters; "" without a choice."""
-    ranks: tuple[int, ...] = ()
-    """Ranks that the adapters have in turn."""
 
 
-def make_cases(
-    batch_sizes: Sequence[int],
-    num_adapters: Sequence[int],
-    popularities: Sequence[str],
-    mixes: Sequence[tuple[int, ...]],
-) -> list[Case]:
+def make_cases(batch_sizes: Sequence[int], num_adapters: Sequence[int], popularities: Sequence[str]) -> list[Case]:
     """Combinations by batch size, without the engine that takes no adapters."""
     cases = []
     for batch_size in dict.fromkeys(batch_sizes):
         for number in dict.fromkeys(num_adapters):
-            if number == 0:
-                cases.append(Case(batch_size, 0))
-                continue
-            chosen = [IDENTICAL] if number == 1 else list(dict.fromkeys(popularities))
-            cases += [Case(batch_size, number, name, mix) for mix in dict.fromkeys(mixes) for name in chosen]
+            chosen = ("",) if number == 0 else (IDENTICAL,) if number == 1 else dict.fromkeys(popularities)
+            cases += [Case(batch_size, number, name) for name in chosen]
     return cases

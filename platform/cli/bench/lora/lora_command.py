@@ -38,13 +38,7 @@ def add_parser(kinds: Any) -> None:
         metavar="P,P",
         help=f"of {','.join(POPULARITIES)} (default: all); skewed is Zipf, distinct one after the other",
     )
-    add(
-        "--ranks",
-        type=sizes,
-        action="append",
-        metavar="R,R",
-        help="of the adapters, in turn; may be repeated, for several mixes (default: 8,16)",
-    )
+    add("--ranks", type=sizes, default=[8, 16], metavar="R,R", help="of the adapters, in turn (default: 8,16)")
     add("--batch-sizes", type=sizes, default=[1, 8, 32], metavar="N,N", help="requests at once (default: 1,8,32)")
     add("--adapters-in-use", type=positive, metavar="N", help="ask for so many of the adapters only (default: all)")
     add("--input-len", type=positive, default=128, metavar="N", help="prompt tokens a request (default: 128)")
@@ -68,7 +62,6 @@ def measure(options: argparse.Namespace) -> Result:
         known = ", ".join(POPULARITIES)
         raise InvalidRequestError(f"unknown popularity {unknown!r}; known are {known}", param="popularity")
     given = given_adapters(options)
-    options.ranks = options.ranks or [[8, 16]]
 
     from .lora_picture import draw
     from .lora_report import format_table

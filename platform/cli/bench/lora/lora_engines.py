@@ -54,8 +54,8 @@ class Engines:
     def __init__(self, shared: dict[str, Any], lora: dict[str, Any], workload: Workload) -> None:
         """Load them; see `EngineCore` for the errors. `shutdown` them in the end."""
         self.workload = workload
-        self.adapters: dict[tuple[int, ...], list[LoRARequest]] = {}
-        """Registered adapters, by the ranks that they have in turn."""
+        self.adapters: list[LoRARequest] = []
+        """The registered ones."""
         self.plain = EngineCore(EngineArgs(**shared))
         self.serving = EngineCore(EngineArgs(**shared, enable_lora=True, **lora))
         freeze_heap()
@@ -65,10 +65,10 @@ class Engines:
         self.plain.shutdown()
         self.serving.shutdown()
 
-    def register(self, ranks: tuple[int, ...], adapter: LoRARequest) -> None:
-        """Register an adapter of these ranks, which is read at its first request; errors as in `EngineCore`."""
+    def register(self, adapter: LoRARequest) -> None:
+        """Register an adapter, which is read at its first request; errors as in `EngineCore`."""
         self.serving.adapters.register([adapter])
-        self.adapters.setdefault(ranks, []).append(adapter)
+        self.adapters.append(adapter)
 
     def run(self, case: Case, round_number: int, *, warm_up: bool = False) -> Round:
         """Run the requests of one round of a case. Requests of a warm-up are short.
@@ -81,7 +81,7 @@ class Engines:
         if case.num_adapters:
             number = workload.used(case.num_adapters)
             indices = choose(case.popularity, case.batch_size, number, round_number, workload.seed)
-            wanted = [self.adapters[case.ranks][index] for index in indices]
+            wanted = [self.adapters[index] for index in indices]
         num_tokens = min(_WARM_UP_TOKENS, workload.output_len) if warm_up else workload.output_len
         requests = [
             workload.request(f"{case.batch_size} {round_number} {index}", num_tokens, lora)

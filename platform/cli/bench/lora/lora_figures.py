@@ -35,7 +35,7 @@ def _row(case: Case, found: Sequence[Round], rounds: Mapping[Case, Sequence[Roun
         for entry, ratio in zip(entries, ratios, strict=True):
             entry["ratio"] = round(ratio, 4)
         row["ratio"] = round(statistics.median(ratios), 4)
-        single = rounds.get(Case(case.batch_size, 1, IDENTICAL, case.ranks))
+        single = rounds.get(Case(case.batch_size, 1, IDENTICAL))
         row["ratio_to_one_adapter"] = round(statistics.median(_ratios(found, single)), 4) if single else None
     return row | {"rounds": entries}
 

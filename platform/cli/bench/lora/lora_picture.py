@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from ..popularity import DISTINCT, IDENTICAL, SKEWED, UNIFORM
 from .lora_report import sizes
 
 _COLORS = {"": "#202020", IDENTICAL: BLUE, UNIFORM: GREEN, SKEWED: SAND, DISTINCT: RED}
-_DASHES = ("-", "--", ":", "-.")
 _PANELS = {None: "output tokens/s over base", "ttft_ms": "TTFT, ms", "itl_ms": "ITL, ms"}
 
 
@@ -45,7 +43,6 @@ def draw(report: dict[str, Any], file: Path) -> None:
 def _draw_panel(axis: Any, rows: Sequence[dict[str, Any]], metric: str | None) -> None:
     """Draw one figure of one batch size; x is the number of adapters, evenly spaced."""
     numbers = sorted({row["num_adapters"] for row in rows if row["num_adapters"] is not None})
-    mixes = list(dict.fromkeys(tuple(row["ranks"]) for row in rows if row["ranks"])) or [()]
     base = next(row for row in rows if row["num_adapters"] is None)
     level = 1.0 if metric is None else base[metric] and base[metric]["median"]
     if level is not None:
@@ -53,15 +50,15 @@ def _draw_panel(axis: Any, rows: Sequence[dict[str, Any]], metric: str | None) -
     present = {row["popularity"] for row in rows}
     if present & set(_COLORS) - {"", IDENTICAL}:
         present.discard(IDENTICAL)  # a single adapter is the first point of each line
-    for popularity, (dash, mix) in itertools.product(sorted(present), zip(_DASHES, mixes, strict=False)):
+    for popularity in sorted(present):
         color = _COLORS[popularity]
         line = [r for r in rows if r["popularity"] == popularity or (popularity and r["num_adapters"] == 1)]
-        line = [r for r in line if r is not base and tuple(r["ranks"]) in (mix, ()) and (metric is None or r[metric])]
+        line = [r for r in line if r is not base and (metric is None or r[metric])]
         if line:
             xs = [numbers.index(row["num_adapters"]) for row in line]
             ys = [row["ratio"] if metric is None else row[metric]["median"] for row in line]
             label = popularity or "base model, in an engine with adapters"
-            axis.plot(xs, ys, dash, marker="o", color=color, label=label + (f", ranks {mix}" if mixes[1:] else ""))
+            axis.plot(xs, ys, marker="o", color=color, label=label)
             if metric is not None:
                 axis.plot(xs, [row[metric]["p99"] for row in line], "^", color=color, alpha=0.55)
     axis.set_xticks(range(len(numbers)), [str(number) for number in numbers])

@@ -18,8 +18,9 @@ def sizes(report: dict[str, Any]) -> str:
     """The sizes of the measurement in a line."""
     settings = report["settings"]
     return (
-        f"prompts of {settings['input_len']} tokens, {settings['output_len']} tokens of output; max_loras "
-        f"{settings['max_loras']}, max_cpu_loras {settings['max_cpu_loras']}; medians of {settings['rounds']} rounds"
+        f"prompts of {settings['input_len']} tokens, {settings['output_len']} tokens of output; ranks "
+        f"{','.join(map(str, settings['ranks']))}; max_loras {settings['max_loras']}, max_cpu_loras "
+        f"{settings['max_cpu_loras']}; medians of {settings['rounds']} rounds"
     )
 
 
@@ -28,7 +29,7 @@ def format_table(report: dict[str, Any]) -> str:
     lines = [*report["labels"], headline(report), sizes(report)]
     for batch_size in dict.fromkeys(row["batch_size"] for row in report["rows"]):
         rows = [_cells(row) for row in report["rows"] if row["batch_size"] == batch_size]
-        lines += ["", f"requests at once: {batch_size}", *aligned(rows, left=("popularity", "ranks"))]
+        lines += ["", f"requests at once: {batch_size}", *aligned(rows, left=("popularity",))]
     lines += ["", _NOTES]
     if report["cold"] is not None:
         lines += ["", *_cold_lines(report["cold"])]
@@ -46,7 +47,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     return {
         "adapters": "base" if row["num_adapters"] is None else str(row["num_adapters"]),
         "popularity": row["popularity"],
-        "ranks": ",".join(map(str, row["ranks"])),
         "in a run": f"{row['distinct_adapters']:g}",
         "tokens/s": f"{row['output_throughput']:.1f}",
         "of base": optional(row, "ratio", 3),

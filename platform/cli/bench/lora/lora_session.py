@@ -56,18 +56,13 @@ class Session:
         dtype = stored_dtype(self._raw) if options.dtype == "auto" else options.dtype
         self._shape = config_from_hf(self._raw, DTYPES[dtype])
         self._writer = AdapterWriter(scratch, self._shape, options.seed)
-        self._mixes = self._make_mixes()
-        self._cases = make_cases(options.batch_sizes, options.num_adapters, options.popularity, self._mixes)
+        most = max(options.num_adapters)
+        if given and most > len(given):
+            raise InvalidRequestError(f"{most}: only {len(given)} are given with --lora", param="num_adapters")
+        self._ranks = sorted({largest_rank(Path(path)) for path in given.values()}) or options.ranks
+        self._cases = make_cases(options.batch_sizes, options.num_adapters, options.popularity)
         self._lora = self._lora_options()
         self._warm_tokens = min(cold_adapters.WARM_TOKENS, self._shape.max_position_embeddings - options.input_len)
-
-    def _make_mixes(self) -> list[tuple[int, ...]]:
-        most = max(self._options.num_adapters)
-        if not self._given:
-            return [tuple(mix) for mix in self._options.ranks]
-        if most > len(self._given):
-            raise InvalidRequestError(f"{most}: only {len(self._given)} are given with --lora", param="num_adapters")
-        return [tuple(sorted({largest_rank(Path(lora.path)) for lora in self._given}))]
 
     def _lora_options(self) -> dict[str, Any]:
         """Options of the engine with adapters. By default no request waits for a place for its adapter."""
@@ -76,7 +71,7 @@ class Session:
         return {
             "max_loras": max_loras,
             "max_cpu_loras": options.max_cpu_loras or max(32, 4 * max_loras),
-            "max_lora_rank": max(rank for mix in [*self._mixes, *options.ranks] for rank in mix),
+            "max_lora_rank": max(*self._ranks, *options.ranks),
             "lora_memory": options.lora_memory,
         }
 
@@ -135,7 +130,7 @@ class Session:
             "labels": self._labels(),
             "machine": describe_machine(),
             "model": model,
-            "settings": {name: getattr(options, name) for name in names} | self._lora,
+            "settings": {name: getattr(options, name) for name in names} | {"ranks": self._ranks} | self._lora,
             "adapters": adapters,
             "peak_memory_mib": memory,
             "rows": rows(rounds),
@@ -149,17 +144,19 @@ class Session:
         return labels(random_weights=random_weights)
 
     def _register(self, engines: Engines) -> dict[str, Any]:
-        """Register all adapters of every mix, and at least one for the second part; returns their number and time."""
-        most = max([*self._options.num_adapters, min(1, self._options.cold_adapters)])
-        seconds, jobs = 0.0, [(mix, index) for mix in self._mixes for index in range(most)]
-        for mix, index in tqdm(jobs, desc="Registering adapters", file=sys.stderr, leave=False):
-            rank = mix[index % len(mix)]
-            name = f"mix-{self._mixes.index(mix)}-{index}-rank-{rank}"
-            lora = self._given[index] if self._given else self._writer.write(name, rank)
+        """Register all adapters, at least one for the second part; returns their number and time."""
+        count = max([*self._options.num_adapters, min(1, self._options.cold_adapters)])
+        seconds = 0.0
+        for index in tqdm(range(count), desc="Registering adapters", file=sys.stderr, leave=False):
+            lora = self._given[index] if self._given else self._write(f"adapter-{index}", index)
             started = time.perf_counter()
-            engines.register(mix, lora)
+            engines.register(lora)
             seconds += time.perf_counter() - started
-        return {"registered": len(jobs), "seconds_to_register": round(seconds, 3)}
+        return {"registered": count, "seconds_to_register": round(seconds, 3)}
+
+    def _write(self, name: str, index: int) -> LoRARequest:
+        ranks = self._options.ranks
+        return self._writer.write(name, ranks[index % len(ranks)])
 
     def _measure_parts(self, engines: Engines) -> tuple[dict[Case, list[Round]], dict[str, Any] | None]:
         rounds = self._options.rounds
@@ -178,22 +175,17 @@ class Session:
     def _warm_up(self, engines: Engines, cases: Sequence[Case], progress: Any) -> None:
         """Run every case once, briefly, after loading as many of the adapters in use as host memory keeps."""
         largest = max(case.batch_size for case in cases)
-        for ranks in dict.fromkeys(case.ranks for case in cases if case.num_adapters):
-            most = max(case.num_adapters or 0 for case in cases if case.ranks == ranks)
-            kept = min(engines.workload.used(most), self._lora["max_cpu_loras"])
-            engines.load(engines.adapters[ranks][:kept], largest)
+        kept = min(engines.workload.used(max(self._options.num_adapters)), self._lora["max_cpu_loras"])
+        engines.load(engines.adapters[:kept], largest)
         for case in cases:
             engines.run(case, 0, warm_up=True)
             progress.update()
 
     def _measure_cold(self, engines: Engines, progress: Any) -> dict[str, Any]:
         """Measure the second part. Warm requests use at most half of the places for adapters, the stream the others."""
-        options, ranks = self._options, self._options.ranks[0]
-        warm = engines.adapters[self._mixes[0]]
+        options, warm = self._options, engines.adapters
         plan = ColdPlan(
-            cold=[
-                self._writer.write(f"cold-{index}", ranks[index % len(ranks)]) for index in range(options.cold_adapters)
-            ],
+            cold=[self._write(f"cold-{index}", index) for index in range(options.cold_adapters)],
             warm=warm[: max(1, min(options.warm_requests, self._lora["max_loras"] // 2))],
             num_warm=options.warm_requests,
             warm_tokens=self._warm_tokens,
