@@ -47,8 +47,8 @@ class LoraModule(NamedTuple):
 
 def lora_module(text: str) -> LoraModule:
     """Type of adapters: "name=path" or a JSON object with name, path and, maybe, draft_path."""
-    name, _, path = text.partition("=")
-    module: dict[str, Any] = {"name": name, "path": path}
+    first, _, second = text.partition("=")
+    module: dict[str, Any] = {"name": first, "path": second}
     if text.lstrip().startswith("{"):
         try:
             module = json.loads(text)
@@ -60,12 +60,12 @@ def lora_module(text: str) -> LoraModule:
             raise argparse.ArgumentTypeError(error.message) from None
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
-    values = [module.get(key) for key in ("name", "path", "draft_path")]
-    if values[2] is not None and (not isinstance(values[2], str) or not values[2]):
-        raise argparse.ArgumentTypeError(f"draft_path must be a folder, got {shorten(str(values[2]))!r}")
-    if not all(isinstance(value, str) and value for value in values[:2]):
+    name, path, draft = module.get("name"), module.get("path"), module.get("draft_path")
+    if draft is not None and (not isinstance(draft, str) or not draft):
+        raise argparse.ArgumentTypeError(f"draft_path must be a folder, got {shorten(str(draft))!r}")
+    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise argparse.ArgumentTypeError(f'must be name=path or {{"name": ..., "path": ...}}, got {shorten(text)!r}')
-    return LoraModule(*values)
+    return LoraModule(name, path, draft)
 
 
 def lora_modules(namespace: argparse.Namespace) -> dict[str, LoraModule]:

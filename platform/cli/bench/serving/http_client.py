@@ -50,6 +50,7 @@ class _Answer:
         """Arrival of the bytes that are parsed."""
         self.ends_with_connection = False
         self.is_complete = False
+        self.keeps_alive = False
         self._on_body = on_body
 
     def on_message_begin(self) -> None:
@@ -68,6 +69,7 @@ class _Answer:
     def on_message_complete(self) -> None:
         """End the answer, unless it says that the real one follows (status 100)."""
         self.is_complete = self.parser.get_status_code() >= 200
+        self.keeps_alive = self.is_complete and self.parser.should_keep_alive()
 
 
 class HttpClient:
@@ -113,7 +115,7 @@ class HttpClient:
             writer.write(head.encode() + b"\r\n" + body)
             await _read(reader, answer)
         finally:
-            if answer.is_complete and answer.parser.should_keep_alive():
+            if answer.keeps_alive:
                 self._idle.append((reader, writer))
             else:
                 writer.transport.abort()
@@ -152,4 +154,6 @@ async def _read(reader: asyncio.StreamReader, answer: _Answer) -> None:
         try:
             answer.parser.feed_data(data)
         except Exception as error:
-            raise RequestFailed(f"not a readable answer: {error!r}") from None
+            answer.keeps_alive = False
+            if not answer.is_complete:  # else only what follows the answer is wrong
+                raise RequestFailed(f"not a readable answer: {error!r}") from None

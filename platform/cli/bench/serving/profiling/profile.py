@@ -88,7 +88,7 @@ async def _run_batches(
             finally:
                 spans.append(Span(DETOKENIZE, start, time.perf_counter()))
 
-        llm.output_processor.process = timed  # type: ignore[method-assign]
+        llm.output_processor.process = timed  # type: ignore[method-assign, assignment]
         began = 0.0
         for number in range(_WARM_UP + _RECORDED):
             if number == _WARM_UP:
