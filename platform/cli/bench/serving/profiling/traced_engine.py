@@ -38,9 +38,9 @@ def wrap_parts(core: EngineCore, wrap: Wrap) -> contextlib.ExitStack:
     """Wrap the functions of a step: of this engine's objects, and of the classes that only an engine uses. Closing the
     result takes that back.
 
-    Names: schedule, prepare, forward, replay, attention, LoRA, logits, sample, collect, commit. They nest: attention
-    and LoRA lie inside forward, and forward inside prepare, whose own time is that of building the batch. `replay` is a
-    captured pass of the target or the drafter; `collect` waits for the outcome and drafts for the next step.
+    Names: schedule, prepare, forward, replay, attention, LoRA, logits, sample, collect, commit, draft. They nest:
+    attention and LoRA lie inside forward, and forward inside prepare, whose own time is that of building the batch.
+    `replay` is a captured pass of the target or the drafter; `collect` waits for the outcome.
     """
 
     undo = contextlib.ExitStack()
@@ -55,6 +55,7 @@ def wrap_parts(core: EngineCore, wrap: Wrap) -> contextlib.ExitStack:
     around("commit", core.scheduler, "commit")
     around("prepare", ModelRunner, "launch")
     around("collect", ModelRunner, "collect")
+    around("draft", ModelRunner, "draft")
     around("sample", Sampler, "begin")
     around("replay", GraphedPass, "run")
     around("forward", model, "forward")
