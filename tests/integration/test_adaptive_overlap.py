@@ -223,6 +223,6 @@ def test_choices_of_the_policy(models, make_engine, plain_tokens, run, prompts, 
     for _ in range(3):
         plans.clear()
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
-        pairs = [(before.drafts_on_device, overlaps) for (before, _), (_, overlaps) in itertools.pairwise(plans)]
+        pairs = [(before.is_followed, overlaps) for (before, _), (_, overlaps) in itertools.pairwise(plans)]
         assert (False, True) not in pairs
         assert pairs.count((True, False)) <= 3, "where all rows are about to end"

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Depends, Query
+from pydantic import BaseModel, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.ledger.reports import COUNTS, GROUPS, MAX_REQUESTS, UsageFilter, list_requests, parse_groups, sum_usage
-from ...tenancy.ledger.usage_row import FIELDS
 from ...tenancy.ledger.usage_row import UsageRow as LedgerRow
 from ...tenancy.times import parse_time
 from .admin_schema import ListOf, UsageRow
 from .common import query, tenancy_of
 
 router = APIRouter(prefix="/usage")
+
+_FIELDS: dict[str, Any] = {field.name: (field.type, ...) for field in msgspec.structs.fields(LedgerRow)}
+RequestRow: type[BaseModel] = create_model("RequestRow", __doc__="A request of the ledger.", **_FIELDS)
 
 CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 Format = Annotated[Literal["json", "csv"], Query()]
@@ -60,14 +64,14 @@ async def show_usage(
     return {"data": rows}
 
 
-@router.get("/requests", response_model=ListOf[LedgerRow], responses=CSV)
+@router.get("/requests", response_model=ListOf[RequestRow], responses=CSV)
 async def show_requests(
     request: Request, which: Which, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100, format: Format = "json"
 ) -> Any:
     """The ledger's last requests, newest first. Requests that still run are not in it."""
     rows = await query(request, list_requests, tenancy_of(request).database, which, limit)
     if format == "csv":
-        return csv_response(FIELDS, rows)
+        return csv_response(tuple(_FIELDS), rows)
     return {"data": rows}
 
 
