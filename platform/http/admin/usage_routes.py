@@ -64,7 +64,7 @@ async def show_usage(
     return {"data": rows}
 
 
-@router.get("/requests", response_model=ListOf[RequestRow], responses=CSV)
+@router.get("/requests", response_model=ListOf[RequestRow], responses=CSV)  # type: ignore[valid-type]  # made above
 async def show_requests(
     request: Request, which: Which, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100, format: Format = "json"
 ) -> Any:
