@@ -1,4 +1,4 @@
-"""How many rank rows the device keeps."""
+"""Number of rank rows on the device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ...platform.core.sizes import shown_bytes
 
 
 def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
-    """Rank rows of the device pool: what `lora_memory` has room for, else `max_loras` of the largest rank.
+    """Return the number of rank rows: what `lora_memory` has room for, else `max_loras` adapters of the largest rank.
 
-    `bytes_per_row` is without the vocabulary's rows, which are far wider and take memory only where they are used.
+    `bytes_per_row` is without the vocabulary's rows. These are far wider, and take memory only where they are used.
 
     Raises:
         InvalidRequestError: that is less than one adapter of the largest rank.

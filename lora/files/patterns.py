@@ -14,7 +14,7 @@ import regex
 
 from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import shown
-from ..tiers.step_signal import give_way
+from ..step_yield import yield_to_steps
 
 MAX_PATTERNS = 1 << 14
 """Patterns of one field. A model with experts has some thousands of modules."""
@@ -81,7 +81,7 @@ class Patterns:
         """
         if module not in self._found:
             self._found[module] = self._place(module)
-            give_way()
+            yield_to_steps()
         place = self._found[module]
         return default if place is None else self.items[place][1]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...platform.core.adapter_files import WEIGHT_FILES
 from ...platform.core.errors import OutriderError
-from ..tiers.step_signal import give_way
+from ..step_yield import yield_to_steps
 from .peft_config import adapter_error, shown
 from .pickle_file import load_pickle
 from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_header
@@ -169,4 +169,4 @@ def _fill(descriptor: int, rest: memoryview, start: int) -> None:
         if not count:
             raise EOFError(f"it has become shorter by {rest.nbytes} bytes")
         rest, start = rest[count:], start + count
-        give_way()
+        yield_to_steps()

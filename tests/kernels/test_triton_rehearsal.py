@@ -14,7 +14,6 @@ from outrider.kernels import rms_norm as kernels_rms_norm
 from outrider.kernels import silu_mul as kernels_silu_mul
 from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
 from outrider.lora.device import arena, batching, dora
-from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.decoder import Decoder
 from outrider.platform.core.config import EngineArgs
@@ -34,7 +33,7 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
     that Triton would compile."""
     if device == "cuda":
         pytest.skip("the rehearsal has happened when the engine is there")
-    for module in (arena, batching, dora, preparing):
+    for module in (arena, batching, dora):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
     monkeypatch.setattr(kernels_rms_norm, "use_triton", lambda x: True)

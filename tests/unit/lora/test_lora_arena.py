@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.lora.adapter import LoraWeights
 from outrider.lora.device.arena import RowArena
-from outrider.lora.device.layout import RowLayout
+from outrider.lora.device.layout import LoraWeights, RowLayout
 from outrider.lora.device.pool import Allocation
 
 CPU = torch.device("cpu")
@@ -78,9 +77,10 @@ def test_views_are_the_weights(ranks):
     arena, _ = make()
     modules = weights(ranks)
     packed = arena.layout.pack(modules)
-    assert set(arena.layout.names(packed)) == modules.keys()
-    for name in modules:
-        a, b = arena.layout.view(packed, name)
+    views = packed.weights()
+    assert views.keys() == modules.keys()
+    assert all(packed.has(name) == (name in modules) for name in MODULES)
+    for name, (a, b) in views.items():
         assert torch.equal(a, modules[name].a)
         assert torch.equal(b, modules[name].b)
         assert a.untyped_storage().data_ptr() == packed.data.untyped_storage().data_ptr()

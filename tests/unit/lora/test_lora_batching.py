@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from outrider.lora.adapter import LoraWeights
 from outrider.lora.device import batching, layers
 from outrider.lora.device.arena import RowArena
 from outrider.lora.device.batching import LONG_RUN, LoraBatcher
 from outrider.lora.device.layers import EmbeddingSite, LoraSite
-from outrider.lora.device.layout import RowLayout
+from outrider.lora.device.layout import LoraWeights, RowLayout
 from outrider.lora.device.pool import RowPool
 
 RANKS = {b"a": 2, b"b": 3, b"c": 1}
