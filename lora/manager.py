@@ -20,9 +20,8 @@ from ..platform.core.config import LoRAConfig
 from ..platform.core.errors import AdapterError, error_from_info
 from ..platform.core.request import Request
 from .device.batching import PlanRows, StepAdapters
-from .device.capacity import count_rows
 from .device.layers import LoraBatch
-from .device.pool import RowPool
+from .device.pool import RowPool, count_rows
 from .device.sites import AdapterHooks, make_sites
 from .files.folder import AdapterFiles
 from .registry.catalog import Catalog

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from ...models.layers.linear import Linear
     from .layers import LoraBatch
 
-_LONG_RUN = 16
-"""Tokens from which a run is scaled by itself, without a copy of the gains for each token."""
-
 
 class BaseWeight(NamedTuple):
     """Functions of the base weight W [out, in] that gains need. Thread-safe."""
@@ -80,24 +77,26 @@ def compute_gains(magnitude: Tensor, a: Tensor, b: Tensor, base: BaseWeight) -> 
     return magnitude.float() / squares.clamp_(min=0).sqrt_()
 
 
-class _Piece(NamedTuple):
-    """Tokens whose adapters have gains at a site, and the slots of these gains."""
+class _GainTokens(NamedTuple):
+    """Tokens whose adapters have gains at a site, and the slot of each, or of all."""
 
     tokens: slice | Tensor
     slots: int | Tensor
 
 
-def _pieces(runs: Sequence[tuple[int, int, int]], device: torch.device) -> list[_Piece]:
-    long = [_Piece(slice(start, stop), slot) for slot, start, stop in runs if stop - start >= _LONG_RUN]
-    short = [run for run in runs if run[2] - run[1] < _LONG_RUN]
-    if not short:
-        return long
-    start, stop = short[0][1], short[-1][2]
-    tokens: slice | Tensor = slice(start, stop)
-    if sum(stop - start for _, start, stop in short) < stop - start:  # not side by side
-        tokens = torch.tensor([token for _, start, stop in short for token in range(start, stop)], device=device)
-    slots = torch.tensor([slot for slot, start, stop in short for _ in range(start, stop)], device=device)
-    return [*long, _Piece(tokens, slots)]
+def _gain_tokens(runs: Sequence[tuple[int, int, int]], device: torch.device) -> _GainTokens | None:
+    """Return the tokens of runs (slot, start, stop); None when there are none."""
+    if not runs:
+        return None
+    lengths = [stop - start for _, start, stop in runs]
+    first, last = runs[0][1], runs[-1][2]
+    tokens: slice | Tensor = slice(first, last)
+    if sum(lengths) < last - first:  # not side by side
+        tokens = torch.tensor([token for _, start, stop in runs for token in range(start, stop)], device=device)
+    if len({slot for slot, _, _ in runs}) == 1:
+        return _GainTokens(tokens, runs[0][0])
+    slots = torch.tensor([slot for slot, _, _ in runs], device=device)
+    return _GainTokens(tokens, slots.repeat_interleave(torch.tensor(lengths, device=device)))
 
 
 class Gains:
@@ -149,16 +148,19 @@ class Gains:
             if slots_of_tokens is not None:
                 apply_gains(y, self._excess, slots_of_tokens, bias, residual)
             return
-        for tokens, slots in self._sites.pieces(adapters, self.written):
-            whole = y[tokens]  # a view for a slice, else a copy
-            base = whole
-            if residual is not None:
-                base = base - residual[tokens]
-            if bias is not None:
-                base = base - bias
-            whole += self._excess[slots] * base
-            if isinstance(tokens, Tensor):
-                y[tokens] = whole
+        found = self._sites.gain_tokens(adapters, self.written)
+        if found is None:
+            return
+        tokens, slots = found
+        whole = y[tokens]  # a view for a slice, else a copy
+        base = whole
+        if residual is not None:
+            base = base - residual[tokens]
+        if bias is not None:
+            base = base - bias
+        whole += self._excess[slots] * base
+        if isinstance(tokens, Tensor):
+            y[tokens] = whole
 
 
 class GainSites:
@@ -196,13 +198,13 @@ class GainSites:
             for site, names in self._sites:
                 site.write(slot, [parts.get(name) for name in names])
 
-    def pieces(self, step: LoraBatch, written: int) -> list[_Piece]:
+    def gain_tokens(self, step: LoraBatch, written: int) -> _GainTokens | None:
         """Return a step's tokens with gains at a site. `written` has bit s set when slot s has gains there."""
         found = self._of_step(step)
         if written not in found:
-            found[written] = _pieces(self._runs(step, written), self.device)
-        pieces: list[_Piece] = found[written]
-        return pieces
+            found[written] = _gain_tokens(self._runs(step, written), self.device)
+        gain_tokens: _GainTokens | None = found[written]
+        return gain_tokens
 
     def of_tokens(self, step: LoraBatch, written: int, num_tokens: int) -> Tensor | None:
         """Return each token's slot, [T] int32 with -1 for tokens without gains; None where no token has gains."""
@@ -217,7 +219,7 @@ class GainSites:
         return slots_of_tokens
 
     def _of_step(self, step: LoraBatch) -> dict[int, Any]:
-        """Return the cache of a step. A device uses either `pieces` or `of_tokens`, so they share it."""
+        """Return the cache of a step. A device uses either `gain_tokens` or `of_tokens`, so they share it."""
         if self._last[0] is not step:
             self._last = (step, {})
         return self._last[1]

@@ -39,23 +39,6 @@ class LoraWeights(NamedTuple):
     """[out] float32: factor of each row of the base weight (DoRA); None: all are 1."""
 
 
-class Place(NamedTuple):
-    """First columns of a site in a row: A of its modules one after another, then B."""
-
-    a: int
-    b: int
-    first: int
-    """Index of its first module."""
-
-
-class SiteShape(NamedTuple):
-    """Modules `names` of one input, with `sizes` outputs."""
-
-    names: tuple[str, ...]
-    in_features: int
-    sizes: tuple[int, ...]
-
-
 class PackedRows(NamedTuple):
     """Rank rows of one adapter in one layout, without the columns that it does not have. Immutable."""
 
@@ -134,25 +117,22 @@ class RowLayout:
         self.dtype = dtype
         self.width = 0
         """Elements of a row."""
-        self.sites: list[SiteShape] = []
-        """Sites in the order of `reserve`: the same calls make the same layout in another process."""
+        self.sites: list[tuple[Sequence[str], int, Sequence[int]]] = []
+        """Arguments of each `reserve`: the same calls make the same layout in another process."""
         self.modules: dict[str, int] = {}
         """Index of each module."""
         self.pieces: list[tuple[slice, slice]] = []
-        """Columns of A and of B by the module's index."""
+        """Columns of A and of B by the module's index. Those of one site are side by side: A of all, then B of all."""
 
-    def reserve(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> Place:
-        """Reserve the columns of a site; see `SiteShape`."""
-        self.sites.append(SiteShape(tuple(names), in_features, tuple(sizes)))
-        place = Place(self.width, self._aligned(self.width + len(names) * in_features), len(self.pieces))
-        b = place.b
-        for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            a = place.a + index * in_features
+    def reserve(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> None:
+        """Reserve the columns of a site: modules of one input, with `sizes` outputs."""
+        self.sites.append((names, in_features, sizes))
+        a, b = self.width, self._aligned(self.width + len(names) * in_features)
+        for name, size in zip(names, sizes, strict=True):
             self.modules[name] = len(self.pieces)
             self.pieces.append((slice(a, a + in_features), slice(b, b + size)))
-            b += size
+            a, b = a + in_features, b + size
         self.width = self._aligned(b)
-        return place
 
     def _aligned(self, column: int) -> int:
         unit = ALIGNMENT // self.dtype.itemsize

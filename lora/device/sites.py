@@ -12,7 +12,7 @@ from ..files.tensor_keys import ModelModules, ModuleShape
 from .arena import RowArena
 from .dora import GainSites, head_weight, slice_weight, table_weight
 from .layers import EmbeddingSite, Live, LoraSite
-from .layout import EMBEDDING, LM_HEAD, ModelLayout, PackedModules, Place, RowLayout
+from .layout import EMBEDDING, LM_HEAD, ModelLayout, PackedModules, RowLayout
 from .pool import Allocation
 
 if TYPE_CHECKING:
@@ -54,11 +54,12 @@ class AdapterSites:
         """Modules that adapters may target, and the layout of their rows."""
         self._rows, self._vocabulary = (RowArena(part, device) for part in layout)
         self._gains = GainSites(dtype, device)
-        self._places = [_reserve(linear, self.model) for linear in self._linears]
+        for linear in self._linears:
+            _reserve(linear, self.model)
         if embedding is not None:
             vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
-            self._lookup = layout.vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
-            self._head = layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
+            layout.vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
+            layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
             shapes[EMBEDDING] = ModuleShape(
                 vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=table_weight(embedding)
             )
@@ -74,20 +75,19 @@ class AdapterSites:
     def allocate(self, num_rows: int) -> None:
         """Allocate the rows, and give a site to every linear, the embeddings and the head."""
         self._rows.allocate(num_rows)
-        for linear, place in zip(self._linears, self._places, strict=True):
-            linear.lora = _site(self._rows, place, linear.in_features, [size for _, size in linear.slices])
+        for linear in self._linears:
+            linear.lora = _site(self._rows, linear.in_features, linear.slices)
             linear.gains = self._gains.add(linear.slices)
         self._vocabulary.allocate(num_rows)
         if self._embedding is None:
             return
-        vocab_size, hidden_size = self._embedding.vocab_size, self._embedding.hidden_size
-        rows, (a, b, first) = self._vocabulary.rows, self._lookup
-        self._embedding.lookup_lora = EmbeddingSite(
-            rows[:, a : a + vocab_size], rows[:, b : b + hidden_size], *_live(self._vocabulary, first, 1)
-        )
-        self._embedding.head_lora = _site(self._vocabulary, self._head, hidden_size, [vocab_size])
+        hidden_size, head = self._embedding.hidden_size, [(LM_HEAD, self._embedding.vocab_size)]
+        index = self._vocabulary.layout.modules[EMBEDDING]
+        a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
+        self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))
+        self._embedding.head_lora = _site(self._vocabulary, hidden_size, head)
         self._embedding.lookup_gains = self._gains.add([(EMBEDDING, hidden_size)])
-        self._embedding.head_gains = self._gains.add([(LM_HEAD, vocab_size)])
+        self._embedding.head_gains = self._gains.add(head)
 
     def write(self, allocation: Allocation, packed: PackedModules) -> None:
         """Write an adapter's rows at all sites, and clear them where it has no weights. Thread-safe while no step uses
@@ -97,21 +97,26 @@ class AdapterSites:
         self._gains.write(allocation, packed.gains)
 
 
-def _reserve(linear: Linear, model: ModelModules) -> Place:
+def _reserve(linear: Linear, model: ModelModules) -> None:
     """Reserve a linear's columns, and note the shapes of its modules."""
     start = 0
     for name, size in linear.slices:
         model.shapes[name] = ModuleShape(linear.in_features, size, base=slice_weight(linear, start, size))
         start += size
     names, sizes = [name for name, _ in linear.slices], [size for _, size in linear.slices]
-    return model.layout.linears.reserve(names, linear.in_features, sizes)
+    model.layout.linears.reserve(names, linear.in_features, sizes)
 
 
-def _site(arena: RowArena, place: Place, in_features: int, sizes: Sequence[int]) -> LoraSite:
-    num_slices = len(sizes)
-    a = arena.rows[:, place.a : place.a + num_slices * in_features].unflatten(1, (num_slices, in_features))
-    b = arena.rows[:, place.b : place.b + sum(sizes)]
-    return LoraSite(a, b, sizes, *_live(arena, place.first, num_slices))
+def _site(arena: RowArena, in_features: int, modules: Sequence[tuple[str, int]]) -> LoraSite:
+    """Return the site of a projection; `modules` has (name, rows) of each module merged into it."""
+    first, sizes = arena.layout.modules[modules[0][0]], [size for _, size in modules]
+    a, b = (columns.start for columns in arena.layout.pieces[first])
+    return LoraSite(
+        arena.rows[:, a : a + len(sizes) * in_features].unflatten(1, (len(sizes), in_features)),
+        arena.rows[:, b : b + sum(sizes)],
+        sizes,
+        *_live(arena, first, len(sizes)),
+    )
 
 
 def _live(arena: RowArena, first: int, count: int) -> tuple[Live, Tensor | None]:

@@ -6,7 +6,7 @@ import builtins
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...kernels.threads import compute_alone
 from ...platform.core.errors import (
@@ -23,7 +23,6 @@ from ..adapter import DRAFT_LOADED, Adapter, AdapterSource, changed_error
 from ..files.folder import AdapterFiles
 from ..tiers.residency import LEAST_URGENT, Residency
 from ..tiers.transfers import ReadDone, Transfers
-from .adapter_stats import AdapterStats
 from .registry import AdapterRegistry
 from .versions import AdapterVersion, VersionPart
 
@@ -33,6 +32,32 @@ UNLOAD_MODES = ("drain", "abort")
 
 MAX_LOAD_SECONDS = 1024
 """Durations of loads kept until the next `stats`."""
+
+
+class AdapterStats(NamedTuple):
+    """A snapshot for the engine's statistics."""
+
+    adapters: list[AdapterInfo]
+    """Registered adapters that are in memory or in use."""
+    running: list[str]
+    """Names with admitted requests."""
+    waiting: list[str]
+    """Names with requests to be admitted."""
+    load_seconds: list[float]
+    """Durations of the loads that ended since the last snapshot, failed ones too; the latest thousand."""
+    num_adapters: int = 0
+    """Registered adapters."""
+    host_bytes: int = 0
+    rows_used: int = 0
+    """Rank rows of the device that belong to an adapter, or are still being written for one that is gone."""
+    num_rows: int = 0
+    """Rank rows of the device."""
+    load_failures: int = 0
+    """Loads that failed so far."""
+    device_evictions: int = 0
+    """Adapters evicted from the device so far."""
+    host_evictions: int = 0
+    """Adapters evicted from host memory so far."""
 
 
 class Catalog:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...lora.registry.adapter_stats import AdapterStats
+from ...lora.registry.catalog import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.messages import AdapterInfo
 from ..core.request import Request

@@ -162,7 +162,7 @@ def test_a_header_is_checked_once(both, tmp_path, monkeypatch):
     for name in ("a", "b"):
         quick(both, write_adapter(tmp_path / name))
     assert len(checked) == 1
-    monkeypatch.setattr(tensor_file, "_REMEMBERED_BYTES", 100)
+    monkeypatch.setattr(tensor_file, "_CACHED_BYTES", 100)
     quick(both, tmp_path / "a")
     assert len(checked) == 2, "long ones are not kept"
     file = Path(write_adapter(tmp_path / "c"), WEIGHT_FILES[0])
