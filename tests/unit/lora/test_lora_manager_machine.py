@@ -253,7 +253,8 @@ class ManagerMachine(RuleBasedStateMachine):
         except NotFoundError:
             assert name not in before
         except AdapterError as error:  # one that is in no memory is read again
-            assert self.contents[name] == 13 or "have changed since it was loaded" in error.message
+            changed = "have changed since it was loaded" in error.message
+            assert changed or self.contents[name] == 13
         except InvalidUserInputError:
             assert {info.name: info.pinned for info in self.manager.catalog.list()} == {
                 n: i.pinned for n, i in before.items()
