@@ -183,7 +183,7 @@ def main() -> None:
     if args.serve:
         serve(json.loads(args.serve))
         return
-    from machine import describe_machine
+    from outrider.platform.cli.bench.machine import describe_machine
 
     options = {"model": str(Path(args.model).resolve()), "max_tokens": args.max_tokens}
     with tempfile.TemporaryDirectory() as folder:
