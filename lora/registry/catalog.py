@@ -61,7 +61,7 @@ class AdapterStats(NamedTuple):
 
 
 class Catalog:
-    """The verbs of `platform.core.adapters`, and the versions that requests are bound to."""
+    """The verbs of `platform.core.adapter_verbs`, and the versions that requests are bound to."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from ..client.text.chat_template import TAKEN_VARIABLES
 from ..core.config import EngineArgs, check_args
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.speculative_config import parse_speculative
-from ..http.config import ServerConfig
+from ..http.server_config import ServerConfig
 from .options.adapters import LoraModule, adapter_sources, add_adapter_options, enable_lora, lora_modules
 from .options.api_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys, key
 from .options.engine import add_engine_options, flag, given_options, json_object

@@ -55,11 +55,6 @@ class StepPlan:
     for that step, if there are any, without the host."""
 
     @property
-    def asks_for_drafts(self) -> bool:
-        """Return whether any row gets drafts after this step."""
-        return any(row.max_new_drafts for row in self.rows)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens computed by the target in this step."""
         return sum(row.num_tokens for row in self.rows)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ...http.config import ServerConfig
+from ...http.server_config import ServerConfig
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([A-Za-z0-9.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
 _OPTIONS = ("engine_hang_timeout", "max_connections", "client_timeout", "max_body_bytes", "strict_fields")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.errors import InvalidRequestError
 from ...core.logs import FORMATS
-from ...http.config import ServerConfig
+from ...http.server_config import ServerConfig
 
 
 def add_observability_options(parser: argparse.ArgumentParser) -> None:

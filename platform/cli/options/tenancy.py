@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ...core.errors import InvalidRequestError
-from ...http.config import ServerConfig
+from ...http.server_config import ServerConfig
 
 DATABASE_VARIABLE = "OUTRIDER_DATABASE"
 MIN_JOURNAL_BYTES = 1 << 20

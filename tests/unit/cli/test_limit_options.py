@@ -6,7 +6,7 @@ import pytest
 
 from outrider.platform.cli.main import build_parser
 from outrider.platform.cli.options.limits import limits
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server_config import ServerConfig
 
 
 def parse(*arguments: str) -> dict:

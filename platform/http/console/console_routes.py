@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -10,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from .... import __version__
-from ..serving import require_admin, serving_of
+from ..serving_state import require_admin
 from .assets import Assets
-from .protocol import Stats
 from .statistics import MAX_HISTORY, Statistics
+from .stats_schema import Stats
 
 router = APIRouter()
 _ROUTES = (
@@ -34,7 +35,7 @@ async def root(request: Request) -> Response:
 @router.get("/console", include_in_schema=False, response_model=None)
 async def console(request: Request) -> Response:
     """The page."""
-    return _assets(request).page.respond(request, "no-cache")
+    return _assets().page.respond(request, "no-cache")
 
 
 @router.get("/console/", include_in_schema=False, response_model=None)
@@ -46,7 +47,7 @@ async def console_with_slash() -> Response:
 @router.get("/console/assets/{version}/{name:path}", include_in_schema=False, response_model=None)
 async def asset(request: Request, version: str, name: str) -> Response:
     """A file that belongs to the page."""
-    found = _assets(request).find(version, name)
+    found = _assets().find(version, name)
     if found is None:
         raise HTTPException(404)
     return found.respond(request, "public, max-age=31536000, immutable")
@@ -59,23 +60,12 @@ async def stats(
 ) -> Response:
     """Statistics of the server: throughput, latencies, queue, memory, adapters, speculation."""
     require_admin(request)
-    statistics = _statistics(request)
+    statistics: Statistics = request.app.state.statistics
     content = await (statistics.json_with_history(history) if history else statistics.json())
     return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-def _assets(request: Request) -> Assets:
-    """Read when the page is first asked for."""
-    state = request.app.state
-    if not hasattr(state, "console_assets"):
-        state.console_assets = Assets()
-    assets: Assets = state.console_assets
-    return assets
-
-
-def _statistics(request: Request) -> Statistics:
-    state = request.app.state
-    if not hasattr(state, "console_statistics"):
-        state.console_statistics = Statistics(serving_of(request))
-    statistics: Statistics = state.console_statistics
-    return statistics
+@functools.cache
+def _assets() -> Assets:
+    """The console's files, read when the page is first asked for."""
+    return Assets()

@@ -1,13 +1,11 @@
-"""Prompts of `AsyncLLM` to requests for the engine, while the event loop goes on."""
+"""Prompts of `LLM` and `AsyncLLM` to requests for the engine."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from ..core.lora_request import LoRA, LoRARequest
 from ..core.messages import EngineRequest
@@ -18,28 +16,29 @@ from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, i
 from .sampling_defaults import SamplingDefaults
 from .text.adapter_templates import adapter_chat_template
 from .text.chat_template import ChatOptions
+from .waiting import Waits, answer, waits
 
 
-class AsyncRequests:
+class RequestMaker:
     """Makes engine requests. Files are fetched and long prompts are checked in threads."""
 
     def __init__(
         self,
         input_processor: InputProcessor,
-        adapters: Mapping[str, LoRARequest],
-        demo: Mapping[str, LoRARequest],
+        known: Callable[[], Mapping[str, LoRARequest]],
         sources: AdapterSources,
         defaults: SamplingDefaults,
     ) -> None:
-        """`adapters` and `demo` are what a name may mean."""
+        """`known` returns the adapters that a name may mean."""
         self.input_processor = input_processor
-        self._known = ChainMap(cast(dict[str, LoRARequest], adapters), cast(dict[str, LoRARequest], demo))
+        self._known = known
         self._sources = sources
         self._defaults = defaults
-        # Threads that check long requests in Python: the event loop waits its turn behind each that runs.
+        # Threads that check long requests in Python: an event loop waits its turn behind each that runs.
         self._checkers = ThreadPoolExecutor(2, "check-request")
 
-    async def make(
+    @waits
+    def make(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
@@ -47,30 +46,31 @@ class AsyncRequests:
         request_id: str,
         lora_request: AnyLoRA | None,
         **options: Unpack[RequestOptions],
-    ) -> list[EngineRequest]:
+    ) -> Waits[list[EngineRequest]]:
         """The sequences of one request; errors as of `InputProcessor.process` and `AdapterSources.localize`."""
-        lora = await self._localized(lora_request)
-        chosen = params if params is not None else Defaults(await self._defaults.of(lora))
+        lora = yield from self._localized(lora_request)
+        chosen = params if params is not None else Defaults((yield from self._defaults.of(lora)))
         process = functools.partial(self.input_processor.process, request_id, prompt, chosen, lora=lora, **options)
         if is_long(prompt, params):
-            return await asyncio.get_running_loop().run_in_executor(self._checkers, process)
+            return (yield from answer(self._checkers.submit(process)))
         return process()
 
-    async def chat_prompt(
+    @waits
+    def chat_prompt(
         self, messages: list[dict[str, Any]], lora_request: AnyLoRA | None, options: ChatOptions
-    ) -> Prompt:
+    ) -> Waits[Prompt]:
         """A conversation as a prompt, under the template of `options`, of the adapter or of the model, in this order.
 
         Raises:
             InvalidRequestError: the template refuses the messages. AdapterError: the adapter's cannot be read.
         """
-        lora = await self._localized(lora_request) if options.get("chat_template") is None else None
+        lora = (yield from self._localized(lora_request)) if options.get("chat_template") is None else None
 
         def render() -> Prompt:
             template = options.get("chat_template") or adapter_chat_template(lora)
             return self.input_processor.chat_prompt(messages, {**options, "chat_template": template})
 
-        return await asyncio.to_thread(render)
+        return (yield from answer(self._checkers.submit(render)))
 
-    async def _localized(self, lora: AnyLoRA | None) -> LoRA | None:
-        return await self._sources.localize(resolve_lora(lora, lambda: self._known))
+    def _localized(self, lora: AnyLoRA | None) -> Waits[LoRA | None]:
+        return (yield from self._sources.localize(resolve_lora(lora, self._known)))

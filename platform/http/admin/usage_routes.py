@@ -11,9 +11,11 @@ from starlette.responses import Response
 
 from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.ledger.reports import COUNTS, GROUPS, MAX_REQUESTS, UsageFilter, list_requests, parse_groups, sum_usage
+from ...tenancy.ledger.usage_row import FIELDS
+from ...tenancy.ledger.usage_row import UsageRow as LedgerRow
 from ...tenancy.times import parse_time
+from .admin_schema import ListOf, UsageRow
 from .common import query, tenancy_of
-from .protocol import RequestList, RequestRow, UsageList, UsageRow
 
 router = APIRouter(prefix="/usage")
 
@@ -43,7 +45,7 @@ def usage_filter(
 Which = Annotated[UsageFilter, Depends(usage_filter)]
 
 
-@router.get("", response_model=UsageList, response_model_exclude_none=True, responses=CSV)
+@router.get("", response_model=ListOf[UsageRow], response_model_exclude_none=True, responses=CSV)
 async def show_usage(
     request: Request,
     which: Which,
@@ -55,18 +57,18 @@ async def show_usage(
     rows = await query(request, sum_usage, tenancy_of(request).database, groups, which)
     if format == "csv":
         return csv_response([*groups, "requests", *COUNTS], rows)
-    return UsageList(data=[UsageRow(**row) for row in rows])
+    return {"data": rows}
 
 
-@router.get("/requests", response_model=RequestList, responses=CSV)
+@router.get("/requests", response_model=ListOf[LedgerRow], responses=CSV)
 async def show_requests(
     request: Request, which: Which, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100, format: Format = "json"
 ) -> Any:
     """The ledger's last requests, newest first. Requests that still run are not in it."""
     rows = await query(request, list_requests, tenancy_of(request).database, which, limit)
     if format == "csv":
-        return csv_response(list(RequestRow.model_fields), rows)
-    return RequestList(data=[RequestRow(**row) for row in rows])
+        return csv_response(FIELDS, rows)
+    return {"data": rows}
 
 
 def csv_response(columns: Sequence[str], rows: Sequence[Any]) -> Response:

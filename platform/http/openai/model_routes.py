@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..serving import principal_of, serving_of
+from ..serving_state import principal_of, serving_of
 
 router = APIRouter()
 

@@ -19,10 +19,10 @@ from ...tenancy.accounts.records import StoredAdapter
 from ..body.reader import documented, read_body
 from ..protect.accounting import charge_call
 from ..protect.audit_log import audit
-from ..serving import Serving, principal_of, require_admin, serving_of
+from ..serving_state import Serving, principal_of, require_admin, serving_of
+from .adapter_bodies import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
 from .adapter_choice import MAX_ADAPTER_NAME
 from .model_registry import unknown_adapter
-from .protocol import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
 
 router = APIRouter()
 
@@ -32,7 +32,7 @@ async def load_adapter(request: Request) -> Response:
     """Register an adapter from a folder or another source that this server allows."""
     principal = _may_have_adapters(request)
     serving = serving_of(request)
-    body = await read_body(request, LoadAdapterRequest, serving.config.max_body_bytes)
+    body = await read_body(request, LoadAdapterRequest)
     _check_new_name(body.lora_name)
     for field in ("lora_path", "draft_path"):
         if getattr(body, field) == "":
@@ -96,7 +96,7 @@ async def unload_adapter(request: Request) -> Response:
     """Unload an adapter."""
     principal = _may_have_adapters(request)
     serving = serving_of(request)
-    body = await read_body(request, UnloadAdapterRequest, serving.config.max_body_bytes)
+    body = await read_body(request, UnloadAdapterRequest)
     tenant = _owner(serving, principal, body.tenant)
     serving.check_ready()
     if not serving.models.seen_by(principal).allows(body.lora_name):
@@ -127,7 +127,7 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
     require_admin(request)
     charge_call(request)
     serving = serving_of(request)
-    body = await read_body(request, PinAdapterRequest, serving.config.max_body_bytes)
+    body = await read_body(request, PinAdapterRequest)
     tenant = _owner(serving, principal_of(request), body.tenant)
     serving.check_ready()
     await serving.models.set_pinned(body.lora_name, pinned, tenant=tenant)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,19 +15,16 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from ...core.adapter_names import label_text
 from ...core.labels import OTHER
-from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
+from ...core.messages import EngineStats
 from ...core.outputs import RequestOutput
 from ..body.foreign_fields import HARMLESS, IDLE
+from .metric_families import EngineCounters, FamilyCollector, engine_families
 from .recent import Recent
 from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
-
-Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
@@ -41,36 +35,6 @@ _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
 _LENGTH = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
-
-MAX_NAMES = 50
-"""Adapters that `lora_requests_info` names in one label."""
-_WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
-"""Reasons that are shown even while nobody waits for them."""
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Counters of an engine, over one of its runs or several."""
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    lora_load_failures: int = 0
-    lora_evictions: dict[str, int] = field(default_factory=dict)
-    """Evicted adapters by the level that they left."""
-    speculation: dict[Labels, SpeculationCounts] = field(default_factory=dict)
-    """Counts by (adapter, tenant)."""
-
-    def add(self, stats: EngineStats, labels: SeriesLabels) -> None:
-        """Add one run's counters, as of a snapshot."""
-        self.prefix_cache_queries += stats.prefix_cache_queries
-        self.prefix_cache_hits += stats.prefix_cache_hits
-        self.num_preemptions += stats.num_preemptions
-        self.lora_load_failures += stats.lora_load_failures
-        for level, count in stats.lora_evictions.items():
-            self.lora_evictions[level] = self.lora_evictions.get(level, 0) + count
-        for entry in stats.speculation:  # several may share labels
-            self.speculation.setdefault(labels(entry.adapter, entry.tenant), SpeculationCounts()).add(entry.counts)
 
 
 class RequestRecorder:
@@ -167,7 +131,7 @@ class Metrics:
         self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`
         self.engine_restarts = 0
         """Number of times that the engine has been started again."""
-        registry.register(_EngineCollector(self))
+        self.register(self._engine_families)
         ProcessCollector(registry=registry)  # memory, CPU time, open files and start of the process of the API
 
     def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
@@ -187,9 +151,12 @@ class Metrics:
             name = path.rpartition(".")[2]
             self.ignored_fields.labels(name if name in HARMLESS or name in IDLE else OTHER).inc()
 
-    def register(self, collector: Collector) -> None:
-        """Add a collector to the exposition."""
-        self._registry.register(collector)
+    def register(self, families: Callable[[], Iterable[Metric]]) -> None:
+        """Add families to the exposition that are made for each scrape."""
+        self._registry.register(FamilyCollector(families))
+
+    def _engine_families(self) -> Iterable[Metric]:
+        return engine_families(self._stats, self.counters, self.engine_restarts, self._labels.adapter)
 
     @property
     def stats(self) -> EngineStats:
@@ -203,10 +170,6 @@ class Metrics:
         counters.add(self._stats, self._labels)
         return counters
 
-    def adapter_label(self, name: str) -> str:
-        """An adapter's label by the engine's name, the same in every metric."""
-        return self._labels.adapter(name)
-
     def update(self, stats: EngineStats) -> None:
         """Take the engine's latest snapshot. What a run counted between its last one and its death is lost."""
         if stats.run_id != self._stats.run_id:
@@ -218,103 +181,3 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition, as `CONTENT_TYPE` says."""
         return generate_latest(self._registry)
-
-
-class _EngineCollector:
-    """Collector of the engine's own counts: they live in another process, so a scrape reads the latest snapshot of
-    them."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry for each scrape."""
-        stats, counters = self._metrics.stats, self._metrics.counters
-        restarts = {(): self._metrics.engine_restarts}
-        yield _counter("engine_restarts", "Times that the engine has been started again.", (), restarts)
-        yield from _engine_families(stats, counters)
-        yield from _speculation_families(counters.speculation)
-        yield from _lora_families(stats, counters)
-        yield from _adapter_families(stats.adapters, self._metrics.adapter_label)
-
-
-def _counter(name: str, help_text: str, labels: Labels, values: Mapping[Any, int]) -> CounterMetricFamily:
-    return _filled(CounterMetricFamily(PREFIX + name, help_text, labels=labels), values)
-
-
-def _gauge(name: str, help_text: str, labels: Labels, values: Mapping[Any, float]) -> GaugeMetricFamily:
-    return _filled(GaugeMetricFamily(PREFIX + name, help_text, labels=labels), values)
-
-
-def _filled(family: Family, values: Mapping[Any, float]) -> Family:
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
-
-
-def _engine_families(stats: EngineStats, counters: EngineCounters) -> Iterator[Metric]:
-    yield _gauge("num_requests_running", "Sequences in the running batch.", (), {(): stats.num_running})
-    yield _gauge("num_requests_waiting", "Sequences waiting to be scheduled.", (), {(): stats.num_waiting})
-    counts = dict.fromkeys(_WAITING_REASONS, 0) | stats.num_waiting_by_reason
-    reasons = {(reason,): float(count) for reason, count in counts.items()}
-    yield _gauge("num_requests_waiting_by_reason", "What waiting sequences wait for.", ("reason",), reasons)
-    yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", (), {(): stats.kv_cache_usage})
-    yield _counter("prefix_cache_queries", "Prompt tokens looked up.", (), {(): counters.prefix_cache_queries})
-    yield _counter("prefix_cache_hits", "Prompt tokens found in the cache.", (), {(): counters.prefix_cache_hits})
-    yield _counter("num_preemptions", "Sequences that lost their blocks.", (), {(): counters.num_preemptions})
-
-
-def _speculation_families(counts: Mapping[Labels, SpeculationCounts]) -> Iterator[Metric]:
-    labels: Labels = ("adapter", "tenant")
-    drafts = {key: c.num_drafts for key, c in counts.items()}
-    drafted = {key: c.num_draft_tokens for key, c in counts.items()}
-    accepted = {key: c.num_accepted_tokens for key, c in counts.items()}
-    per_pos = {(*key, str(i)): n for key, c in counts.items() for i, n in enumerate(c.accepted_per_pos)}
-    yield _counter("spec_decode_num_drafts", "Verification rounds.", labels, drafts)
-    yield _counter("spec_decode_num_draft_tokens", "Draft tokens verified.", labels, drafted)
-    yield _counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", labels, accepted)
-    yield _counter(
-        "spec_decode_num_accepted_tokens_per_pos",
-        "Draft tokens accepted, by position in the draft.",
-        (*labels, "position"),
-        per_pos,
-    )
-
-
-def _lora_families(stats: EngineStats, counters: EngineCounters) -> Iterator[Metric]:
-    info = (_names(stats.running_adapters), _names(stats.waiting_adapters))
-    labels: Labels = ("running_lora_adapters", "waiting_lora_adapters")
-    yield _gauge("lora_requests_info", "Adapters with requests; the value is the time.", labels, {info: time.time()})
-    levels = Counts(info.level for info in stats.adapters)
-    levels["disk"] += max(0, stats.num_adapters - levels.total())
-    numbers = {(level,): float(levels[level]) for level in ("device", "host", "disk")}
-    yield _gauge("lora_adapters", "Registered adapters by where their weights are.", ("level",), numbers)
-    yield _gauge("lora_rows", "Rank rows for adapters on the device.", (), {(): stats.lora_rows})
-    yield _gauge("lora_rows_used", "Rank rows that adapters have.", (), {(): stats.lora_rows_used})
-    yield _gauge("lora_host_bytes", "Host memory of adapters.", (), {(): stats.lora_host_bytes})
-    evictions = {(level,): counters.lora_evictions.get(level, 0) for level in ("device", "host")}
-    yield _counter("lora_evictions", "Adapters that made way, by the level that they left.", ("level",), evictions)
-    failures = {(): counters.lora_load_failures}
-    yield _counter("lora_load_failures", "Loads that brought no adapter.", (), failures)
-
-
-def _names(names: Sequence[str]) -> str:
-    """Names with commas between them, no more than a label should hold."""
-    return ",".join([*map(label_text, names[:MAX_NAMES]), *([OTHER] if len(names) > MAX_NAMES else [])])
-
-
-def _adapter_families(adapters: Sequence[AdapterInfo], label: Callable[[str], str]) -> Iterator[Metric]:
-    """Families of each adapter's facts; adapters beyond the bound of labels are added up."""
-    loaded, requests, sizes, loads = Counts[Labels](), Counts[Labels](), Counts[Labels](), dict[Labels, float]()
-    for info in adapters:
-        name = label(info.name)
-        loaded[name, info.level, str(info.pinned).lower()] += 1
-        requests[name, "running"] += info.num_running
-        requests[name, "waiting"] += info.num_waiting
-        sizes[(name,)] += info.num_bytes
-        loads[(name,)] = max(info.load_seconds, loads.get((name,), 0.0))
-    labels: Labels = ("adapter", "level", "pinned")
-    yield _gauge("lora_adapter_loaded", "Adapters in use, and where their weights are.", labels, loaded)
-    yield _gauge("lora_requests", "Requests of an adapter.", ("adapter", "state"), requests)
-    yield _gauge("lora_adapter_bytes", "Host memory of an adapter's content.", ("adapter",), sizes)
-    yield _gauge("lora_adapter_load_seconds", "The latest reading of an adapter's files.", ("adapter",), loads)

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
-from ...tenancy.accounts.principal import MAX_ALLOWED_ADAPTERS, MAX_LIMIT, Limits, Period, Scope
-from ...tenancy.accounts.records import Key, SharedPrefix, Tenant
+from ...tenancy.accounts.principal import MAX_ALLOWED_ADAPTERS, MAX_LIMIT, Period, Scope
 from ...tenancy.database.schema import MAX_NAME
 from ...tenancy.database.store import MAX_ADAPTERS, MAX_PREFIX_TOKENS, MAX_TOKEN_ID, MAX_WEIGHT
 from ...tenancy.times import MAX_TIME
 from ..body.lenient import RequestModel
 
+T = TypeVar("T")
 Count = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_LIMIT)]
 Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Weight = Annotated[float, Field(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)]
 MaxAdapters = Annotated[int, Field(ge=0, le=MAX_ADAPTERS)]
+AdapterNames = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(max_length=MAX_ALLOWED_ADAPTERS, fail_fast=True),
+    BeforeValidator(lambda names: list(names) if isinstance(names, tuple) else names),  # as our own records have it
+]
 KeyName = Annotated[str, Field(max_length=MAX_NAME)]
 ExpiresAt = Annotated[float, Field(ge=0, le=MAX_TIME)]
+
+
+class ListOf(BaseModel, Generic[T]):
+    """A list; the order is the route's."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
 
 
 class ErrorDetail(BaseModel):
@@ -48,19 +60,9 @@ class LimitFields(RequestModel):
     )
     max_context_tokens: Count | None = Field(default=None, description="Prompt and max_tokens of one request")
     max_output_tokens: Count | None = Field(default=None, description="max_tokens of one request")
-    allowed_adapters: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_ALLOWED_ADAPTERS, fail_fast=True)]
-        | None
-    ) = Field(default=None, description="Beside the base model")
+    allowed_adapters: AdapterNames | None = Field(default=None, description="Beside the base model")
     token_budget: CountOrZero | None = Field(default=None, description="Tokens a period")
     budget_period: Period | None = Field(default=None, description="In UTC; null: a month")
-
-    @classmethod
-    def of(cls, limits: Limits) -> LimitFields:
-        """Limits as JSON."""
-        names = limits.allowed_adapters
-        values = {name: getattr(limits, name) for name in cls.model_fields}
-        return cls(**(values | {"allowed_adapters": None if names is None else list(names)}))
 
 
 class TenantCreate(RequestModel):
@@ -90,19 +92,6 @@ class TenantView(BaseModel):
     max_adapters: int
     disabled: bool
     created_at: float
-
-    @classmethod
-    def of(cls, tenant: Tenant) -> TenantView:
-        """As JSON."""
-        plain = {name: getattr(tenant, name) for name in cls.model_fields}
-        return cls(**(plain | {"limits": LimitFields.of(tenant.limits)}))
-
-
-class TenantList(BaseModel):
-    """Tenants, by name."""
-
-    object: Literal["list"] = "list"
-    data: list[TenantView]
 
 
 class KeyCreate(RequestModel):
@@ -137,26 +126,11 @@ class KeyView(BaseModel):
     expires_at: float | None
     revoked_at: float | None
 
-    @classmethod
-    def fields_of(cls, key: Key, now: float) -> dict[str, Any]:
-        """Fields that both views show."""
-        plain = {
-            name: getattr(key, name) for name in cls.model_fields if name not in ("limits", "scopes", "state", "key")
-        }
-        return plain | {"limits": LimitFields.of(key.limits), "scopes": list(key.scopes), "state": key.state(now)}
-
 
 class NewKeyView(KeyView):
     """A key that was just made."""
 
     key: str = Field(description="The key itself. It is shown here only, and stored nowhere")
-
-
-class KeyList(BaseModel):
-    """Keys, oldest first."""
-
-    object: Literal["list"] = "list"
-    data: list[KeyView]
 
 
 class Deleted(BaseModel):
@@ -193,18 +167,6 @@ class PrefixView(BaseModel):
     num_tokens: int
     created_at: float
 
-    @classmethod
-    def of(cls, prefix: SharedPrefix) -> PrefixView:
-        """As JSON."""
-        return cls(name=prefix.name, num_tokens=len(prefix.token_ids), created_at=prefix.created_at)
-
-
-class PrefixList(BaseModel):
-    """Shared prefixes, by name."""
-
-    object: Literal["list"] = "list"
-    data: list[PrefixView]
-
 
 class UsageRow(BaseModel):
     """A sum over requests. It has those of the first nine fields that it was grouped by."""
@@ -226,36 +188,6 @@ class UsageRow(BaseModel):
     accepted_tokens: int
 
 
-class UsageList(BaseModel):
-    """Sums, in the order of what they are grouped by."""
-
-    object: Literal["list"] = "list"
-    data: list[UsageRow]
-
-
-class RequestRow(BaseModel):
-    """A row of the ledger."""
-
-    request_id: str
-    client_request_id: str
-    tenant: str
-    key_id: str
-    endpoint: str
-    model: str
-    adapter: str
-    adapter_digest: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
-    received_at: float
-    first_token_at: float | None
-    finished_at: float
-    status: str
-    error_type: str
-
-
 class AuditRow(BaseModel):
     """A change that somebody has made."""
 
@@ -266,17 +198,3 @@ class AuditRow(BaseModel):
     tenant: str = Field(description="The key's")
     client: str = Field(description="Its address, or user@machine of the command line")
     action: str
-
-
-class AuditList(BaseModel):
-    """Changes, newest first."""
-
-    object: Literal["list"] = "list"
-    data: list[AuditRow]
-
-
-class RequestList(BaseModel):
-    """Rows of the ledger, newest first."""
-
-    object: Literal["list"] = "list"
-    data: list[RequestRow]

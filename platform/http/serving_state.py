@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 import uuid
@@ -14,28 +15,33 @@ from starlette.requests import Request
 
 from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
-from ..core.errors import EngineDeadError, InvalidRequestError, PermissionDeniedError, ShuttingDownError
+from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError, PermissionDeniedError, ShuttingDownError
 from ..core.lora_request import LoRA
 from ..tenancy.accounts.principal import Principal
 from ..tenancy.limits.queue_bound import Bounds, QueueBound
 from .adapters.database_sync import AdapterSync, PrefixSync
 from .adapters.model_registry import ModelRegistry
 from .adapters.source_policy import AdapterPolicy
+from .body.body_memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .body.bounds import MAX_VALUES
-from .body.memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
-from .config import ServerConfig
-from .observe.metrics import Metrics
+from .observe.metric_families import tenancy_families
+from .observe.prometheus_metrics import Metrics
 from .observe.request_log import current_note
-from .observe.tenancy_metrics import TenancyCollector
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .protect.error_responses import EngineUnavailableError
+from .server_config import ServerConfig
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
+    from ..core.messages import EngineStats
     from ..tenancy.service import Tenancy
     from .observe.tracing import RequestTracer
 
+logger = logging.getLogger(__name__)
+
+STATS_TIMEOUT = 2.0
+"""Seconds that the engine gets for a snapshot of its counts."""
 _LONG_TEXT = 1500
 """Characters above which a prompt is tokenized in a thread, so that other streams go on: about 2 ms of work."""
 _HUGE_TEXT = 50_000
@@ -69,7 +75,7 @@ class Serving:
         self.adapter_policy = AdapterPolicy(config)
         self.metrics = Metrics()
         if tenancy is not None:
-            self.metrics.register(TenancyCollector(tenancy))
+            self.metrics.register(lambda: tenancy_families(tenancy))
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
         """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
@@ -111,6 +117,16 @@ class Serving:
         await self.adapter_sync.start()
         self.prefix_sync = PrefixSync(self.llm, self.tenancy.directory)
         await self.prefix_sync.start()
+
+    async def update_metrics(self) -> EngineStats | None:
+        """Take a snapshot of the engine's counts; None without an answer, and the last one stays."""
+        try:
+            stats = await asyncio.wait_for(self.llm.stats(), STATS_TIMEOUT)
+        except (OutriderError, TimeoutError) as error:
+            logger.debug("no snapshot from the engine: %s", error)
+            return None
+        self.metrics.update(stats)
+        return stats
 
     def begin_draining(self) -> None:
         """Refuse new requests: those that come, and those that wait for one of their tenant's places."""

@@ -6,12 +6,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from ...core.errors import InvalidRequestError
+from ...tenancy.accounts.records import SharedPrefix
 from ..body.reader import documented, read_body
 from ..openai.chat_messages import normalize_messages
 from ..openai.protocol import TemplateFields
-from ..serving import Serving, serving_of
+from ..serving_state import Serving, serving_of
+from .admin_schema import Deleted, ListOf, PrefixCreate, PrefixView
 from .common import change, query, tenancy_of
-from .protocol import Deleted, PrefixCreate, PrefixList, PrefixView
 
 router = APIRouter(prefix="/prefixes")
 
@@ -20,18 +21,18 @@ router = APIRouter(prefix="/prefixes")
 async def add_prefix(request: Request) -> PrefixView:
     """Declare a shared beginning of prompts. Its author may then find out that others have sent it, too."""
     serving = serving_of(request)
-    body = await read_body(request, PrefixCreate, serving.config.max_body_bytes)
+    body = await read_body(request, PrefixCreate)
     tokens = await _tokens(serving, body)
     added = await change(request, lambda store: store.add_prefix(body.name, tokens))
     await _applied(serving)
-    return PrefixView.of(added)
+    return _view(added)
 
 
 @router.get("")
-async def list_prefixes(request: Request) -> PrefixList:
+async def list_prefixes(request: Request) -> ListOf[PrefixView]:
     """All shared prefixes, by name."""
     prefixes = await query(request, tenancy_of(request).store.list_prefixes)
-    return PrefixList(data=[PrefixView.of(prefix) for prefix in prefixes])
+    return ListOf(data=[_view(prefix) for prefix in prefixes])
 
 
 @router.delete("/{name}")
@@ -40,6 +41,10 @@ async def remove_prefix(request: Request, name: str) -> Deleted:
     await change(request, lambda store: store.remove_prefix(name))
     await _applied(serving_of(request))
     return Deleted(name=name)
+
+
+def _view(prefix: SharedPrefix) -> PrefixView:
+    return PrefixView(name=prefix.name, num_tokens=len(prefix.token_ids), created_at=prefix.created_at)
 
 
 async def _applied(serving: Serving) -> None:

@@ -8,16 +8,16 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 
 from ...tenancy.database.audit import COLUMNS, MAX_ROWS, list_audit
+from .admin_schema import AuditRow, ListOf
 from .common import query, tenancy_of
-from .protocol import AuditList, AuditRow
-from .usage import CSV, Format, csv_response
+from .usage_routes import CSV, Format, csv_response
 
 router = APIRouter(prefix="/audit")
 
 MAX_ID = (1 << 31) - 1
 
 
-@router.get("", response_model=AuditList, responses=CSV)
+@router.get("", response_model=ListOf[AuditRow], responses=CSV)
 async def show_audit(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
@@ -28,4 +28,4 @@ async def show_audit(
     rows = await query(request, list_audit, tenancy_of(request).database, limit, before)
     if format == "csv":
         return csv_response(COLUMNS, rows)
-    return AuditList(data=[AuditRow(**row) for row in rows])
+    return {"data": rows}
