@@ -1,15 +1,14 @@
-"""The adapters of an engine: registration, background loads, admission of requests, and the step's LoraBatch.
+"""The adapters of an engine: its parts put together, admission of requests, and the adapters of each step.
 
-    disk --read--> host tier (parsed and packed, LRU) --write--> device rows (RowPool, LRU)
+    disk --read--> host tier (packed adapters, LRU) --write--> device rows (RowPool, LRU)
 
-Reading and writing are the loader's threads', the rest is the engine's. A request is bound to a version when it is
+Loader threads read and write; the engine's thread does everything else. A request is bound to a version when it is
 added (`resolve`), waits alone while that version is not on the device (`admit`), and holds its rows from admission to
-`release`. It stays bound, and the content that it began with in host memory, until it is gone for good (`forget`).
+`release`. It stays bound to the version until it is gone for good (`forget`). So long its content stays in host memory.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -18,33 +17,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..platform.core.config import LoRAConfig
-from ..platform.core.errors import AdapterError, OutriderError, error_from_info
-from ..platform.core.lora_request import LoRARequest
-from ..platform.core.messages import AdapterInfo
+from ..platform.core.errors import AdapterError, error_from_info
 from ..platform.core.request import Request
-from .device.capacity import count_rows
+from .device.batching import PlanRows, StepAdapters
 from .device.layers import LoraBatch
-from .device.pass_inputs import PlanRows, StepAdapters
-from .device.pool import RowPool
+from .device.pool import RowPool, count_rows
 from .device.sites import AdapterHooks, make_sites
 from .files.folder import AdapterFiles
-from .registry.catalog import Catalog, ReadAdapter
+from .registry.catalog import Catalog
 from .registry.registry import AdapterRegistry
-from .registry.resolution import Resolver
 from .registry.versions import AdapterVersion, Order, Refusal
 from .tiers.residency import LEAST_URGENT, Residency
-from .tiers.row_writer import Placer
+from .tiers.row_writer import RowWriter
 from .tiers.starvation import LOOK_SECONDS, Aging
-from .tiers.stats import AdapterStats
-from .tiers.transfers import Read, Transfers, Written
+from .tiers.transfers import ReadDone, Transfers, WriteDone
 
 if TYPE_CHECKING:
     from ..models.layers.linear import Linear
 
-# Why a request waits: for its adapter to be read or written, for room on the device, for one of `max_loras` to go idle.
+# Reasons why a request waits: its adapter is read or written, the device has no room, or `max_loras` others run.
 LOADING = "adapter_loading"
 ROWS = "adapter_rows"
-SEATS = "max_loras"
+MAX_LORAS = "max_loras"
 
 
 class AdapterManager:
@@ -60,7 +54,7 @@ class AdapterManager:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Gives every linear its LoraSite; adapters are served in `dtype` on `device`. `close` it in the end.
+        """Give every linear its LoraSite, for adapters in `dtype` on `device`. `close` must be called in the end.
 
         Raises:
             InvalidRequestError: `lora_memory` has no room for one adapter.
@@ -74,101 +68,25 @@ class AdapterManager:
         pool = RowPool(num_rows, config.max_loras, hooks.before_evicting)
         for part in sites:
             part.allocate(pool.num_rows)
-        self._files = AdapterFiles(
-            target.modules, hooks.draft_method, draft.modules, max_rank=max_rank, dtype=dtype, layout=target.layout
-        )
+        self._files = AdapterFiles(target.model, draft.model, draft_method=hooks.draft_method, max_rank=max_rank)
         self._registry = AdapterRegistry()
-        self._transfers = Transfers(self._files, Placer(sites, device), reader_process=hooks.reader_process)
+        self._transfers = Transfers(self._files, RowWriter(sites, device), reader_process=hooks.reader_process)
         self._residency = Residency(config, self._registry, pool, self._transfers.write)
         self._aging = Aging(self._registry, self._residency, clock)
-        self._catalog = Catalog(self._files, self._registry, self._residency, self._transfers, self._changed)
+        self.catalog = Catalog(
+            self._files, self._registry, self._residency, self._transfers, wait=self.wait, on_change=self._changed
+        )
+        """The adapters by name, for users who load, unload, pin and list them."""
         self._steps = StepAdapters(pool, dtype, device, max_rank, batch_invariant=hooks.batch_invariant)
-        self._resolver = Resolver(self._files, self._registry, self._residency, self._changed)
+        self.prepare_head, self.prepare_draft = self._steps.prepare_head, self._steps.prepare_draft
         self._refusals: dict[AdapterVersion, Refusal] = {}  # since the last change; see `_changed`
         self._refused_until = 0.0
 
-    # --- the registry, as users see it ---
-
-    def reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], ReadAdapter]:
-        """Reads and checks an adapter's files, for `load`; may be called in any thread. AdapterError comes out of it.
-
-        Raises:
-            InvalidUserInputError: at once, when the name is taken and `load_inplace` is not set.
-        """
-        self._poll()
-        return self._catalog.reader(request, load_inplace=load_inplace)
-
-    def load(
-        self,
-        request: LoRARequest,
-        *,
-        load_inplace: bool = False,
-        pinned: bool = False,
-        read: ReadAdapter | None = None,
-    ) -> AdapterInfo:
-        """Read, check and register an adapter now; see `Catalog.load`. Without `read` a pinned one is on the device
-        when this returns."""
-        self._poll()
-        info = self._catalog.load(request, load_inplace=load_inplace, pinned=pinned, read=read)
-        return self._wait_if_pinned(request.name, info) if read is None else info
-
-    def _wait_if_pinned(self, name: str, info: AdapterInfo) -> AdapterInfo:
-        """Return the info once the rows of a pinned adapter are written; at once for others."""
-        if not info.pinned:
-            return info
-        version = self._registry.get(name)
-        while version.error is None and not self._residency.pool.is_ready(version.digest):
-            self.wait(1.0)
-        if version.error is not None:
-            raise error_from_info(version.error)
-        return self._catalog.info(version)
-
-    def register(self, requests: Sequence[LoRARequest]) -> None:
-        """Make names known; see `Catalog.register`."""
-        self._poll()
-        self._catalog.register(requests)
-
-    def unload(self, name: str, mode: str = "drain") -> builtins.list[Request]:
-        """Forget a name; see `Catalog.unload`. Returns the requests that must be aborted."""
-        self._poll()
-        return self._catalog.unload(name, mode)
-
-    def pin_reader(self, name: str) -> Callable[[], ReadAdapter] | None:
-        """Reads what `pin` needs of an adapter that is not in memory, in any thread; None when it is."""
-        self._poll()
-        return self._catalog.pin_reader(name)
-
-    def pin(self, name: str, *, read: ReadAdapter | None = None) -> AdapterInfo:
-        """Keep a registered adapter on the device; see `Catalog.pin`."""
-        self._poll()
-        info = self._catalog.pin(name, read)
-        return self._wait_if_pinned(name, info) if read is None else info
-
-    def unpin(self, name: str) -> AdapterInfo:
-        """Let a registered adapter make way for others again; NotFoundError when unknown."""
-        self._poll()
-        return self._catalog.unpin(name)
-
-    def find(self, name: str) -> AdapterInfo | None:
-        """The adapter registered under a name."""
-        version = self._registry.find(name)
-        return None if version is None else self._catalog.info(version)
-
-    def list(self) -> builtins.list[AdapterInfo]:
-        """The registered adapters, in the order of registration."""
-        self._poll()
-        return self._catalog.list()
-
-    def stats(self) -> AdapterStats:
-        """A snapshot; each load's duration is handed out once."""
-        self._poll()
-        return self._catalog.stats()
-
-    # --- the scheduler's admission gate ---
+    # --- admission of requests ---
 
     def resolve(self, request: Request) -> None:
-        """Bind a new request to the version that its adapter's name has now, registering it from its path on first use;
-        see `Resolver`. The files are read in the background; what is wrong with them comes out of `admit`.
+        """Bind a new request to the version that its adapter's name has now; see `Catalog.version_of`. The files are
+        read in the background; `admit` raises the errors of that.
 
         Raises:
             AdapterError: a path is not a folder.
@@ -176,17 +94,17 @@ class AdapterManager:
         if request.lora is None:
             return
         self._poll()
-        version = self._resolver.version_of(request.lora)
+        version = self.catalog.version_of(request.lora)
         self._registry.bind(request, version, self._clock())
-        # Those already refused room come first; `admit`, in the policy's order, sees to that.
-        if version.digest not in self._residency.host and not self._aging.any_short:
+        # Requests that were refused room come first; `admit`, called in the policy's order, sees to that.
+        if version.digest not in self._residency.host and not self._aging.any_blocked:
             self._start_read(version, LEAST_URGENT)
 
     def admit(self, request: Request) -> str | None:
         """Let a request run: its rows are on the device and stay until `release` or `forget`.
 
         Returns:
-            None when admitted (again, too, without effect), else why it must wait: LOADING, ROWS or SEATS.
+            None when admitted (again, too, without effect), else why it must wait: LOADING, ROWS or MAX_LORAS.
 
         Raises:
             AdapterError: the adapter cannot be loaded; the request is forgotten.
@@ -205,7 +123,7 @@ class AdapterManager:
             raise error_from_info(version.error)
         assert request in version.waiting, "the request was not resolved, or is forgotten"
         try:
-            reason = self._bring(request, version)
+            reason = self._load(request, version)
         except AdapterError:
             self.forget(request)
             raise
@@ -214,60 +132,60 @@ class AdapterManager:
         version.start(request)
         assert version.digest is not None
         self._residency.pool.retain(version.digest)
-        if self._aging.clear_short(version):
+        if self._aging.unblock(version):
             self._changed()  # others need not yield to it any more
         return None
 
     def prefetch(self, request: Request) -> None:
-        """Bring what a waiting request needs nearer before its turn, where nothing more urgent has to make way."""
+        """Load the adapter of a waiting request before its turn, where nothing more urgent has to make way."""
         version: AdapterVersion | None = request.adapter
         if version is None or version.error is not None or version in self._refusals or request not in version.waiting:
             return
         self._poll()
-        with contextlib.suppress(AdapterError):  # `admit` will say so
-            self._bring(request, version)
+        with contextlib.suppress(AdapterError):  # `admit` raises it again
+            self._load(request, version)
 
-    def _bring(self, request: Request, version: AdapterVersion) -> str | None:
-        """Bring the version nearer to the device; None when it is there, else what the request must wait for.
+    def _load(self, request: Request, version: AdapterVersion) -> str | None:
+        """Start the version's next transfer; None when it may run, else the reason why the request must wait.
 
         Raises:
             AdapterError: there will never be room for it, or it could not be written.
         """
         first = version.first_waiting()
-        reason = self._move(request, version, first.order if first is not None else request.order)
+        reason = self._transfer(request, version, first.order if first is not None else request.order)
         if reason is not None:
             if not self._refusals:
                 self._refused_until = self._clock() + LOOK_SECONDS
             self._refusals[version] = Refusal(request.order, reason)
             if not self._residency.is_moving(version):
-                self._aging.set_short(version)
+                self._aging.block(version)
         return reason
 
-    def _move(self, request: Request, version: AdapterVersion, claim: Order) -> str | None:
+    def _transfer(self, request: Request, version: AdapterVersion, order: Order) -> str | None:
         residency, pool = self._residency, self._residency.pool
-        entry = residency.host.get(version.digest)
-        if entry is None:
-            self._start_read(version, claim)
+        adapter = residency.host.get(version.digest)
+        if adapter is None:
+            self._start_read(version, order)
             return LOADING
-        digest = entry.adapter.digest
+        digest = adapter.digest
         if self._aging.must_yield(request, version):
             return ROWS
         if digest not in pool:
-            if not residency.place(entry, claim):
-                residency.check_room_beside_pins(version.name, entry)
+            if not residency.place(adapter, order):
+                residency.check_room_beside_pins(version.name, adapter)
                 return ROWS
-            self._poll()  # a small one is written already: nobody who comes later may find it first
+            self._poll()  # a small adapter is written already; no later request may find it before this one
             if version.error is not None:
                 raise error_from_info(version.error)
             if digest not in pool:
-                return ROWS  # what else had ended was more urgent
+                return ROWS  # another transfer that had ended was more urgent
         if not pool.is_ready(digest):
             return LOADING
-        return None if pool.can_run(digest) else SEATS
+        return None if pool.can_run(digest) else MAX_LORAS
 
     def release(self, request: Request) -> None:
-        """The request was preempted, or found no room elsewhere: it holds no rows, stays bound to its version and waits
-        as if it had never run. Without effect on one that was not admitted."""
+        """Give back the rows of a request that was preempted, or found no room elsewhere. It stays bound to its version
+        and waits as if it had never run. Without effect on one that was not admitted."""
         version: AdapterVersion | None = request.adapter
         if version is None or request not in version.running:
             return
@@ -277,117 +195,81 @@ class AdapterManager:
         self._changed()
 
     def forget(self, request: Request) -> None:
-        """The request is gone for good: it finished, failed or was aborted. Also for one that was never admitted."""
+        """Unbind a request that is gone for good: it finished, failed or was aborted, whether admitted or not."""
         self.release(request)
         version: AdapterVersion | None = request.adapter
         if version is not None and request in version.waiting:
             self._registry.unbind(request, version)
             if not version.waiting:
-                self._aging.clear_short(version)
+                self._aging.unblock(version)
             self._changed()
 
-    def wait(self, timeout: float) -> None:
-        """Block up to `timeout` seconds until a read or a write ends; return at once when none is under way."""
-        for ended in self._transfers.wait(timeout):
-            self._finish(ended)
-
-    # --- the runner's feature ---
-
-    def prepare(self, rows: PlanRows) -> LoraBatch | None:
-        """Inputs of the target's forward pass for rows of (adapter of an admitted request, number of tokens); None
-        when all are the base model's."""
-        self._transfers.step(count for _, count in rows)
-        return self._steps.prepare(rows)
-
-    def prepare_head(self, rows: PlanRows) -> LoraBatch | None:
-        """Inputs for rows of logits; None when no adapter of theirs targets lm_head."""
-        return self._steps.prepare_head(rows)
-
-    def prepare_draft(self, rows: PlanRows) -> LoraBatch | None:
-        """Inputs of the drafter's passes; None when no adapter of theirs has draft weights."""
-        return self._steps.prepare_draft(rows)
-
     def namespace(self, request: Request) -> bytes:
-        """Key of an admitted request's cached prefixes: the digest of its adapter's content, b"" for the base."""
+        """Return the key of an admitted request's cached prefixes: its adapter's digest, b"" for the base model."""
         version: AdapterVersion | None = request.adapter
         if version is None:
             return b""
         assert version.digest is not None, "the adapter has not been read yet"
         return version.digest
 
+    # --- steps ---
+
+    def prepare(self, rows: PlanRows) -> LoraBatch | None:
+        """Return the adapters of a step of the target; see `StepAdapters.prepare`. `prepare_head` and `prepare_draft`
+        are those for its logits and for the drafter."""
+        if self._transfers.reader is not None:
+            self._transfers.reader.flag.update(count for _, count in rows)
+        return self._steps.prepare(rows)
+
     def start_reader(self) -> None:
-        """Start the process that reads adapters, where it pays, before it is needed: its start disturbs steps."""
-        self._transfers.start_reader()
-
-    def close(self) -> None:
-        """Stop the loader's threads and the reader process."""
-        self._transfers.close()
-
-    def check_integrity(self) -> None:
-        """Rows, tiers, versions and requests agree."""
-        self._registry.check_integrity()
-        self._residency.check_integrity()
+        """Start the reader process, if there is to be one, before it is needed: its start disturbs steps."""
+        if self._transfers.reader is not None:
+            self._transfers.reader.start()
 
     # --- transfers ---
 
-    def _start_read(self, version: AdapterVersion, claim: Order) -> None:
-        """Read the version in the background, for a request as urgent as `claim`, when there is room for it."""
-        size = version.num_bytes or None
-        if not version.loading and self._residency.make_room(claim, self._transfers.num_reads, size):
-            self._transfers.read(version, self._residency.host)
+    def wait(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a read or a write to end, unless none is in flight."""
+        for done in self._transfers.wait(timeout):
+            self._finish(done)
 
     def _poll(self) -> None:
-        for ended in self._transfers.poll():
-            self._finish(ended)
+        for done in self._transfers.poll():
+            self._finish(done)
 
-    def _finish(self, ended: Read | Written) -> None:
-        """A transfer has ended; its error, if any, is that of the adapter's requests."""
-        if isinstance(ended, Read):
-            self._finish_read(ended)
+    def _start_read(self, version: AdapterVersion, order: Order) -> None:
+        """Read the version in the background, for a request of this order, when there is room for it."""
+        size = version.num_bytes or None
+        if not version.loading and self._residency.make_room(order, self._transfers.num_reads, size):
+            self._transfers.read(version, self._residency.host)
+
+    def _finish(self, done: ReadDone | WriteDone) -> None:
+        """Update the books after a transfer. Its error, if any, concerns the adapter's requests alone."""
+        if isinstance(done, ReadDone):
+            self.catalog.finish_read(done)
         else:
-            self._residency.written(ended.allocation, failed=ended.error is not None)
-            if ended.error is not None:
-                for version in tuple(self._registry.with_content(ended.allocation.key)):
+            self._residency.written(done.allocation, failed=done.error is not None)
+            if done.error is not None:
+                for version in tuple(self._registry.with_content(done.allocation.key)):
                     if version.waiting or version.pinned:
-                        self._fail(version, ended.error)
+                        self._registry.fail(version, done.error)
         self._residency.update_pins()
         self._changed()
 
-    def _finish_read(self, read: Read) -> None:
-        self._catalog.count_load(read.seconds)
-        num_reads = self._transfers.num_reads
-        errors = [self._take(part, num_reads + 1) for part in read.parts]  # the mix comes beside them; all are taken
-        error = next(filter(None, errors), None)
-        self._take(read if error is None or read.error is not None else read._replace(error=error), num_reads)
-
-    def _take(self, read: Read, num_reads: int) -> OutriderError | None:
-        """Give the version the content that was read, kept where there is room beside `num_reads` to come; return the
-        error, if any."""
-        version, entry = read.version, read.entry
-        error = self._catalog.error_of(version, entry, read.error)
-        if error is not None or entry is None:
-            assert error is not None
-            self._fail(version, error)
-            return error
-        first = version.first_waiting()
-        claim = first.order if first is not None else LEAST_URGENT
-        self._catalog.take_content(version, entry, read.seconds)
-        # Its size is known only now. One that somebody waits for is kept if it must be: read again it is no smaller.
-        if self._residency.make_room(claim, num_reads, entry.num_bytes) or first is not None:
-            self._residency.host.put(entry)
-        self._registry.succeed(version)
-        return None
-
-    def _fail(self, version: AdapterVersion, error: OutriderError) -> None:
-        """Pass the error to the requests that wait for the version; later requests try again."""
-        version.error = error.info()
-        self._registry.fail(version)
-
     def _changed(self) -> None:
-        """Something may be possible that was refused before. Also drops what no version needs any more."""
+        """Try again what was refused, and drop contents that no version needs any more."""
         self._refusals.clear()
         self._residency.changed()
         self._aging.changed()
         for digest in self._registry.collect(self._residency.host):
             self._residency.drop(digest)
             self._on_gone(digest)
+
+    def close(self) -> None:
+        """Stop the loader threads and the reader process."""
+        self._transfers.close()
+
+    def check_integrity(self) -> None:
+        """Check that rows, tiers, versions and requests agree."""
+        self._registry.check_integrity()
+        self._residency.check_integrity()

@@ -1,1 +1,1 @@
-"""Device: rank rows, where adapters apply in a model, and the inputs of a step's LoRA products."""
+"""Device: rank rows, the sites of a model to which adapters apply, and the adapters of a step."""

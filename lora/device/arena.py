@@ -1,6 +1,6 @@
-"""The memory of the rank rows: all that a model's adapters have in one rank row lies side by side (`layout`).
+"""Memory of the rank rows: one tensor [R, width] with the columns of a `RowLayout`.
 
-One tensor [R, width]: a row is written by one copy, beside the step and without the sites.
+All weights of a rank row are side by side, so a thread copies a row at once, while steps read other rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.lora.groups import is_grouped
 from ...kernels.memory import lazy_zeros
-from ..tiers.step_signal import give_way
+from ..step_yield import yield_to_steps
 from .layout import ALIGNMENT, PackedRows, RowLayout
 from .pool import Allocation
 
@@ -20,14 +20,14 @@ _PAGE = 4096
 
 
 class RowArena:
-    """See the module's docstring."""
+    """Rank rows of one layout on a device."""
 
     def __init__(self, layout: RowLayout, device: torch.device) -> None:
-        """`allocate` when all sites have their place in the layout."""
+        """Make an arena without rows; call `allocate` when all sites have their columns in the layout."""
         self.layout = layout
         self._device = device
         self.rows = torch.empty(0, 0, dtype=layout.dtype, device=device)
-        """[R, width]; filled by `write` alone."""
+        """[R, width]; only `write` changes them."""
         self.live: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
         """[R, modules]: 0 where a row has no weights of the module."""
         self.live_on_device: Tensor | None = None
@@ -35,15 +35,14 @@ class RowArena:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one rank row over all sites."""
+        """Bytes of one rank row."""
         return self.layout.width * self.layout.dtype.itemsize
 
     def allocate(self, num_rows: int) -> None:
-        """Memory for the rows."""
+        """Allocate the rows."""
         dtype, stride = self.layout.dtype, self.layout.width
         if stride * dtype.itemsize % _PAGE < ALIGNMENT:
-            # Rows a multiple of the page apart would share the same few lines of a cache that looks addresses up by
-            # their low bits, and an adapter's rows are read side by side.
+            # A cache finds addresses by their low bits: rows a multiple of the page apart would share its few lines.
             stride += 5 * ALIGNMENT // dtype.itemsize
         self.rows = lazy_zeros((num_rows, stride), dtype, self._device)[:, : self.layout.width]
         self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8, order="F")  # as the kernel reads it
@@ -51,8 +50,8 @@ class RowArena:
             self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)
 
     def write(self, allocation: Allocation, packed: PackedRows) -> None:
-        """Fill an adapter's rows, and clear what a former owner left in them. For any thread, as long as nobody reads
-        these rows; other threads get their turn between two spans."""
+        """Write an adapter's rows, and clear the weights of a former owner. Thread-safe while no step reads these rows;
+        lets steps run between two spans."""
         num_rows = len(packed.data)
         owned = allocation.index
         live = np.zeros((len(owned), len(self.layout.pieces)), np.uint8)
@@ -63,7 +62,7 @@ class RowArena:
                 self.rows[_where(owned), columns] = 0
         column = 0
         for start, stop in packed.spans:
-            give_way()
+            yield_to_steps()
             part = packed.data[:, column : column + stop - start]
             self.rows[_where(owned[:num_rows]), start:stop] = part.to(self._device, non_blocking=True)
             column += stop - start
@@ -73,7 +72,7 @@ class RowArena:
 
 
 def _where(index: NDArray[np.int32]) -> slice | Tensor:
-    """Rows as an index: a slice where they are neighbours, which copies several times faster."""
+    """Return rows as an index: a slice for neighbours, which copies several times faster."""
     if len(index) and int(index[-1]) - int(index[0]) + 1 == len(index):
         return slice(int(index[0]), int(index[-1]) + 1)
     return torch.from_numpy(index.astype(np.int64))

@@ -1,36 +1,31 @@
-"""From a step's rows to its LoraBatch, once a step and mostly the one of the step before.
+"""LoraBatches: the adapters of a step's tokens, in the form of the kernels. Most steps have those of the step before.
 
-The native kernel takes each run of one adapter's tokens as it is, the kernels of a CUDA device all tokens of an adapter
-as one group. Where neither serves, tokens of several adapters go through one masked product over all their rank rows; a
-long run of one adapter's tokens is computed apart with that adapter's rows only, and a long run of the base model's not
-at all.
+The native kernel takes each run of one adapter's tokens, the kernels of a CUDA device take all tokens of an adapter as
+one group. Without these kernels one masked product over all rank rows in use serves the tokens of several adapters. A
+long run of one adapter's tokens has a product of its own with that adapter's rows; a long run of the base model's has
+none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ...kernels.lora import keep_mask
 from ...kernels.lora.groups import GroupBuffer, RowGroups, is_grouped
 from ...kernels.lora.native import RowSegments, is_native
+from ..registry.versions import AdapterVersion
 from .layers import LoraBatch, LoraRun, LoraSegment, RowSelection
-from .pool import Allocation
+from .pool import Allocation, RowPool
 
-# Tokens from which a run goes through matrix products of its own.
 LONG_RUN = 64
+"""Tokens from which a run has a matrix product of its own."""
 
 Rows = Sequence[tuple[Allocation | None, int]]
 """(the adapter's device rows or None, number of tokens)."""
-
-
-class _Step(NamedTuple):
-    """The last step, to be recognized when it comes again."""
-
-    rows: Rows
-    batch: LoraBatch | None
+PlanRows = Sequence[tuple[AdapterVersion | None, int]]
+"""(request.adapter, number of tokens or logits rows); every adapter is that of an admitted request."""
 
 
 def _runs(rows: Iterable[tuple[Allocation | None, int]]) -> list[LoraRun]:
@@ -50,7 +45,7 @@ def _is_long(run: LoraRun) -> bool:
 
 
 def _groups(runs: Sequence[LoraRun]) -> tuple[list[LoraRun], list[list[LoraRun]]]:
-    """Long adapter runs that stand alone, and groups of neighbouring runs without base tokens at their ends."""
+    """Return the long runs of adapters, and groups of the other runs, without base tokens at a group's ends."""
     split = len({run.owner for run in runs}) > 1
     alone: list[LoraRun] = []
     groups: list[list[LoraRun]] = [[]]
@@ -70,7 +65,7 @@ def _groups(runs: Sequence[LoraRun]) -> tuple[list[LoraRun], list[list[LoraRun]]
 
 
 class LoraBatcher:
-    """Builds LoraBatches."""
+    """Builds the LoraBatches of one kind of pass."""
 
     def __init__(
         self,
@@ -80,12 +75,13 @@ class LoraBatcher:
         batch_invariant: bool = False,
         buffer: GroupBuffer | None = None,
     ) -> None:
-        """
+        """Make a batcher for rank rows of a dtype on a device.
+
         Args:
-            dtype: Of the rows.
-            device: Where they are.
-            batch_invariant: What an adapter gives a token must not depend on the other tokens, bit for bit.
-            buffer: Of this batcher alone, where captured graphs find the groups of small steps.
+            dtype: Dtype of the rows.
+            device: Device of the rows.
+            batch_invariant: True when no bit of a token's delta may depend on the other tokens.
+            buffer: Memory of this batcher alone, where captured graphs find the groups of small steps.
         """
         self._buffer = buffer
         self._batch_invariant = batch_invariant
@@ -93,13 +89,13 @@ class LoraBatcher:
         self._device = device
         self._is_native = is_native(dtype, device)
         self._is_grouped = is_grouped(dtype, device) and not batch_invariant
-        self._last: _Step | None = None
+        self._last: tuple[Rows, LoraBatch | None] = ((), None)
 
     def build(self, rows: Rows, *, has_gains: bool = False) -> LoraBatch | None:
-        """The batch for a step's rows; None when all are the base model's. `has_gains`: of an adapter among them."""
-        if self._last is None or rows != self._last.rows:
-            self._last = _Step(rows, self._build(rows, has_gains))
-        return self._last.batch
+        """Return the batch for a step's rows; None when all are the base model's. `has_gains`: an adapter has some."""
+        if rows != self._last[0]:
+            self._last = (rows, self._build(rows, has_gains))
+        return self._last[1]
 
     def _build(self, rows: Rows, has_gains: bool) -> LoraBatch | None:
         runs = _runs(rows)
@@ -133,3 +129,64 @@ class LoraBatcher:
             lengths = torch.tensor([run.stop - run.start for run in group], device=self._device)
             keep = keep_mask(place.repeat_interleave(lengths)[:, None] == selection.row_owners, self._dtype)
         return LoraSegment(group[0].start, group[-1].stop, selection, keep)
+
+
+class StepAdapters:
+    """Builds the LoraBatches of a step's passes: of the target, its head and the drafter.
+
+    In the head and in the drafter an adapter without weights there counts as the base model, so a pass without any such
+    weights costs nothing.
+    """
+
+    def __init__(
+        self,
+        pool: RowPool,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rank: int,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Make the batchers of a pool's rank rows.
+
+        Args:
+            pool: Pool of the rows.
+            dtype: Dtype of the rows.
+            device: Device of the rows.
+            max_rank: Largest rank of steps that are replayed from captured graphs.
+            batch_invariant: See `LoraBatcher`; for the target and its head, as a drafter's rounding changes no text.
+        """
+        self._pool = pool
+
+        def batcher(batch_invariant: bool) -> LoraBatcher:
+            buffer = GroupBuffer(pool.num_rows, max_rank, device) if is_grouped(dtype, device) else None
+            return LoraBatcher(dtype, device, batch_invariant=batch_invariant, buffer=buffer)
+
+        self._tokens, self._head, self._draft = batcher(batch_invariant), batcher(batch_invariant), batcher(False)
+
+    def prepare(self, rows: PlanRows) -> LoraBatch | None:
+        """Return the batch of the target's pass over rows of tokens; None when all are the base model's."""
+        return self._build(self._tokens, rows, lambda version: True)
+
+    def prepare_head(self, rows: PlanRows) -> LoraBatch | None:
+        """Return the batch of rows of logits; None when no adapter of theirs targets lm_head."""
+        return self._build(self._head, rows, lambda version: version.targets_head)
+
+    def prepare_draft(self, rows: PlanRows) -> LoraBatch | None:
+        """Return the batch of a drafter's pass over rows of tokens; None when no adapter has draft weights."""
+        return self._build(self._draft, rows, lambda version: version.has_draft)
+
+    def _build(
+        self, batcher: LoraBatcher, rows: PlanRows, applies: Callable[[AdapterVersion], bool]
+    ) -> LoraBatch | None:
+        if not any(version is not None and applies(version) for version, _ in rows):
+            return None
+        allocations, has_gains = [], False
+        for version, count in rows:
+            allocation = None
+            if version is not None and applies(version):
+                assert version.digest is not None
+                allocation = self._pool.allocation(version.digest)
+                has_gains |= version.has_gains
+            allocations.append((allocation, count))
+        return batcher.build(allocations, has_gains=has_gains)

@@ -1,10 +1,12 @@
-"""The adapters' side of the model's projections: where their rank rows are, and how a step's tokens meet them.
+"""Sites of the model's projections: the adapters' rank rows there, and their products with a step's tokens.
 
-LoraSite (one a Linear)           LoraBatch (one a step)
+LoraSite (one for each Linear)    LoraBatch (one for each step)
 a  [R, S, in]   row r of all      runs of tokens of one adapter, for the native kernel;
 b  [R, sum out] belongs to one    on CUDA groups of an adapter's tokens, for its kernels;
-                adapter           elsewhere segments with the rows they need and, where
-                                  several adapters meet, a mask
+                adapter           elsewhere segments with their rows and, for several
+                                  adapters, a mask
+
+R rank rows, S modules of a site, T tokens, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Live = NDArray[np.uint8]
 
 
 class RowSelection:
-    """A set of adapters and their pool rows."""
+    """Rank rows of a set of adapters."""
 
     def __init__(self, allocations: Sequence[Allocation], device: torch.device) -> None:
         self.allocations = tuple(allocations)
@@ -40,18 +42,18 @@ class RowSelection:
         self.num_rows = len(rows)
         self.index: NDArray[np.int64] = np.array(rows, np.int64)
         self.row_owners = torch.tensor([index for _, index in owners], device=device)
-        """[n]: index into `allocations`."""
+        """[n]: index of each row's owner in `allocations`."""
         contiguous = rows[-1] - rows[0] + 1 == len(rows)
         self._where: slice | Tensor = (
             slice(rows[0], rows[-1] + 1) if contiguous else torch.from_numpy(self.index).to(device)
         )
 
     def gather(self, pool: Tensor) -> Tensor:
-        """The selected rows of a pool [R, ...]: a view where they are neighbours, else a copy."""
+        """Return the selected rows of a pool [R, ...]: a view of neighbours, else a copy."""
         return pool[self._where] if isinstance(self._where, slice) else pool.index_select(0, self._where)
 
     def columns(self, pool: Tensor, index: Tensor) -> Tensor:
-        """Columns of the selected rows of a pool [R, V]: `index` [T]: a copy [T, n], without one of whole rows."""
+        """Return columns `index` [T] of the selected rows of a pool [R, V], as a copy [T, n]."""
         if isinstance(self._where, slice):
             return pool[self._where].index_select(1, index).t().contiguous()
         return pool[self._where, index[:, None]]
@@ -59,7 +61,7 @@ class RowSelection:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """Tokens [start, stop) of the step, and the rows that they use."""
+    """Tokens [start, stop) of the step, and their rank rows."""
 
     start: int
     stop: int
@@ -67,11 +69,11 @@ class LoraSegment:
     keep: Tensor | None = None
     """[stop - start, n], from `kernels.lora.keep_mask`; None when every row applies to every token."""
     invariant: bool = False
-    """True when the deltas must not depend on the other tokens, bit for bit; the selection is one adapter."""
+    """True when no bit of a delta may depend on the other tokens; the selection is one adapter then."""
 
 
 class LoraRun(NamedTuple):
-    """Neighbouring tokens of one adapter; `owner` None: of the base model."""
+    """Neighbouring tokens of one adapter, or of the base model when `owner` is None."""
 
     owner: Allocation | None
     start: int
@@ -80,32 +82,31 @@ class LoraRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
-    """One step's adapters; opaque to the models, which hand it to every site. Tokens of no run belong to the base."""
+    """Adapters of one step's tokens. The models pass it to every site. Tokens of no run belong to the base model."""
 
     runs: tuple[LoraRun, ...]
-    """The adapters' runs, ascending."""
+    """Runs of the adapters, ascending."""
     native: RowSegments | None
-    """Addresses for the native kernel."""
+    """All runs, for the native kernel."""
     segments: tuple[LoraSegment, ...]
-    """The others: disjoint and ascending."""
+    """All runs, where there are no such kernels: disjoint and ascending."""
     invariant: bool = False
     groups: RowGroups | None = None
     """All runs, for the kernels of a CUDA device."""
     replayable: bool = False
-    """True when a graph captured with a batch of the same batcher, of at least as many tokens, serves this step. What
-    gains need is not in the batcher's buffer, so that steps with any run without a graph."""
+    """True when a captured graph of the same batcher, for at least as many tokens, serves this step. The batcher's
+    buffer has no gains, so a step with gains runs without a graph."""
     lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
-    """By site that was asked, those of `runs` whose adapters have embeddings: found once, as a batch serves many
-    steps, and asking for it takes microseconds a run."""
+    """Runs whose adapters have embeddings, by site. Cached, as a batch serves many steps."""
 
 
 class LoraSite:
-    """The pools of one linear projection, with one slice for each module merged into it; views of a `RowArena`."""
+    """Rank rows of one linear projection, with one slice for each module merged into it; views of a `RowArena`."""
 
     def __init__(
         self, a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Live, live_on_device: Tensor | None = None
     ) -> None:
-        """`a` [R, S, in], `b` [R, sum(slice_sizes)], `live` [R, S]; on a device with kernels there too."""
+        """`a` [R, S, in], `b` [R, sum(slice_sizes)], `live` [R, S], and a copy of it for the kernels of a device."""
         self._a = a
         self._b = b.split(list(slice_sizes), 1)
         self._live = live
@@ -113,7 +114,7 @@ class LoraSite:
         self._grouped = _grouped(a, b, slice_sizes, live_on_device)
 
     def fused(self, adapters: LoraBatch) -> tuple[int, RowSegments] | None:
-        """Inputs that `NativeLinear` needs to do `add` in its own call; None where it cannot."""
+        """Return the inputs with which `NativeLinear` does `add` in its own call; None where it cannot."""
         if adapters.native is None or self._native is None:
             return None
         return self._native.address, adapters.native
@@ -149,7 +150,7 @@ def _grouped(a: Tensor, b: Tensor, slice_sizes: Sequence[int], live: Tensor | No
 
 
 class EmbeddingSite:
-    """The pools of a token embedding: token t of an adapter with A [r, V] and B [r, H] gets `A[:, t]ᵀ B` added."""
+    """Rank rows of a token embedding. The delta of token t is `A[:, t]ᵀ B`, with A [r, V] and B [r, H]."""
 
     def __init__(self, a: Tensor, b: Tensor, live: Live, live_on_device: Tensor | None = None) -> None:
         """`a` [R, V], `b` [R, H], `live` [R, 1]; views of a `RowArena`."""
@@ -178,5 +179,5 @@ class EmbeddingSite:
                 y[start:stop].addmm_(columns, rows)
 
     def _has(self, run: LoraRun) -> bool:
-        """Return whether the adapter has embeddings. Rows do not change as long as they are an allocation's."""
+        """Return whether the adapter has embeddings; this does not change while it has its rows."""
         return run.owner is not None and bool(self._live[run.owner.index].any())

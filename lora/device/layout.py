@@ -1,14 +1,15 @@
-"""Where an adapter's weights are in a rank row, and adapters cut out in that form: known in any process, without rows.
+"""Columns of a rank row, and an adapter's weights packed for them. Needs no device memory, so any process can use it.
 
     row r   | A of site 0 | B of site 0 | A of site 1 | B of site 1 | ...
 
-A parsed adapter is kept in the form in which it is copied to its rows: the columns that it has, side by side.
+A packed adapter has only the columns of its own modules, side by side, in rank order. So it is copied to the device in
+a few large pieces.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,182 +18,167 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.conversion import place
-from ..files.serving_form import LoraWeights
-from ..files.tensor_keys import EMBEDDING, LM_HEAD
-from ..tiers.step_signal import give_way
+from ..step_yield import yield_to_steps
 
+EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
+"""Modules beside the linear ones of the layers."""
 ALIGNMENT = 64
-"""Bytes: a cache line."""
+"""Bytes of a cache line. The columns of A and of B begin at a multiple of it."""
 _ELEMENTS = 1 << 17
-"""Numbers that are copied at once, or one matrix."""
+"""Numbers copied in one call of the kernel, or one matrix if it has more."""
 
 
-class Place(NamedTuple):
-    """Where a site's modules are in a row, in elements: `S` of A one after another, then the slices of B."""
+class LoraWeights(NamedTuple):
+    """Weights of one module, in the dtype of use."""
 
-    a: int
-    b: int
-    first: int
-    """Index of its first module."""
-
-
-class SiteShape(NamedTuple):
-    """Modules `names` of one input, with `sizes` outputs."""
-
-    names: tuple[str, ...]
-    in_features: int
-    sizes: tuple[int, ...]
+    a: Tensor
+    """[r, in]."""
+    b: Tensor
+    """[r, out]: PEFT's lora_B transposed, with the scale and the gain folded in."""
+    gain: Tensor | None = None
+    """[out] float32: factor of each row of the base weight (DoRA); None: all are 1."""
 
 
 class PackedRows(NamedTuple):
-    """Columns that an adapter has in a layout, ready to be copied. Never changed."""
+    """Rank rows of one adapter in one layout, without the columns that it does not have. Immutable."""
 
+    layout: RowLayout
     spans: tuple[tuple[int, int], ...]
-    """Columns of a row [start, stop) that it has."""
+    """Columns [start, stop) of the layout that it has."""
     data: Tensor
-    """Columns side by side, [n, sum of their lengths]."""
+    """[n, sum of the spans' lengths]: these columns side by side."""
     live: NDArray[np.uint8]
-    """[n, modules]: 1 where a row belongs to the module's weights."""
+    """[n, modules]: 1 where a row holds weights of the module."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory."""
         return self.data.nbytes + self.live.nbytes
 
+    def has(self, name: str) -> bool:
+        """Return whether the adapter has weights of this module."""
+        index = self.layout.modules.get(name)
+        return index is not None and bool(self.live[:, index].any())
 
-class CutPart(NamedTuple):
-    """One matrix of an adapter."""
+    def weights(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A [r, in] and B [r, out] of each module, as views of `data`."""
+        ranks = self.live.sum(0).tolist()
+        return {
+            name: (self._view(a, ranks[index]), self._view(b, ranks[index]))
+            for name, index in self.layout.modules.items()
+            if ranks[index]
+            for a, b in [self.layout.pieces[index]]
+        }
+
+    def _view(self, columns: slice, rank: int) -> Tensor:
+        index = bisect.bisect_right(self.spans, columns.start, key=lambda span: span[0]) - 1
+        start = sum(stop - start for start, stop in self.spans[:index]) + columns.start - self.spans[index][0]
+        return self.data[:rank, start : start + columns.stop - columns.start]
+
+
+class MatrixColumn(NamedTuple):
+    """Position of one matrix in packed rows."""
 
     name: str
-    """Shape of its module."""
+    """Module of the matrix."""
     which: int
     """0: A. 1: B."""
     column: int
-    """Its first one, among those that the adapter has."""
+    """First column of the matrix in the packed rows."""
 
 
-class Cut(NamedTuple):
-    """Columns that adapters of one shape have in a layout; see `PackedRows`."""
+class PackedShape(NamedTuple):
+    """Spans and matrix positions of all adapters that have the same modules with the same ranks."""
 
+    layout: RowLayout
     spans: tuple[tuple[int, int], ...]
     live: NDArray[np.uint8]
-    parts: list[CutPart]
-    """From the first column to the last."""
+    matrices: list[MatrixColumn]
+    """Ascending by column."""
     is_full: bool
-    """True when matrices fill the rows."""
+    """True when the matrices leave no element of the rows free."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Bytes of the rows."""
+        """Number of rows, and columns of each."""
         return len(self.live), sum(stop - start for start, stop in self.spans)
 
-    def empty(self, dtype: torch.dtype) -> PackedRows:
-        """Rows of which the matrices are still to be placed."""
-        return PackedRows(
-            self.spans, (torch.empty if self.is_full else torch.zeros)(self.shape, dtype=dtype), self.live
-        )
+    def empty(self) -> PackedRows:
+        """Rows to which the matrices are still to be copied."""
+        make = torch.empty if self.is_full else torch.zeros
+        return PackedRows(self.layout, self.spans, make(self.shape, dtype=self.layout.dtype), self.live)
 
 
 class RowLayout:
-    """See the module's docstring. Pieces that belong to no adapter's weights are zero."""
+    """Columns of each module in a rank row."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Reserve every site's place before the first use."""
+        """Make an empty layout. Reserve the columns of every site before the first use."""
         self.dtype = dtype
         self.width = 0
-        """Width of a row, in elements."""
-        self.sites: list[SiteShape] = []
-        """In the order in which they were reserved: what it takes to make the same layout elsewhere."""
+        """Elements of a row."""
+        self.sites: list[tuple[Sequence[str], int, Sequence[int]]] = []
+        """Arguments of each `reserve`: the same calls make the same layout in another process."""
+        self.modules: dict[str, int] = {}
+        """Index of each module."""
         self.pieces: list[tuple[slice, slice]] = []
-        """Columns of A and columns of B for each module."""
-        self._modules: dict[str, int] = {}
+        """Columns of A and of B by the module's index. Those of one site are side by side: A of all, then B of all."""
 
-    def reserve(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> Place:
-        """Columns for a site; see `SiteShape`."""
-        self.sites.append(SiteShape(tuple(names), in_features, tuple(sizes)))
-        place = Place(self.width, self._aligned(self.width + len(names) * in_features), len(self.pieces))
-        b = place.b
-        for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            a = place.a + index * in_features
-            self._modules[name] = len(self.pieces)
+    def reserve(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> None:
+        """Reserve the columns of a site: modules of one input, with `sizes` outputs."""
+        self.sites.append((names, in_features, sizes))
+        a, b = self.width, self._aligned(self.width + len(names) * in_features)
+        for name, size in zip(names, sizes, strict=True):
+            self.modules[name] = len(self.pieces)
             self.pieces.append((slice(a, a + in_features), slice(b, b + size)))
-            b += size
+            a, b = a + in_features, b + size
         self.width = self._aligned(b)
-        return place
 
     def _aligned(self, column: int) -> int:
         unit = ALIGNMENT // self.dtype.itemsize
         return -(-column // unit) * unit
 
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedRows:
-        """Cut out what an adapter has here. For any thread: others get their turn now and then."""
-        cut = self.cut({name: len(weights.a) for name, weights in modules.items()})
-        packed = cut.empty(self.dtype)
-        placed: list[tuple[int, Tensor]] = []
+        """Copy an adapter's matrices to packed rows. Thread-safe; lets steps run between two pieces."""
+        shape = self.packed_shape({name: len(weights.a) for name, weights in modules.items()})
+        packed = shape.empty()
+        parts: list[tuple[int, Tensor]] = []
         size = 0
-        for part in cut.parts:
-            tensor = modules[part.name][:2][part.which].contiguous()
-            placed.append((part.column, tensor))
+        for matrix in shape.matrices:
+            tensor = modules[matrix.name][:2][matrix.which].contiguous()
+            parts.append((matrix.column, tensor))
             size += tensor.numel()
-            if size >= _ELEMENTS or part is cut.parts[-1]:
-                place(packed.data, placed)
-                placed, size = [], 0
-                give_way()
+            if size >= _ELEMENTS or matrix is shape.matrices[-1]:
+                place(packed.data, parts)
+                parts, size = [], 0
+                yield_to_steps()
         return packed
 
-    def cut(self, ranks: Mapping[str, int]) -> Cut:
-        """Where an adapter with modules of these ranks has what."""
+    def packed_shape(self, ranks: Mapping[str, int]) -> PackedShape:
+        """Packed shape of adapters whose modules have these ranks."""
         num_rows = max(ranks.values(), default=0)
         live = np.zeros((num_rows, len(self.pieces)), np.uint8)
         found: list[tuple[slice, str, int]] = []
         for name, rank in ranks.items():
-            module = self._modules[name]
-            found += [(columns, name, which) for which, columns in enumerate(self.pieces[module])]
-            live[:rank, module] = 1
+            index = self.modules[name]
+            found += [(columns, name, which) for which, columns in enumerate(self.pieces[index])]
+            live[:rank, index] = 1
         found.sort(key=lambda part: part[0].start)
         spans = _joined([columns for columns, _, _ in found], ALIGNMENT // self.dtype.itemsize)
         remaining = iter(spans)
         start = stop = shift = end = 0
-        parts: list[CutPart] = []
+        matrices: list[MatrixColumn] = []
         for columns, name, which in found:
             if columns.start >= stop:  # the next span
                 start, stop = next(remaining)
                 shift, end = end - start, end + stop - start
-            parts.append(CutPart(name, which, columns.start + shift))
+            matrices.append(MatrixColumn(name, which, columns.start + shift))
         num_placed = sum(ranks[name] * (columns.stop - columns.start) for columns, name, _ in found)
-        return Cut(tuple(spans), live, parts, num_placed == num_rows * end)
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether a module has its place here."""
-        return name in self._modules
-
-    def names(self, packed: PackedRows) -> list[str]:
-        """The modules that an adapter has here."""
-        if not len(packed.live):
-            return []
-        # A module's weights begin in the first row.
-        return [name for name, live in zip(self._modules, packed.live[0].tolist(), strict=True) if live]
-
-    def view(self, packed: PackedRows, name: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [r, out] of a module that an adapter has here."""
-        index = self._modules[name]
-        rank = int(packed.live[:, index].sum())
-        a, b = (
-            packed.data[:rank, start : start + columns.stop - columns.start]
-            for columns in self.pieces[index]
-            for start in [_place(packed.spans, columns.start)]
-        )
-        return a, b
-
-
-def _place(spans: Sequence[tuple[int, int]], column: int) -> int:
-    """Where a column of a row is among those of `spans`, side by side."""
-    index = bisect.bisect_right(spans, column, key=lambda span: span[0]) - 1
-    return sum(stop - start for start, stop in spans[:index]) + column - spans[index][0]
+        return PackedShape(self, tuple(spans), live, matrices, num_placed == num_rows * end)
 
 
 def _joined(columns: Sequence[slice], gap: int) -> list[tuple[int, int]]:
-    """Ascending columns as few spans; what is less than `gap` apart is one."""
+    """Join ascending columns to spans where they are less than `gap` apart."""
     spans: list[tuple[int, int]] = []
     for part in columns:
         if spans and part.start - spans[-1][1] < gap:
@@ -203,7 +189,7 @@ def _joined(columns: Sequence[slice], gap: int) -> list[tuple[int, int]]:
 
 
 class PackedModules(NamedTuple):
-    """An adapter's rows in one model, ready to be copied."""
+    """All weights of one adapter in one model, ready to be copied to the device."""
 
     linears: PackedRows
     vocabulary: PackedRows
@@ -211,52 +197,41 @@ class PackedModules(NamedTuple):
     """By module; see `LoraWeights.gain`."""
 
     @property
+    def layout(self) -> ModelLayout:
+        """Layout of the rows."""
+        return ModelLayout(self.linears.layout, self.vocabulary.layout)
+
+    @property
     def rank(self) -> int:
-        """The largest of the modules."""
+        """The largest rank of the modules; 0 when there are none."""
         return max(len(self.linears.data), len(self.vocabulary.data))
 
     @property
     def num_bytes(self) -> int:
-        """Memory that they take."""
+        """Bytes of memory."""
         return self.linears.num_bytes + self.vocabulary.num_bytes + sum(gain.nbytes for gain in self.gains.values())
+
+    def modules(self) -> dict[str, LoraWeights]:
+        """Weights by module, as views."""
+        matrices = self.linears.weights() | self.vocabulary.weights()
+        return {name: LoraWeights(*pair, self.gains.get(name)) for name, pair in matrices.items()}
 
 
 class ModelLayout(NamedTuple):
-    """The layouts of one model. The vocabulary's modules have one of their own: they are as wide as the vocabulary, and
-    few adapters have them."""
+    """Layouts of one model. Vocabulary modules have their own: they are as wide as the vocabulary, and few adapters
+    have them."""
 
     linears: RowLayout
     vocabulary: RowLayout
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the rows."""
+        return self.linears.dtype
+
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
-        """An adapter's weights in the form in which they are copied. For any thread."""
-        if isinstance(modules, PackedWeights) and modules.layout is self:
-            return modules.packed
+        """Copy an adapter's weights to packed rows. Thread-safe."""
         vocabulary = {name: weights for name, weights in modules.items() if name in (EMBEDDING, LM_HEAD)}
         linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
         gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
         return PackedModules(self.linears.pack(linears), self.vocabulary.pack(vocabulary), gains)
-
-
-class PackedWeights(Mapping[str, LoraWeights]):
-    """An adapter's weights by module, as views of what was packed. A view is made when it is asked for, which few are:
-    they are hundreds."""
-
-    def __init__(self, layout: ModelLayout, packed: PackedModules) -> None:
-        self.layout, self.packed = layout, packed
-        self._owners: dict[str, tuple[RowLayout, PackedRows]] = {}
-        for rows, part in ((layout.linears, packed.linears), (layout.vocabulary, packed.vocabulary)):
-            self._owners |= dict.fromkeys(rows.names(part), (rows, part))
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._owners)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._owners
-
-    def __getitem__(self, name: str) -> LoraWeights:
-        rows, part = self._owners[name]
-        return LoraWeights(*rows.view(part, name), self.packed.gains.get(name))

@@ -1,4 +1,4 @@
-"""The row allocator of the device pool. It sees keys and integers, no tensors.
+"""Allocator of rank rows on the device. It sees keys and integers, no tensors.
 
     rows:  0 1 2 3 4 5 6 7 8 9 ...
            a a a a . . b b c c        row r of *every* projection's pool belongs to the same adapter
@@ -6,7 +6,7 @@
 One unit is one rank row across all layers, so a rank-8 adapter takes half of what a rank-16 one takes.
 
     free --allocate, begin_write--> being written --end_write--> ready --evict--> free
-                                    being written --evict--> limbo --end_write--> free
+                                    being written --evict--> no owner --end_write--> free
 """
 
 from __future__ import annotations
@@ -18,9 +18,34 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...platform.core.config import LoRAConfig
+from ...platform.core.errors import InvalidRequestError
+from ...platform.core.sizes import shown_bytes
+
+
+def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
+    """Return the number of rank rows: what `lora_memory` has room for, else `max_loras` adapters of the largest rank.
+
+    `bytes_per_row` is without the vocabulary's rows. These are far wider, and take memory only where they are used.
+
+    Raises:
+        InvalidRequestError: that is less than one adapter of the largest rank.
+    """
+    if config.memory_bytes is None:
+        return config.max_loras * config.max_lora_rank
+    num_rows = config.memory_bytes // max(1, bytes_per_row)
+    if num_rows < config.max_lora_rank:
+        least = config.max_lora_rank * bytes_per_row
+        raise InvalidRequestError(
+            f"lora_memory of {shown_bytes(config.memory_bytes)} has room for {num_rows} rank rows; one adapter of rank "
+            f"{config.max_lora_rank} (max_lora_rank) takes {shown_bytes(least)}",
+            param="lora_memory",
+        )
+    return num_rows
+
 
 class Allocation:
-    """An adapter's rows for as long as they are its own; told apart by identity. Never changed."""
+    """Rank rows that an adapter owns on the device. Compared by identity. Immutable."""
 
     __slots__ = ("index", "key", "rows")
 
@@ -40,16 +65,16 @@ class _Entry:
 
 
 class RowPool:
-    """Rows for adapters, told apart by the digest of their content, of which at most `max_running` have users.
+    """Rank rows by adapter. The key is the digest of its content. At most `max_running` adapters have users.
 
-    Those that are neither pinned, in use nor being written make way for others, the least recently used first. Rows
-    that are being written are given to nobody else before that has ended, whatever becomes of their owner.
+    Adapters that are neither pinned, in use nor being written are evicted for others, the least recently used first.
+    Rows that are being written get no new owner before that has ended, even when their owner is evicted.
     """
 
     def __init__(
         self, num_rows: int, max_running: int, before_evicting: Callable[[bytes], None] = lambda key: None
     ) -> None:
-        """`before_evicting`: called with a key that is about to lose its rows, if something was written there."""
+        """`before_evicting` is called with a key before it loses rows that were written."""
         self.num_rows = num_rows
         self.max_running = max_running
         self.num_free = num_rows
@@ -69,20 +94,20 @@ class RowPool:
         return len(self._entries)
 
     def digests(self) -> list[bytes]:
-        """Adapters with rows, least recently used first."""
+        """Return the adapters with rows, least recently used first."""
         return list(self._entries)
 
     def allocation(self, key: bytes) -> Allocation:
-        """The rows of an adapter on the device; KeyError otherwise."""
+        """Return the rows of an adapter on the device; KeyError when it has none."""
         return self._entries[key].allocation
 
     def num_users(self, key: bytes | None) -> int:
-        """Running requests that use the adapter's rows; 0 for one that is not here."""
+        """Return the number of running requests that use the adapter's rows; 0 when it has none."""
         entry = self._entries.get(key) if key is not None else None
         return entry.num_users if entry else 0
 
     def is_pinned(self, key: bytes) -> bool:
-        """Return whether the adapter is here to stay."""
+        """Return whether the adapter is pinned."""
         return key in self._pinned
 
     def is_ready(self, key: bytes | None) -> bool:
@@ -91,14 +116,14 @@ class RowPool:
         return entry is not None and entry.allocation not in self._writing
 
     def is_evictable(self, key: bytes) -> bool:
-        """Return whether the adapter is here and its rows could be another's now."""
+        """Return whether the adapter has rows that could be given to another one now."""
         entry = self._entries.get(key)
         return entry is not None and not entry.pinned and entry.num_users == 0 and entry.allocation not in self._writing
 
     def allocate(self, key: bytes, num_rows: int, victims: Iterable[bytes] | None = None) -> Allocation | None:
-        """Give `key` rows, evicting others as needed; None, with nothing changed, when that makes not enough room.
+        """Give `key` rows, and evict others for them; None, with nothing changed, when there are not enough.
 
-        `victims` are those that may go, in this order; by default all, the least recently used first.
+        `victims` may be evicted, in this order; by default all, the least recently used first.
         """
         if key in self._entries:
             raise ValueError("the adapter has rows already")
@@ -120,7 +145,7 @@ class RowPool:
         return allocation
 
     def _take(self, num_rows: int) -> tuple[int, ...]:
-        """The smallest run of free rows that is long enough (a run is used as a slice), else the lowest rows."""
+        """Take the smallest run of free rows that is long enough (a run is used as a slice), else the lowest rows."""
         free = np.flatnonzero(self._is_free)
         firsts = np.flatnonzero(np.diff(free, prepend=-2) > 1)  # of each run, as index into `free`
         lengths = np.diff(firsts, append=len(free))
@@ -137,19 +162,19 @@ class RowPool:
         self.num_free += len(allocation.rows)
 
     def begin_write(self, allocation: Allocation) -> None:
-        """The rows are being written from now on."""
+        """Note that the writing of these rows begins."""
         assert self._entries[allocation.key].allocation is allocation
         self._writing.add(allocation)
 
     def end_write(self, allocation: Allocation) -> None:
-        """The rows are written, or never will be; they are free when their owner has been evicted meanwhile."""
+        """Note that the writing of these rows has ended. They are free when their owner was evicted meanwhile."""
         self._writing.remove(allocation)
         entry = self._entries.get(allocation.key)
         if entry is None or entry.allocation is not allocation:
             self._give_back(allocation)
 
     def evict(self, key: bytes) -> None:
-        """Take the rows of an adapter that nobody uses, pinned or not."""
+        """Take the rows from an adapter without users, pinned or not."""
         if self._entries[key].num_users:
             raise ValueError("running requests use the adapter")
         if self.is_ready(key):
@@ -160,11 +185,11 @@ class RowPool:
             self._give_back(allocation)
 
     def can_run(self, key: bytes) -> bool:
-        """Return whether one more running request may use the adapter: it does run, or not too many others do."""
+        """Return whether one more running request may use the adapter: it runs, or fewer than `max_running` do."""
         return self.num_users(key) > 0 or self.num_running < self.max_running
 
     def retain(self, key: bytes) -> None:
-        """One more running request uses the adapter."""
+        """Count one more running request that uses the adapter."""
         entry = self._entries[key]
         if entry.allocation in self._writing:
             raise ValueError("the adapter's rows are not written yet")
@@ -175,7 +200,7 @@ class RowPool:
         self._entries.move_to_end(key)
 
     def release(self, key: bytes) -> None:
-        """A running request no longer uses the adapter."""
+        """Count one running request less that uses the adapter."""
         entry = self._entries[key]
         if entry.num_users < 1:
             raise ValueError("nobody uses the adapter")
@@ -184,7 +209,7 @@ class RowPool:
         self._entries.move_to_end(key)
 
     def set_pinned(self, key: bytes, pinned: bool) -> None:
-        """Keep the adapter on the device whatever else is wanted, or stop doing so."""
+        """Keep the adapter on the device, or allow its eviction again."""
         entry = self._entries[key]
         if entry.pinned != pinned:
             entry.pinned = pinned
@@ -192,11 +217,11 @@ class RowPool:
             (self._pinned.add if pinned else self._pinned.discard)(key)
 
     def pinned(self) -> set[bytes]:
-        """The pinned adapters that have rows."""
+        """Return the pinned adapters."""
         return set(self._pinned)
 
     def check_integrity(self) -> None:
-        """Every row is free or belongs to exactly one adapter, here or in limbo."""
+        """Check that every row is free, or belongs to one adapter, or is still being written for an evicted one."""
         allocations = {entry.allocation for entry in self._entries.values()} | self._writing
         owned = [row for allocation in allocations for row in allocation.rows]
         free = np.flatnonzero(self._is_free).tolist()

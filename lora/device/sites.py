@@ -1,19 +1,18 @@
-"""All places of one model where adapters' rows apply, and the modules by whose names adapters know them."""
+"""Sites: all projections of one model to which adapters apply, with their rank rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..adapter import LoraWeights, ModuleShape
-from ..files.tensor_keys import EMBEDDING, LM_HEAD
+from ..files.tensor_keys import ModelModules, ModuleShape
 from .arena import RowArena
-from .dora import GainSites, of_head, of_slice, of_table
+from .dora import GainSites, head_weight, slice_weight, table_weight
 from .layers import EmbeddingSite, Live, LoraSite
-from .layout import ModelLayout, PackedModules, Place, RowLayout
+from .layout import EMBEDDING, LM_HEAD, ModelLayout, PackedModules, RowLayout
 from .pool import Allocation
 
 if TYPE_CHECKING:
@@ -22,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class AdapterHooks(NamedTuple):
-    """Parts that an engine has beside its target's linears."""
+    """Parts of an engine that adapters need, beside its target's linears."""
 
     embedding: Embedding | None = None
     """The target's embeddings and head; None: adapters on them are refused."""
     draft_method: str = ""
     """The method of speculation."""
     draft_linears: Sequence[Linear] = ()
-    """Projections of the drafter's projections; none: draft weights are not read."""
+    """The drafter's linears; none: draft weights are not read."""
     on_gone: Callable[[bytes], None] = lambda digest: None
-    """Called with the digest of a content that no name and no request has any more."""
+    """Called with the digest of an adapter that no name and no request has any more."""
     before_evicting: Callable[[bytes], None] = lambda digest: None
-    """Called with the digest of a content that is about to lose its rows on the device, while they are there."""
+    """Called with the digest of an adapter before it loses its rows on the device."""
     batch_invariant: bool = False
-    """True when what an adapter gives a token must not depend on the other tokens, bit for bit."""
+    """True when no bit of a token's delta may depend on the other tokens."""
     reader_process: bool = False
-    """True when adapters are read in another process, where it can."""
+    """True when another process reads adapters, where that is possible."""
 
 
 class AdapterSites:
@@ -46,79 +45,82 @@ class AdapterSites:
     def __init__(
         self, linears: Sequence[Linear], embedding: Embedding | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Find the modules; `allocate` gives the model its sites."""
-        self.modules: dict[str, ModuleShape] = {}
-        """Modules that adapters may target, by the checkpoint's names."""
+        """Reserve the columns of all modules. `allocate` gives the model its sites."""
+        shapes: dict[str, ModuleShape] = {}
         self._linears = list(linears)
         self._embedding = embedding
-        self.layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))
-        self._rows, self._vocabulary = (RowArena(layout, device) for layout in self.layout)
+        layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))
+        self.model = ModelModules(shapes, layout)
+        """Modules that adapters may target, and the layout of their rows."""
+        self._rows, self._vocabulary = (RowArena(part, device) for part in layout)
         self._gains = GainSites(dtype, device)
-        self._places = [self._reserve(linear) for linear in self._linears]
+        for linear in self._linears:
+            _reserve(linear, self.model)
         if embedding is not None:
             vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
-            self._lookup = self.layout.vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
-            self._head = self.layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
-            self.modules[EMBEDDING] = ModuleShape(
-                vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=of_table(embedding)
+            layout.vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
+            layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
+            shapes[EMBEDDING] = ModuleShape(
+                vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=table_weight(embedding)
             )
-            self.modules[LM_HEAD] = ModuleShape(
-                hidden_size, vocab_size, is_base=embedding.is_head, base=of_head(embedding)
+            shapes[LM_HEAD] = ModuleShape(
+                hidden_size, vocab_size, is_base=embedding.is_head, base=head_weight(embedding)
             )
-
-    def _reserve(self, linear: Linear) -> Place:
-        start = 0
-        for name, size in linear.slices:
-            self.modules[name] = ModuleShape(linear.in_features, size, base=of_slice(linear, start, size))
-            start += size
-        return self.layout.linears.reserve(
-            [name for name, _ in linear.slices], linear.in_features, [size for _, size in linear.slices]
-        )
 
     @property
     def row_bytes(self) -> int:
-        """Device memory of one rank row over all linears; the vocabulary's rows, which are mostly unused, apart."""
+        """Bytes of one rank row over all linears, without the vocabulary's rows, which are mostly unused."""
         return self._rows.row_bytes
 
     def allocate(self, num_rows: int) -> None:
-        """Memory for the rows, and a site for every linear, the embeddings and the head."""
+        """Allocate the rows, and give a site to every linear, the embeddings and the head."""
         self._rows.allocate(num_rows)
-        for linear, place in zip(self._linears, self._places, strict=True):
-            linear.lora = _site(self._rows, place, linear.in_features, [size for _, size in linear.slices])
+        for linear in self._linears:
+            linear.lora = _site(self._rows, linear.in_features, linear.slices)
             linear.gains = self._gains.add(linear.slices)
         self._vocabulary.allocate(num_rows)
         if self._embedding is None:
             return
-        vocab_size, hidden_size = self._embedding.vocab_size, self._embedding.hidden_size
-        rows, (a, b, first) = self._vocabulary.rows, self._lookup
-        self._embedding.lookup_lora = EmbeddingSite(
-            rows[:, a : a + vocab_size], rows[:, b : b + hidden_size], *_live(self._vocabulary, first, 1)
-        )
-        self._embedding.head_lora = _site(self._vocabulary, self._head, hidden_size, [vocab_size])
+        hidden_size, head = self._embedding.hidden_size, [(LM_HEAD, self._embedding.vocab_size)]
+        index = self._vocabulary.layout.modules[EMBEDDING]
+        a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
+        self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))
+        self._embedding.head_lora = _site(self._vocabulary, hidden_size, head)
         self._embedding.lookup_gains = self._gains.add([(EMBEDDING, hidden_size)])
-        self._embedding.head_gains = self._gains.add([(LM_HEAD, vocab_size)])
-
-    def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
-        """An adapter's weights in the form in which they are copied. For any thread."""
-        return self.layout.pack(modules)
+        self._embedding.head_gains = self._gains.add(head)
 
     def write(self, allocation: Allocation, packed: PackedModules) -> None:
-        """Fill an adapter's rows everywhere; clear them where it has no weights. For any thread, as long as nobody uses
+        """Write an adapter's rows at all sites, and clear them where it has no weights. Thread-safe while no step uses
         these rows."""
         self._rows.write(allocation, packed.linears)
         self._vocabulary.write(allocation, packed.vocabulary)
         self._gains.write(allocation, packed.gains)
 
 
-def _site(arena: RowArena, place: Place, in_features: int, sizes: Sequence[int]) -> LoraSite:
-    num_slices = len(sizes)
-    a = arena.rows[:, place.a : place.a + num_slices * in_features].unflatten(1, (num_slices, in_features))
-    b = arena.rows[:, place.b : place.b + sum(sizes)]
-    return LoraSite(a, b, sizes, *_live(arena, place.first, num_slices))
+def _reserve(linear: Linear, model: ModelModules) -> None:
+    """Reserve a linear's columns, and note the shapes of its modules."""
+    start = 0
+    for name, size in linear.slices:
+        model.shapes[name] = ModuleShape(linear.in_features, size, base=slice_weight(linear, start, size))
+        start += size
+    names, sizes = [name for name, _ in linear.slices], [size for _, size in linear.slices]
+    model.layout.linears.reserve(names, linear.in_features, sizes)
+
+
+def _site(arena: RowArena, in_features: int, modules: Sequence[tuple[str, int]]) -> LoraSite:
+    """Return the site of a projection; `modules` has (name, rows) of each module merged into it."""
+    first, sizes = arena.layout.modules[modules[0][0]], [size for _, size in modules]
+    a, b = (columns.start for columns in arena.layout.pieces[first])
+    return LoraSite(
+        arena.rows[:, a : a + len(sizes) * in_features].unflatten(1, (len(sizes), in_features)),
+        arena.rows[:, b : b + sum(sizes)],
+        sizes,
+        *_live(arena, first, len(sizes)),
+    )
 
 
 def _live(arena: RowArena, first: int, count: int) -> tuple[Live, Tensor | None]:
-    """Which rows have weights of `count` modules, for the host and for the device's kernels."""
+    """Return which rows have weights of `count` modules, for the host and for the device's kernels."""
     columns = slice(first, first + count)
     return arena.live[:, columns], None if arena.live_on_device is None else arena.live_on_device[:, columns]
 
@@ -126,7 +128,7 @@ def _live(arena: RowArena, first: int, count: int) -> tuple[Live, Tensor | None]
 def make_sites(
     linears: Sequence[Linear], hooks: AdapterHooks, dtype: torch.dtype, device: torch.device
 ) -> tuple[AdapterSites, AdapterSites]:
-    """The target's sites and the drafter's, which has none when it has no projections; both are yet to be allocated."""
+    """Make the sites of the target and of the drafter, which may have none. Both are still to be allocated."""
     return (
         AdapterSites(linears, hooks.embedding, dtype, device),
         AdapterSites(hooks.draft_linears, None, dtype, device),

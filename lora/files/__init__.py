@@ -1,1 +1,1 @@
-"""Files of an adapter: found, checked, understood, and read into the form in which they are served."""
+"""Files of adapters: found, checked, and read into packed rows."""

@@ -1,4 +1,4 @@
-"""adapter_config.json as PEFT writes it: what is served, what is refused by name, and the scale of every module."""
+"""adapter_config.json of PEFT: checked, with the rank and scale of every module."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
 
 
 def adapter_error(message: str) -> AdapterError:
-    """An AdapterError about an adapter's files."""
+    """Return an AdapterError about an adapter's files."""
     return AdapterError(message, param="lora_path")
 
 
 def shown(path: object) -> str:
-    """A path for a message: quoted, so that it stays one line, and of bounded length."""
+    """Return a path for a message: quoted, so that it stays on one line, and of bounded length."""
     text = str(path)
     return repr(text if len(text) <= _MAX_SHOWN_PATH else f"{text[: _MAX_SHOWN_PATH - 1]}…")
 
@@ -37,16 +37,16 @@ def _changes_base(value: Any) -> bool:
 
 
 def _trains_modules(value: Any) -> bool:
-    """Return whether modules other than embeddings and heads are trained in full. PEFT users often save untrained
-    copies of those, which the file's reader tells from trained ones."""
+    """Return whether modules other than embeddings and heads are trained in full. Of these two PEFT users often save
+    untrained copies; the reader of the file finds out whether they are."""
     names = value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return True
     return any(name.rpartition(".")[2] not in ("embed_tokens", "lm_head") for name in names)
 
 
-# (field, whether its value asks for something that is not served, how to call that). A field that is absent or has
-# its neutral value is fine; target_modules and layers_to_transform need no rule, the tensors' keys say it all.
+# (field, function that returns True for values that are not served, name of the feature). An absent field and a neutral
+# value are accepted. The tensors' keys say what target_modules and layers_to_transform say.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("modules_to_save", _trains_modules, "fully trained modules (modules_to_save)"),
     ("bias", lambda value: value not in (None, "none"), "trained biases (bias other than 'none')"),
@@ -68,7 +68,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
-    """The part of a PEFT configuration that decides what an adapter computes."""
+    """Fields of a PEFT configuration that decide what an adapter computes."""
 
     rank: int
     alpha: float
@@ -77,19 +77,19 @@ class PeftConfig:
     alpha_pattern: Patterns
     use_dora: bool
     modules_to_save: tuple[str, ...]
-    """Embeddings and heads at most."""
+    """Only embeddings and heads."""
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """All but the scales."""
+        """All fields but those of the scales."""
         return self.rank, self.rank_pattern.items, self.use_dora, self.modules_to_save
 
     def rank_of(self, module: str) -> int:
-        """The rank that the configuration gives a module, named as in the model that PEFT was given."""
+        """Return the rank of a module, by its name in the model that PEFT was given."""
         return int(self.rank_pattern.find(module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Scale alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
+        """Return alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
         rank = self.rank_of(module)
         alpha = float(self.alpha_pattern.find(module, self.alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)

@@ -1,7 +1,7 @@
-"""adapter_model.bin: a pickle of torch.save, looked at before anything of it is made.
+"""adapter_model.bin: a pickle of torch.save, whose size is checked before it is unpickled.
 
-Unpickling with `weights_only` runs no code, but takes the time and memory that the file asks for: of tens of thousands
-of tensors, or of numbers that are not in the file at all. Files are bounded by what the model can have.
+Unpickling with `weights_only` runs no code, but takes the time and memory that the file asks for: for tens of thousands
+of tensors, or for numbers that are not in the file at all. The largest adapter of the model is the limit.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .peft_config import adapter_error, shown
 from .tensor_header import FileLimits
 
 _ENTRY_BYTES = 160
-"""Bytes of a tensor's entry in the archive's directory, at most."""
+"""Largest size of a tensor's entry in the archive's directory."""
 _PICKLED_BYTES = 400
-"""Bytes of a tensor's part of the pickle, at most."""
+"""Largest size of a tensor's part of the pickle."""
 _OPERATIONS = 64
-"""Operations of a tensor's part of the pickle, at most."""
+"""Largest number of operations in a tensor's part of the pickle."""
 _REST = 1 << 16
-"""Bytes that a file has beside those of its tensors."""
+"""Largest size of a file beside its tensors."""
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_BYTES = 20
 
 
 def load_pickle(file: Path, limits: FileLimits) -> dict[str, Tensor]:
-    """The tensors by key, as they are stored: of one with strides the size may be anything.
+    """Return the tensors by key. With strides, a tensor may be larger than its part of the file.
 
     Raises:
-        AdapterError: it is larger than an adapter of the model can be, or holds something else than plain tensors.
+        AdapterError: the file is larger than any adapter of the model, or holds something else than plain tensors.
     """
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -50,7 +50,7 @@ def load_pickle(file: Path, limits: FileLimits) -> dict[str, Tensor]:
             _check_archive(file, opened, size, limits)
         else:
             _check_pickles(file, opened, limits)
-        # The one global that takes memory for the asking. A pickle names it in plain text.
+        # The only global that allocates memory of any size. A pickle has its name in plain text.
         if size and _holds(opened, b"bytearray"):
             raise adapter_error(f"{shown(file)} holds something else than tensors (a bytearray)")
     # weights_only: the pickle may hold tensors and nothing that runs
@@ -84,12 +84,12 @@ def _check_archive(file: Path, opened: BinaryIO, size: int, limits: FileLimits) 
 
 
 def _directory_bytes(opened: BinaryIO, size: int) -> int:
-    """The size of an archive's directory, as its end says; `zipfile` makes an object of every entry."""
+    """Return the size of an archive's directory, from its end record; `zipfile` would make an object of every entry."""
     opened.seek(max(0, size - _END.size - 0xFFFF))
     tail = opened.read()
     at = tail.rfind(b"PK\5\6")
     if at < 0 or len(tail) - at < _END.size:
-        return 0  # no archive: others say so
+        return 0  # no archive: `zipfile` refuses it
     start = at - _LOCATOR_BYTES - _END_64.size
     if start >= 0 and tail[start : start + 4] == b"PK\6\6":
         return int(_END_64.unpack_from(tail, start)[8])
@@ -97,7 +97,7 @@ def _directory_bytes(opened: BinaryIO, size: int) -> int:
 
 
 def _check_pickles(file: Path, opened: BinaryIO, limits: FileLimits) -> None:
-    """The old format: five pickles, one of them with the tensors, and their data."""
+    """Check the old format: five pickles, one of them with the tensors, and their data."""
     opened.seek(0)
     num_operations = 0
     for _ in range(5):

@@ -1,9 +1,7 @@
-"""Adapters of one form: what was found out about one is known of those that come after it.
+"""Read plans: adapters of one recipe have the same header, byte for byte, and the same configuration but for scales.
 
-Tenants train with one recipe, so that most adapters have the same header, byte for byte, and the same configuration
-but for its scales. Of such a form the keys are understood, the shapes checked and all places computed once; then a file
-goes to its rows in a few native calls, through the processor's cache. To take every tensor in hand takes three times as
-long, and sweeps the caches of those who compute.
+For such a form keys, shapes and positions are found once. Then a file goes to its rows in a few native calls, through
+the processor's cache. Reading every tensor by itself takes three times as long, and evicts the caches of other threads.
 """
 
 from __future__ import annotations
@@ -15,114 +13,108 @@ from typing import Any
 
 from ...kernels.conversion import StoredGroups, StoredMatrix, serves_stored
 from ...kernels.native import DTYPES as CONVERTED
-from ..device.layout import ModelLayout, PackedModules, PackedWeights
-from ..tiers.step_signal import give_way
-from .serving_form import DIGESTED_BYTES, StoredModule, digest_start, groups
+from ..device.layout import ModelLayout, PackedModules
+from ..step_yield import yield_to_steps
+from .row_conversion import StoredModule, group_modules, start_digest, update_digest
 from .tensor_file import DTYPES, Header, TensorFile
 from .tensor_keys import A, B
 
-_KEPT = 16
-"""Plans."""
+_MAX_PLANS = 16
+"""Plans that are kept."""
+
+
+class _NoPlanError(Exception):
+    """No plan is possible; says why."""
 
 
 class ReadPlan:
-    """How to read the files of one form into rows. Never changed."""
+    """Positions of all matrices in the files of one form, and in the rows. Immutable."""
 
-    def __init__(
-        self, sources: Sequence[StoredModule], starts: Sequence[int], stored: StoredGroups, layout: ModelLayout
-    ) -> None:
-        """See `ReadPlans.keep`. `starts`: the first byte of each group in the file's data."""
-        self.rank = max(source.rank for source in sources)
-        self.configured = [source.module.configured for source in sources]
+    def __init__(self, modules: Sequence[StoredModule], header: Header, layout: ModelLayout) -> None:
+        """Plan.
+
+        Raises:
+            _NoPlanError: no plan is possible. A module has magnitudes, a dtype or an order that no plan takes, or is a
+                vocabulary module; or there are no native kernels.
+        """
+        dtype = layout.dtype
+        if not serves_stored(dtype) or not all(module.name in layout.linears.modules for module in modules):
+            raise _NoPlanError("no native kernels, or vocabulary modules")
+        self.configured = [module.module.configured for module in modules]
         """Name of each module in the configuration."""
-        self._starts = starts
-        self._stored = stored
-        self._layout = layout
-        self._cut = layout.linears.cut({source.name: source.rank for source in sources})
-        self._rest = layout.vocabulary.pack({})
-        self._digest = digest_start(sources, layout.linears.dtype)
+        self._shape = layout.linears.packed_shape({module.name: module.rank for module in modules})
+        self._vocabulary = layout.vocabulary.pack({})
+        self._digest = start_digest(modules, dtype)
+        columns = {(matrix.name, matrix.which): matrix.column for matrix in self._shape.matrices}
+        self._starts: list[int] = []  # first byte of each group in the file's data
+        groups: list[list[StoredMatrix]] = []
+        for group in group_modules(modules):
+            matrices = [matrix for module in group for matrix in _matrices(module, header, columns)]
+            first = min(matrix.offset for matrix in matrices)
+            num_bytes = max(matrix.offset + matrix.num_bytes for matrix in matrices) - first
+            if num_bytes > 2 * sum(matrix.num_bytes for matrix in matrices):
+                raise _NoPlanError("neighbours lie far apart")
+            self._starts.append(first)
+            groups.append([matrix._replace(offset=matrix.offset - first) for matrix in matrices])
+        self._stored = StoredGroups(groups, dtype, self._shape.shape)
 
-    def read(self, file: TensorFile, scales: Sequence[float]) -> tuple[PackedWeights, bytes] | None:
-        """Result of `serving_form.serve` for a file with these scales, packed, and the digest; None: it is not
-        finite."""
+    def read(self, file: TensorFile, scales: Sequence[float]) -> tuple[PackedModules, bytes] | None:
+        """Read a file with these scales; see `convert_modules`. None: its weights are not finite."""
         assert file.fill is not None
-        packed = self._cut.empty(self._layout.linears.dtype)
+        packed = self._shape.empty()
         digest = self._digest.copy()
         conversion = self._stored.start([scale for given in scales for scale in (1.0, given)], packed.data)
         for group, start in enumerate(self._starts):
             file.fill(conversion.buffer(group), start)
             if not conversion.convert(group):
                 return None
-            result = conversion.result(group)
-            for first in range(0, len(result), DIGESTED_BYTES):
-                give_way()
-                digest.update(result[first : first + DIGESTED_BYTES])
-            give_way()
+            update_digest(digest, conversion.result(group))
+            yield_to_steps()
             conversion.place(group)
-        return PackedWeights(self._layout, PackedModules(packed, self._rest, {})), digest.digest()
+        return PackedModules(packed, self._vocabulary, {}), digest.digest()
 
 
-def _make_plan(sources: Sequence[StoredModule], header: Header, layout: ModelLayout) -> ReadPlan | None:
-    dtype = layout.linears.dtype
-    if not serves_stored(dtype) or not all(source.name in layout.linears for source in sources):
-        return None
-    cut = layout.linears.cut({source.name: source.rank for source in sources})
-    targets = {(part.name, part.which): part.column for part in cut.parts}
-    starts: list[int] = []
-    found: list[list[StoredMatrix]] = []
-    for group in groups(sources):
-        matrices = [matrix for source in group for matrix in _matrices(source, header, targets)]
-        if len(matrices) < 2 * len(group):
-            return None
-        first = min(matrix.offset for matrix in matrices)
-        num_bytes = max(matrix.offset + matrix.num_bytes for matrix in matrices) - first
-        if num_bytes > 2 * sum(matrix.num_bytes for matrix in matrices):
-            return None
-        starts.append(first)
-        found.append([matrix._replace(offset=matrix.offset - first) for matrix in matrices])
-    return ReadPlan(sources, starts, StoredGroups(found, dtype, cut.shape), layout)
-
-
-def _matrices(source: StoredModule, header: Header, targets: dict[tuple[str, int], int]) -> Iterator[StoredMatrix]:
-    """A and B of a module, where they lie in the file's data; nothing of one that cannot be planned."""
-    module = source.module
-    if len(module.keys) > 2:  # magnitudes
-        return
-    a, b = (header.entries[module.keys[part]] for part in (A, B))
+def _matrices(stored: StoredModule, header: Header, columns: dict[tuple[str, int], int]) -> Iterator[StoredMatrix]:
+    """A and B of a module in the file's data; _NoPlanError when no plan takes them."""
+    keys = stored.module.keys
+    if len(keys) > 2:
+        raise _NoPlanError("magnitudes")
+    a, b = (header.entries[keys[part]] for part in (A, B))
     dtypes = [DTYPES.get(entry.dtype) for entry in (a, b)]
     if dtypes[0] not in CONVERTED or dtypes[1] not in CONVERTED:
-        return
-    start = b.start + source.start * source.rank * dtypes[1].itemsize
+        raise _NoPlanError("dtypes that are not converted")
+    start = b.start + stored.start * stored.rank * dtypes[1].itemsize
     if a.start % dtypes[0].itemsize or start % dtypes[1].itemsize:
-        return
-    name = source.name
-    yield StoredMatrix(a.start, source.rank, source.in_features, dtypes[0], False, targets[name, 0])
-    yield StoredMatrix(start, source.out_features, source.rank, dtypes[1], True, targets[name, 1])
+        raise _NoPlanError("matrices are not aligned")
+    name, rank = stored.name, stored.rank
+    yield StoredMatrix(a.start, rank, stored.in_features, dtypes[0], False, columns[name, 0])
+    yield StoredMatrix(start, stored.out_features, rank, dtypes[1], True, columns[name, 1])
 
 
 class ReadPlans:
-    """Read plans of one engine's target, the most recently used. For any thread."""
+    """Read plans for one model, the most recently used. Thread-safe."""
 
     def __init__(self, layout: ModelLayout) -> None:
-        """For rows of this layout."""
+        """Keep plans that read into this layout."""
         self._layout = layout
         self._lock = threading.Lock()  # guards what follows
         self._plans: OrderedDict[tuple[Any, ...], ReadPlan] = OrderedDict()
 
     def find(self, header: Header | None, form: tuple[Any, ...]) -> ReadPlan | None:
-        """The plan for files with this header and form (`PeftConfig.form`)."""
+        """Return the plan for files with this header and form (`PeftConfig.form`)."""
         with self._lock:
             plan = self._plans.get((header, form))
             if plan is not None:
                 self._plans.move_to_end((header, form))
             return plan
 
-    def keep(self, sources: Sequence[StoredModule], header: Header, form: tuple[Any, ...]) -> None:
-        """Plan for more files like one that was found right. Without effect where that cannot be: it has magnitudes, a
-        dtype or an order that takes more thought, or vocabulary modules; or there are no native kernels."""
-        plan = _make_plan(sources, header, self._layout)
-        if plan is not None:
-            with self._lock:
-                self._plans[header, form] = plan
-                while len(self._plans) > _KEPT:
-                    self._plans.popitem(last=False)
+    def keep(self, modules: Sequence[StoredModule], header: Header, form: tuple[Any, ...]) -> None:
+        """Make a plan for more files like one that was read, if one is possible."""
+        try:
+            plan = ReadPlan(modules, header, self._layout)
+        except _NoPlanError:
+            return
+        with self._lock:
+            self._plans[header, form] = plan
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The file with an adapter's tensors, opened so that nothing in it runs and shapes are known before data is read."""
+"""Files with an adapter's tensors: no code in them runs, and shapes are known before data is read."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from torch import Tensor
 
 from ...platform.core.adapter_files import WEIGHT_FILES
 from ...platform.core.errors import OutriderError
-from ..tiers.step_signal import give_way
+from ..step_yield import yield_to_steps
 from .peft_config import adapter_error, shown
 from .pickle_file import load_pickle
 from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_header
 
-# A header is a line of JSON for each tensor; an adapter of a large model has ten thousand of 150 bytes.
 _MAX_HEADER_BYTES = 16 << 20
+"""Largest header. It has a line of JSON for each tensor; a large model's adapter has ten thousand of 150 bytes."""
 _METADATA_BYTES = 1 << 20
-"""Bytes of a header, beside its tensors."""
+"""Largest size of a header beside its tensors."""
 _ENTRY_BYTES = 512
-"""Bytes of a header for each of its tensors, at most."""
+"""Largest size of a tensor in a header."""
 _LENGTH_BYTES = 8
-"""In front of the header: how long it is."""
+"""Size of the header's length, which comes first in the file."""
 _PIECE = 1 << 17
-"""Bytes that are read at once."""
+"""Bytes read in one call."""
 
-_REMEMBERED = 16
-"""Headers that are remembered."""
-_REMEMBERED_BYTES = 1 << 20
-"""Bytes of a header that is remembered, at most: as objects they take several times as much."""
+_CACHED = 16
+"""Number of headers that are cached."""
+_CACHED_BYTES = 1 << 20
+"""Largest header that is cached: as objects it takes several times its size."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -54,13 +54,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Bytes of the tensors that can be read; which of them are served is said elsewhere."""
+"""Dtypes that can be read; not all of them are served."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Header:
-    """Header of a safetensors file, found right. The same object for files with the same one, as long as it is
-    remembered."""
+    """Header of a safetensors file, checked. Files with the same header share the object while it is cached."""
 
     entries: dict[str, HeaderEntry]
     shapes: dict[str, tuple[int, ...]]
@@ -71,19 +70,19 @@ class TensorFile(NamedTuple):
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
-    """The tensor of a key; contiguous. To be called for shapes that were found right: the memory is taken now."""
+    """Returns the contiguous tensor of a key. Check its shape first: this allocates its memory."""
     header: Header | None = None
     """Header of a safetensors file."""
     fill: Callable[[memoryview, int], None] | None = None
-    """Fills a buffer from this byte of its data on."""
+    """Fills a buffer from a safetensors file, beginning at this byte of the data."""
 
 
 @contextmanager
 def open_tensors(folder: Path, limits: FileLimits) -> Iterator[TensorFile]:
-    """adapter_model.safetensors of a folder, or else adapter_model.bin.
+    """Open adapter_model.safetensors of a folder, or else adapter_model.bin.
 
     Raises:
-        AdapterError: there is neither, or it is broken, then or while its tensors are read, or has more than `limits`.
+        AdapterError: there is neither; the file is broken, also when a tensor is read later, or larger than `limits`.
     """
     file = next((folder / name for name in WEIGHT_FILES if os.path.isfile(folder / name)), None)
     if file is None:
@@ -104,19 +103,19 @@ def open_tensors(folder: Path, limits: FileLimits) -> Iterator[TensorFile]:
         raise
     except (SafetensorError, InvalidFileError) as error:
         raise adapter_error(f"{shown(file)} is not a valid safetensors file: {error}") from error
-    except Exception as error:  # a broken pickle or a vanished file fails in many ways; all mean the same here
+    except Exception as error:  # a broken pickle or a missing file raises many types
         raise adapter_error(f"cannot read {shown(file)}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
 def _open_safetensors(file: Path, limits: FileLimits) -> Iterator[TensorFile]:
-    """Tensors are read when they are asked for: what is used at once is still in the processor's cache."""
+    """Open a file. Each tensor is read when it is used, so that it is still in the processor's cache then."""
     with file.open("rb", buffering=0) as opened:
         descriptor = opened.fileno()
         num_bytes = os.fstat(descriptor).st_size
         size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
         limit = min(_MAX_HEADER_BYTES, _METADATA_BYTES + _ENTRY_BYTES * limits.num_tensors)
-        if size > limit:  # before it is read: parsing it would take a minute, and gigabytes
+        if size > limit:  # parsing it would take a minute, and gigabytes
             raise InvalidFileError(f"its header claims {size} bytes; the limit is {limit}")
         start = _LENGTH_BYTES + size
         if num_bytes < start:
@@ -136,37 +135,37 @@ def _open_safetensors(file: Path, limits: FileLimits) -> Iterator[TensorFile]:
 
 
 def _header(file: Path, text: bytes, num_bytes: int) -> Header:
-    """The header with this text, of a file with `num_bytes` of data; InvalidFileError, SafetensorError.
+    """Return the header with this text, of a file with `num_bytes` of data; InvalidFileError, SafetensorError.
 
-    Most adapters have the same one as another before, byte for byte, and it was found right then.
+    Most adapters have the same header as an earlier one, byte for byte, which was checked then.
     """
-    known = _known(hashlib.sha256(text).digest(), num_bytes) if len(text) <= _REMEMBERED_BYTES else []
+    known = _known(hashlib.sha256(text).digest(), num_bytes) if len(text) <= _CACHED_BYTES else []
     if not known:
-        with safe_open(str(file), framework="pt", device="cpu") as checked:  # sizes, gaps, keys
+        with safe_open(str(file), framework="pt", device="cpu") as checked:  # the library checks sizes, gaps and keys
             del checked
         entries = read_header(text, num_bytes)
         known.append(Header(entries, {key: entry.shape for key, entry in entries.items()}))
     return known[0]
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHED)
 def _known(digest: bytes, num_bytes: int) -> list[Header]:
-    """Return the list for a header's digest and the size of its data: it holds the header once that was found right."""
+    """Return the cache entry of a header and the size of its data: a list with the header, once it was checked."""
     return []
 
 
 def _content(descriptor: int, start: int, size: int) -> NDArray[np.uint8]:
-    """Bytes of a file."""
+    """Read bytes of a file."""
     content = np.empty(size, np.uint8)
     _fill(descriptor, content.data, start)
     return content
 
 
 def _fill(descriptor: int, rest: memoryview, start: int) -> None:
-    """Read into a buffer, in pieces; between them other threads may run."""
+    """Read into a buffer, in pieces between which steps may run."""
     while rest.nbytes:
         count = os.preadv(descriptor, [rest[:_PIECE]], start)
         if not count:
             raise EOFError(f"it has become shorter by {rest.nbytes} bytes")
         rest, start = rest[count:], start + count
-        give_way()
+        yield_to_steps()

@@ -1,10 +1,10 @@
-"""The header of a safetensors file, which whoever uploaded it may have made up: checked before data is looked at.
+"""Header of a safetensors file, checked before data is read: the user who uploaded it may have made it up.
 
     8 bytes: length | JSON: {key: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__"} | data
 
-The library has checked it before (`tensor_file`), but does not say where tensors lie; and the file may have changed
-since. So nothing is trusted here either: every tensor has as many bytes as its shape says, and together they are all of
-the data, without gaps and without overlaps.
+The library has checked the file before (`tensor_file`), but does not return the positions of tensors, and the file may
+have changed since. So all is checked here, too: every tensor has as many bytes as its shape says, and all tensors
+together are the data, without gaps and overlaps.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _BITS = {
 
 
 class FileLimits(NamedTuple):
-    """How large a file of weights for a model can be."""
+    """Size of the largest file that is read for a model."""
 
     num_tensors: int
     num_bytes: int
 
     def check_number(self, num_tensors: int) -> None:
-        """AdapterError when a file has too many tensors."""
+        """Refuse (AdapterError) a file with too many tensors."""
         if num_tensors > self.num_tensors:
             raise adapter_error(
                 f"the file holds {num_tensors} tensors; at most {self.num_tensors} are read for the served model"
@@ -54,24 +54,25 @@ class FileLimits(NamedTuple):
 
 
 class InvalidFileError(Exception):
-    """It is no safetensors file; says why."""
+    """The file is no safetensors file; says why."""
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor."""
+    """Dtype, shape and position of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """First byte of the data, and the one after the last."""
+    """First byte in the data."""
     stop: int
+    """Byte after the last one."""
 
 
 def read_header(text: bytes, num_bytes: int) -> dict[str, HeaderEntry]:
-    """The tensors by key, of a file with `num_bytes` of data.
+    """Return the tensors by key, for a file with `num_bytes` of data.
 
     Raises:
-        InvalidFileError: it is no such header, or does not fit the data.
+        InvalidFileError: the text is no header, or does not fit the data.
     """
     try:
         header = json.loads(text.decode())
@@ -100,15 +101,15 @@ def _entry(key: str, value: Any) -> HeaderEntry:
         raise InvalidFileError(f"its header has no dtype, shape and data_offsets for {key[:200]!r}") from None
     if type(shape) is not list or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise InvalidFileError(f"its header has wrong numbers for {key[:200]!r}")
-    if not _can_be_sent(key):
+    if not _is_text(key):
         raise InvalidFileError(f"the key {key[:200]!r} is no Unicode text")
     if _num_elements(shape) * bits != (stop - start) * 8:
         raise InvalidFileError(f"{key[:200]!r} has {stop - start} bytes, which is not what its shape takes")
     return HeaderEntry(dtype, tuple(shape), start, stop)
 
 
-def _can_be_sent(key: str) -> bool:
-    """Return whether it is text in UTF-8, as messages between processes are: JSON may hold halves of characters."""
+def _is_text(key: str) -> bool:
+    """Return whether a key can be encoded as UTF-8, as in messages between processes: JSON may hold lone surrogates."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -117,7 +118,7 @@ def _can_be_sent(key: str) -> bool:
 
 
 def _num_elements(shape: list[int]) -> int:
-    """At most what a file can hold: the product of very many numbers would take hours."""
+    """Return the number of elements, if a file can hold them: the product of very many numbers would take hours."""
     count = 1
     for number in shape:
         count *= number

@@ -1,4 +1,4 @@
-"""From the keys of a PEFT file to a model's modules: prefixes, wrappers, adapter names and merged projections.
+"""Keys of a PEFT file and the model's modules that they mean: prefixes, wrappers, adapter names, merged projections.
 
 base_model.model.model.layers.3.mlp.up_proj.lora_A.default.weight
 |  wrappers     | module as configured     | part | the adapter's name
@@ -15,14 +15,13 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from ..device.dora import BaseWeight
-from ..tiers.step_signal import give_way
+from ..device.layout import ModelLayout
+from ..step_yield import yield_to_steps
 from .peft_config import adapter_error
 from .tensor_header import FileLimits
 
 T = TypeVar("T")
 
-EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
-"""Modules beside the linear ones of the layers."""
 # Parts of a module's weights.
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
@@ -35,12 +34,12 @@ _KEY = re.compile(
 # PEFT's save_pretrained copies the base weights of an adapted embedding or head into the adapter's file; a trained one
 # (modules_to_save) has the same key.
 _COPY = re.compile(r"^(?P<module>.+?)(?:\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+)?)?\.weight$")
-# What PEFT, and what torch.compile, FSDP, checkpointing and DDP, put around a model while it is trained.
+# Wrappers that PEFT, torch.compile, FSDP, checkpointing and DDP put around a model while it is trained.
 _WRAPPERS = ("base_model.model.", "base_model.")
 _TRAINING_WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
 )
-# The text model inside a multimodal one.
+# The text model in a multimodal one.
 _TEXT_MODEL = re.compile(r"(^|\.)language_model\.")
 _REFUSED_KEYS = (
     (re.compile(r"\.lora_magnitude_vector"), "DoRA is not served here"),
@@ -48,35 +47,46 @@ _REFUSED_KEYS = (
     (re.compile(r"(^|\.)(lora_embedding_[AB]|embed_tokens)(\.|$)"), "an adapter on the embedding is not served"),
     (re.compile(r"(^|\.)lm_head\."), "an adapter on lm_head is not served"),
 )
-# Projections that some models merge, and what they are in models that do not.
+# Projections that some models merge, and their parts in other models.
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
 _MORE_TENSORS, _MORE_ELEMENTS = 2048, 1 << 21
+"""Tensors and numbers beyond those of the largest adapter; see `file_limits`."""
 _MAX_KEY = 1000
-"""Characters of a key."""
-_MAX_REMEMBERED = 200
-"""Characters of a key that is remembered."""
+"""Characters of the longest key that is read."""
+_MAX_CACHED = 200
+"""Characters of a key that is cached."""
 
 
 class ModuleShape(NamedTuple):
-    """Weight that the base model has under a module's name."""
+    """Shape of a module of the base model, and its weight as far as checks need it."""
 
     in_features: int
     """The vocabulary for an embedding."""
     out_features: int
     embedding: bool = False
-    """A table that is looked up; its adapters have lora_embedding_A and _B instead of lora_A and lora_B."""
+    """True for a table that is looked up; its adapters have lora_embedding_A and _B instead of lora_A and lora_B."""
     is_base: Callable[[Tensor], bool] | None = None
-    """True when a tensor equals the module's own weight, for the copies of it that PEFT writes; None: copies are not
-    served."""
+    """Returns True for a tensor equal to the module's own weight, of which PEFT writes copies; None: copies are
+    refused."""
     base: BaseWeight | None = None
-    """For gains; None: DoRA is not served."""
+    """The weight for DoRA's gains; None: DoRA is refused."""
+
+
+class ModelModules(NamedTuple):
+    """A model that adapters change."""
+
+    shapes: dict[str, ModuleShape]
+    """Modules that adapters may target, by the checkpoint's names."""
+    layout: ModelLayout
+    """Layout of their rank rows."""
 
 
 def file_limits(known: Mapping[str, ModuleShape], max_rank: int) -> FileLimits:
-    """The largest file that is looked at, for a model with `known` modules: of 8 bytes a number, with magnitudes and
-    copies of the base's weights, and some more, so that one for another model is told by its keys."""
+    """Return the size of the largest file that is read for a model with `known` modules.
+
+    A number may take 8 bytes, and the file may have magnitudes and copies of the base's weights. It may be a little
+    larger still, so that an adapter of another model is refused with its keys in the message, not with its size.
+    """
     num_tensors, num_elements = _MORE_TENSORS, _MORE_ELEMENTS
     for shape in known.values():
         num_tensors += 4
@@ -87,7 +97,7 @@ def file_limits(known: Mapping[str, ModuleShape], max_rank: int) -> FileLimits:
 
 
 class Owner(NamedTuple):
-    """The model that weights are for, in messages."""
+    """Name of the model that weights are for, in messages."""
 
     kind: str
     words: str
@@ -98,32 +108,29 @@ BASE, DRAFTER = Owner("base", "the served model"), Owner("drafter", "the drafter
 
 @dataclass(slots=True)
 class FileModule:
-    """Tensors that a file has for one module, or for several that it knows as one merged projection."""
+    """Keys of one module in a file, or of several modules that the file has as one merged projection."""
 
     name: str
-    """As it is called among the model's; "…qkv_proj" for a merged one."""
+    """Name in the model; "…qkv_proj" for a merged projection."""
     configured: str
-    """As the file calls it: what the patterns of adapter_config.json are about."""
+    """Name in the file, which the patterns of adapter_config.json match."""
     targets: tuple[str, ...]
-    """The model's modules: one, or those side by side in lora_B of the merged one."""
+    """Modules of the model: one, or those side by side in lora_B of the merged projection."""
     shape: ModuleShape
     keys: dict[str, str] = field(default_factory=dict)
-    """By part."""
+    """Key of each part: A, B, MAGNITUDE."""
 
 
-class FileKeys(NamedTuple):
-    """A file's keys, understood."""
+def group_keys(
+    shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, ModuleShape], owner: Owner
+) -> tuple[dict[str, FileModule], dict[str, str]]:
+    """Group a file's keys by the modules of a model with `known` modules, called `owner` in messages.
 
-    modules: dict[str, FileModule]
-    copies: dict[str, str]
-    """The modules of which the file holds a weight, by its key."""
-
-
-def group_keys(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, ModuleShape], owner: Owner) -> FileKeys:
-    """Understand a file's keys for a model with `known` modules, called `owner` in messages.
+    Returns:
+        The file's modules, and by key the modules of which the file holds a copy of the base's weight.
 
     Raises:
-        AdapterError: a key that is nothing served, two for the same weight, a weight that is missing.
+        AdapterError: a key of something that is not served, two keys for one weight, a weight that is missing.
     """
     modules: dict[str, FileModule] = {}
     copies: dict[str, str] = {}
@@ -137,7 +144,7 @@ def group_keys(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Module
             continue
         if match["module"] not in found:
             found[match["module"]] = _find_module(match["module"], known)
-            give_way()
+            yield_to_steps()
         module = found[match["module"]]
         if module is None:
             raise _unknown_module(key, match["module"], owner)
@@ -152,7 +159,7 @@ def group_keys(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Module
     if not modules:
         raise adapter_error("the adapter holds no LoRA weights")
     _check_parts(modules)
-    return FileKeys(modules, copies)
+    return modules, copies
 
 
 def _check_parts(modules: Mapping[str, FileModule]) -> None:
@@ -167,21 +174,20 @@ def _check_parts(modules: Mapping[str, FileModule]) -> None:
             owners[target] = name
 
 
-def _remembered(understand: Callable[[str], T]) -> Callable[[str], T]:
-    """Cache a function of a key: most adapters have the same keys as the one before. Long keys, which no model has,
-    are not kept."""
-    remembering = functools.lru_cache(4096)(understand)
-    return lambda key: remembering(key) if len(key) <= _MAX_REMEMBERED else understand(key)
+def _cached(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Cache a function of a key: most adapters have the same keys. Long keys, which no model has, are not cached."""
+    cached = functools.lru_cache(4096)(parse)
+    return lambda key: cached(key) if len(key) <= _MAX_CACHED else parse(key)
 
 
-@_remembered
+@_cached
 def _matched(key: str) -> re.Match[str] | None:
     return _KEY.match(key)
 
 
-@_remembered
+@_cached
 def _unwrapped(module: str) -> str:
-    """A module's name without what was around the model in training."""
+    """Strip the names of wrappers that were around the model in training."""
     module = _TRAINING_WRAPPERS.sub("", module)
     for wrapper in _WRAPPERS:
         if module.startswith(wrapper):
@@ -190,7 +196,7 @@ def _unwrapped(module: str) -> str:
 
 
 def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | None:
-    """Name in the model of a key's module; PEFT may have been given the inner model, or one around it."""
+    """Find the model's module of a key. PEFT may have been given the inner model, or one around it."""
     configured = _unwrapped(module)
     text = _TEXT_MODEL.sub(r"\1", configured, count=1)
     for name in dict.fromkeys((configured, f"model.{configured}", text, f"model.{text}")):

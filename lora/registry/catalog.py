@@ -1,44 +1,67 @@
-"""The adapters by name, as those see them who load, unload, pin and list them."""
+"""Adapters by name: loaded, registered, unloaded, pinned, listed, and found for requests."""
 
 from __future__ import annotations
 
 import builtins
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ...platform.core.errors import AdapterError, InvalidRequestError, InvalidUserInputError, OutriderError
-from ...platform.core.lora_request import LoRARequest
+from ...kernels.threads import compute_alone
+from ...platform.core.errors import (
+    AdapterError,
+    InvalidRequestError,
+    InvalidUserInputError,
+    OutriderError,
+    error_from_info,
+)
+from ...platform.core.lora_request import LoRA, LoRAMix, LoRARequest
 from ...platform.core.messages import AdapterInfo
 from ...platform.core.request import Request
-from ..adapter import LOADED, changed_error
+from ..adapter import DRAFT_LOADED, Adapter, AdapterSource, changed_error
 from ..files.folder import AdapterFiles
 from ..tiers.residency import LEAST_URGENT, Residency
-from ..tiers.row_writer import HostEntry
-from ..tiers.stats import AdapterStats, describe, snapshot
-from ..tiers.transfers import Transfers
+from ..tiers.transfers import ReadDone, Transfers
 from .registry import AdapterRegistry
-from .versions import AdapterVersion
+from .versions import AdapterVersion, VersionPart
 
 logger = logging.getLogger(__name__)
 
 UNLOAD_MODES = ("drain", "abort")
 
-# Durations of loads kept for a statistics reader who never comes.
 MAX_LOAD_SECONDS = 1024
+"""Durations of loads kept until the next `stats`."""
 
 
-class ReadAdapter(NamedTuple):
-    """An adapter's files, read and checked, before it is registered."""
+class AdapterStats(NamedTuple):
+    """A snapshot for the engine's statistics."""
 
-    entry: HostEntry
-    seconds: float
+    adapters: list[AdapterInfo]
+    """Registered adapters that are in memory or in use."""
+    running: list[str]
+    """Names with admitted requests."""
+    waiting: list[str]
+    """Names with requests to be admitted."""
+    load_seconds: list[float]
+    """Durations of the loads that ended since the last snapshot, failed ones too; the latest thousand."""
+    num_adapters: int = 0
+    """Registered adapters."""
+    host_bytes: int = 0
+    rows_used: int = 0
+    """Rank rows of the device that belong to an adapter, or are still being written for one that is gone."""
+    num_rows: int = 0
+    """Rank rows of the device."""
+    load_failures: int = 0
+    """Loads that failed so far."""
+    device_evictions: int = 0
+    """Adapters evicted from the device so far."""
+    host_evictions: int = 0
+    """Adapters evicted from host memory so far."""
 
 
 class Catalog:
-    """Changes names and pins, and brings what is loaded into memory."""
+    """The verbs of `platform.core.adapter_verbs`, and the versions that requests are bound to."""
 
     def __init__(
         self,
@@ -46,76 +69,104 @@ class Catalog:
         registry: AdapterRegistry,
         residency: Residency,
         transfers: Transfers,
+        *,
+        wait: Callable[[float], None],
         on_change: Callable[[], None],
     ) -> None:
-        """`on_change` is called after every change."""
+        """`wait` waits up to so many seconds for a transfer, and finishes those that have ended; `on_change` is called
+        after every change of names and pins."""
         self._files = files
         self._registry = registry
         self._residency = residency
         self._transfers = transfers
+        self._wait = wait
         self._on_change = on_change
         self._load_seconds: deque[float] = deque(maxlen=MAX_LOAD_SECONDS)
 
     # --- loads ---
 
-    def reader(self, request: LoRARequest, *, load_inplace: bool = False) -> Callable[[], ReadAdapter]:
-        """Reads and checks an adapter's files, for `load`; may be called in any thread. AdapterError comes out of it.
+    def reader(self, verb: str, arguments: Mapping[str, Any]) -> Callable[[], Adapter] | None:
+        """Return the function that reads the files for a call of `load` or `pin`, for any thread but the engine's. Its
+        result is the further argument `read` of the call. None when the call needs no file.
 
         Raises:
-            InvalidUserInputError: at once, when the name is taken and `load_inplace` is not set.
+            NotFoundError, InvalidUserInputError: as the verb does. AdapterError comes out of the function.
         """
+        self._wait(0)
+        if verb == "load":
+            source = self._source_to_load(arguments["request"], load_inplace=arguments.get("load_inplace", False))
+        elif verb == "pin" and (version := self._registry.get(arguments["name"])).digest not in self._residency.host:
+            source = version.source
+        else:
+            return None
+        read = self._transfers.reading(source)
+
+        def work() -> Adapter:
+            compute_alone()
+            return read()
+
+        return work
+
+    def _source_to_load(self, request: LoRARequest, *, load_inplace: bool) -> AdapterSource:
         if not load_inplace:
             self._check_free(request.name)
-        reading = self._transfers.reading(self._files.source(request))
-
-        def read() -> ReadAdapter:
-            started = time.perf_counter()
-            entry = reading()
-            return ReadAdapter(entry, time.perf_counter() - started)
-
-        return read
+        return self._files.source(request)
 
     def _check_free(self, name: str) -> None:
         if self._registry.find(name) is not None:
             raise InvalidUserInputError(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
 
     def load(
-        self, request: LoRARequest, *, load_inplace: bool, pinned: bool, read: ReadAdapter | None = None
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Adapter | None = None
     ) -> AdapterInfo:
         """Read, check and register an adapter now.
 
         Args:
             request: Name and folders.
-            load_inplace: Replace an adapter of this name; requests on it finish on the content that they began with.
-            pinned: Keep it on the device, to which it is on its way when this returns.
-            read: What `reader` made of its files; they are not read again.
+            load_inplace: Replace an adapter of this name; requests on it finish on the version that they began with.
+            pinned: Keep it on the device. Without `read` it is there when this returns, otherwise on its way.
+            read: Result of `reader`; the files are not read again.
 
         Raises:
             AdapterError: the adapter cannot be served; an adapter registered under the name stays.
             InvalidUserInputError: the name is taken and `load_inplace` is not set, or it cannot be pinned: too many
                 are, or running requests leave no room for it now.
         """
-        read_now = self.reader(request, load_inplace=load_inplace)  # refuses a name that is taken
-        entry, seconds = read if read is not None else read_now()
-        self.count_load(seconds)
-        self._residency.check_fits(request.name, entry)
+        self._wait(0)
+        source = self._source_to_load(request, load_inplace=load_inplace)
+        version = self._register(request.name, source, read or self._transfers.reading(source)(), pinned=pinned)
+        return self._info_after_write(version, wait=pinned and read is None)
+
+    def _register(self, name: str, source: AdapterSource, adapter: Adapter, *, pinned: bool) -> AdapterVersion:
+        """Register an adapter that was read, and bring it into memory."""
+        self._load_seconds.append(adapter.load_seconds)
+        self._residency.check_fits(name, adapter)
         host, num_reads = self._residency.host, self._transfers.num_reads
         if pinned:
-            self._residency.pin(request.name, entry, num_reads)
-        elif entry.adapter.digest in host or self._residency.make_room(LEAST_URGENT, num_reads, entry.num_bytes):
-            host.put(entry)
-        version = self._registry.register(request.name, self._files.source(request))
-        self.take_content(version, entry, seconds)
+            self._residency.pin(name, adapter, num_reads)
+        elif adapter.digest in host or self._residency.make_room(LEAST_URGENT, num_reads, adapter.num_bytes):
+            host.put(adapter)
+        version = self._registry.register(name, source)
+        self._take_content(version, adapter)
         self._set_pinned(version, pinned)
-        return self.info(version)
+        return version
+
+    def _info_after_write(self, version: AdapterVersion, *, wait: bool) -> AdapterInfo:
+        """Describe a version; with `wait` after its rows are written."""
+        while wait and version.error is None and not self._residency.pool.is_ready(version.digest):
+            self._wait(1.0)
+        if version.error is not None:
+            raise error_from_info(version.error)
+        return self._info(version)
 
     def register(self, requests: Sequence[LoRARequest]) -> None:
-        """Make names known without reading a file: that is done when requests come.
+        """Make names known without reading a file; files are read when requests come.
 
         Raises:
             InvalidUserInputError: a name is taken, or given twice. AdapterError: a folder does not exist. Nothing has
                 changed.
         """
+        self._wait(0)
         names: set[str] = set()
         for request in requests:
             if request.name in names:
@@ -126,31 +177,52 @@ class Catalog:
         for request in requests:
             self._registry.register(request.name, self._files.source(request))
 
-    def error_of(
-        self, version: AdapterVersion, entry: HostEntry | None, error: OutriderError | None
-    ) -> OutriderError | None:
-        """Why what was read, or the reason that nothing was, cannot be the version's content; None: it can."""
-        if entry is not None:
-            if version.expected not in (None, entry.adapter.digest):
-                return changed_error(version.name)
-            try:
-                self._residency.check_fits(version.name, entry)
-            except AdapterError as caught:
-                return caught
-        elif isinstance(error, AdapterError) and version.expected is not None and not version.parts:
-            return changed_error(version.name, error.message)
-        return error
+    # --- results of reads ---
 
-    def take_content(self, version: AdapterVersion, entry: HostEntry, seconds: float) -> None:
-        """Take what was read, in so many seconds, is the version's content."""
-        if version.digest is None and entry.adapter.draft not in ("", LOADED):
-            logger.warning("adapter %r is served without its draft weights: %r", version.name, entry.adapter.draft)
-        version.load_seconds = seconds
-        self._registry.take_content(version, entry)
+    def finish_read(self, read: ReadDone) -> None:
+        """Give a version, and the parts of a mix, the contents that were read. An error fails the requests."""
+        self._load_seconds.append(read.seconds)
+        num_reads = self._transfers.num_reads
+        errors = [self._finish_one(part, num_reads + 1) for part in read.parts]  # the mix itself needs room, too
+        error = next(filter(None, errors), None)
+        if error is not None and isinstance(read.result, Adapter):
+            read = read._replace(result=error)
+        self._finish_one(read, num_reads)
 
-    def count_load(self, seconds: float) -> None:
-        """A load has ended, or failed."""
-        self._load_seconds.append(seconds)
+    def _finish_one(self, read: ReadDone, num_reads: int) -> OutriderError | None:
+        """Take a version's content, and keep it in host memory where there is room beside `num_reads` reads in flight.
+        Returns the error, if any."""
+        version, adapter = read.version, read.result
+        if isinstance(adapter, Adapter):
+            adapter = self._checked(version, adapter)
+        elif isinstance(adapter, AdapterError) and version.expected is not None and not version.parts:
+            adapter = changed_error(version.name, adapter.message)
+        if isinstance(adapter, OutriderError):
+            self._registry.fail(version, adapter)
+            return adapter
+        first = version.first_waiting()
+        order = first.order if first is not None else LEAST_URGENT
+        self._take_content(version, adapter)
+        # Only now is its size known. When a request waits for it, it is kept anyway: a second read makes it no smaller.
+        if self._residency.make_room(order, num_reads, adapter.num_bytes) or first is not None:
+            self._residency.host.put(adapter)
+        self._registry.promote(version)
+        return None
+
+    def _checked(self, version: AdapterVersion, adapter: Adapter) -> Adapter | AdapterError:
+        """Return the adapter, or the reason why it cannot be the version's content."""
+        if version.expected not in (None, adapter.digest):
+            return changed_error(version.name)
+        try:
+            self._residency.check_fits(version.name, adapter)
+        except AdapterError as error:
+            return error
+        return adapter
+
+    def _take_content(self, version: AdapterVersion, adapter: Adapter) -> None:
+        if version.digest is None and adapter.draft not in ("", DRAFT_LOADED):
+            logger.warning("adapter %r is served without its draft weights: %r", version.name, adapter.draft)
+        self._registry.take_content(version, adapter)
 
     # --- unloads ---
 
@@ -158,7 +230,7 @@ class Catalog:
         """Forget a name; its content leaves memory with the last request that has it.
 
         Args:
-            name: Of the adapter.
+            name: Name of the adapter.
             mode: "drain": requests that have it finish. "abort": they end now, also those of versions that were
                 unloaded or replaced before.
 
@@ -168,6 +240,7 @@ class Catalog:
         Raises:
             NotFoundError: the name is unknown. InvalidRequestError: there is no such mode.
         """
+        self._wait(0)
         if mode not in UNLOAD_MODES:
             raise InvalidRequestError(f"mode must be one of {', '.join(UNLOAD_MODES)}; got {mode!r}", param="mode")
         ending = self._registry.requests_of(name) if mode == "abort" else []
@@ -179,64 +252,127 @@ class Catalog:
 
     # --- pins ---
 
-    def pin_reader(self, name: str) -> Callable[[], ReadAdapter] | None:
-        """Reads what `pin` needs of an adapter that is not in memory, in any thread; None when it is.
+    def pin(self, name: str, *, read: Adapter | None = None) -> AdapterInfo:
+        """Keep a registered adapter on the device. Without `read` it is there when this returns, otherwise on its way.
 
-        Raises:
-            NotFoundError: the name is unknown.
-        """
-        version = self._registry.get(name)
-        if version.digest in self._residency.host:
-            return None
-        return self.reader(self._request_for(version), load_inplace=True)
-
-    def pin(self, name: str, read: ReadAdapter | None) -> AdapterInfo:
-        """Keep a registered adapter on the device, to which it is on its way when this returns.
-
-        One that is not in memory is loaded again, from `read` if that is given.
+        An adapter that is not in memory is loaded again, from `read` if that is given.
 
         Raises:
             NotFoundError: the name is unknown. InvalidUserInputError, AdapterError: as in `load`; it is not pinned.
         """
+        self._wait(0)
         version = self._registry.get(name)
-        entry = self._residency.host.get(version.digest)
-        if entry is None:
-            read = read if read is not None else self.reader(self._request_for(version), load_inplace=True)()
-            if version.expected not in (None, read.entry.adapter.digest):
+        adapter = self._residency.host.get(version.digest)
+        if adapter is not None:
+            self._residency.pin(name, adapter, self._transfers.num_reads)
+            self._set_pinned(version, True)
+        else:
+            adapter = read or self._transfers.reading(version.source)()
+            if version.expected not in (None, adapter.digest):
                 raise changed_error(name)
-            return self.load(self._request_for(version), load_inplace=True, pinned=True, read=read)
-        self._residency.pin(name, entry, self._transfers.num_reads)
-        self._set_pinned(version, True)
-        return self.info(version)
+            version = self._register(name, version.source, adapter, pinned=True)
+        return self._info_after_write(version, wait=read is None)
 
     def unpin(self, name: str) -> AdapterInfo:
         """Let a registered adapter make way for others again; NotFoundError when the name is unknown."""
+        self._wait(0)
         version = self._registry.get(name)
         self._set_pinned(version, False)
-        return self.info(version)
+        return self._info(version)
 
     def _set_pinned(self, version: AdapterVersion, pinned: bool) -> None:
         self._registry.set_pinned(version, pinned)
         self._on_change()
         self._residency.update_pins()
 
-    @staticmethod
-    def _request_for(version: AdapterVersion) -> LoRARequest:
-        path, draft_path, digest = version.source
-        return LoRARequest(version.name, path=path, draft_path=draft_path, digest=digest)
+    # --- versions for requests ---
 
-    # --- what there is ---
+    def version_of(self, lora: LoRA) -> AdapterVersion:
+        """Return the version for a new request, and register its names on first use.
 
-    def info(self, version: AdapterVersion) -> AdapterInfo:
-        """One version as users see it."""
-        return describe(version, self._residency)
+        A registered content stays even when its files change: read again, they are refused. A request that names other
+        folders replaces it once these have been read. A mix has a version for as long as each of its parts has the
+        version that it was made of.
+
+        Raises:
+            AdapterError: a path is not a folder; nothing has changed.
+        """
+        if isinstance(lora, LoRARequest):
+            return self._version_of_adapter(lora)
+        known = self._find_mix(lora)
+        if known is not None and known.digest in self._residency.host:
+            return known  # the files of its parts are not needed
+        for part in lora.parts:
+            self._files.check(self._files.source(part.request))
+        parts = tuple(VersionPart(self._version_of_adapter(part.request), part.weight) for part in lora.parts)
+        return self._registry.mix(lora.name, parts)
+
+    def _find_mix(self, mix: LoRAMix) -> AdapterVersion | None:
+        parts = []
+        for request, weight in mix.parts:
+            version = self._registry.match(request.name, self._files.source(request))
+            if version is None:
+                return None
+            parts.append(VersionPart(version, weight))
+        return self._registry.find_mix(tuple(parts))
+
+    def _version_of_adapter(self, request: LoRARequest) -> AdapterVersion:
+        source = self._files.source(request)
+        version = self._registry.match(request.name, source)
+        if version is None:
+            self._files.check(source)
+            version = self._registry.add_candidate(request.name, source)
+            self._residency.update_pins()
+            self._on_change()
+        return version
+
+    # --- lists ---
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """Return the adapter registered under a name."""
+        version = self._registry.find(name)
+        return None if version is None else self._info(version)
 
     def list(self) -> builtins.list[AdapterInfo]:
-        """The registered adapters, in the order of registration."""
-        return [self.info(version) for version in self._registry.current()]
+        """Return the registered adapters, in the order of registration."""
+        self._wait(0)
+        return [self._info(version) for version in self._registry.current()]
+
+    def _info(self, version: AdapterVersion) -> AdapterInfo:
+        return AdapterInfo(
+            name=version.name,
+            path=version.source.path,
+            digest=version.digest.hex() if version.digest else "",
+            rank=version.rank,
+            rows=version.rows,
+            level=self._residency.level(version.digest),
+            pinned=version.pinned,
+            num_running=len(version.running),
+            draft=version.draft,
+            num_waiting=len(version.waiting),
+            num_bytes=version.num_bytes,
+            load_seconds=version.load_seconds,
+        )
 
     def stats(self) -> AdapterStats:
-        """A snapshot; each load's duration is handed out once."""
+        """Return a snapshot; each load's duration is in one snapshot only. The time that this takes depends on the
+        adapters in memory, not on those registered."""
+        self._wait(0)
+        registry, residency, pool = self._registry, self._residency, self._residency.pool
         seconds = [*self._load_seconds]
         self._load_seconds.clear()
-        return snapshot(self._registry, self._residency, seconds)
+        in_use = dict.fromkeys(registry.in_use())
+        in_memory = dict.fromkeys(version for digest in residency.host for version in registry.with_content(digest))
+        return AdapterStats(
+            adapters=[self._info(version) for version in {**in_memory, **in_use} if version.current],
+            running=sorted({version.label for version in in_use if version.running}),
+            waiting=sorted({version.label for version in in_use if version.waiting}),
+            load_seconds=seconds,
+            num_adapters=len(registry),
+            host_bytes=residency.host.num_bytes,
+            rows_used=pool.num_rows - pool.num_free,
+            num_rows=pool.num_rows,
+            load_failures=registry.num_failures,
+            device_evictions=residency.num_device_evictions,
+            host_evictions=residency.num_host_evictions,
+        )

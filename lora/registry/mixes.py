@@ -7,61 +7,53 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from ..adapter import LOADED, Adapter, LoraWeights
+from ..adapter import DRAFT_LOADED, Adapter
+from ..device.layout import LoraWeights, PackedModules
 from ..files.peft_config import adapter_error
 
 
-class Part(NamedTuple):
-    """One adapter of a mix."""
+def check_mixable(name: str, adapter: Adapter) -> None:
+    """Refuse (AdapterError) a part that scales base weights (DoRA): its weight is not a factor of what it adds."""
+    if adapter.target.gains or adapter.drafter.gains:
+        raise adapter_error(
+            f"adapter '{name}' uses DoRA: it can neither be mixed with others nor have a weight other than 1"
+        )
 
-    name: str
-    adapter: Adapter
-    weight: float
 
+def mix_adapters(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
+    """Make the adapter that adds the weighted sum of what the `parts` add; each is an adapter and its weight.
 
-def mix_adapters(parts: Sequence[Part]) -> Adapter:
-    """The adapter that adds the weighted sum of what `parts` add.
-
-    A module has the rows of all parts that adapt it, so that its rank is the sum of theirs; a part that leaves a module
-    alone costs nothing there. The same holds for the drafter's modules; parts without draft weights have no say in the
-    drafts. The order of the parts has no influence, on no bit.
-
-    Raises:
-        AdapterError: a part scales base weights (DoRA), so that its weight is not a factor of what it adds.
+    A module has the rows of all parts that adapt it, so its rank is the sum of their ranks. Other parts cost nothing
+    there. The same holds for the drafter's modules; parts without draft weights do not change the drafts. The order of
+    the parts changes no bit of the result.
     """
-    for part in parts:
-        if any(w.gain is not None for w in (*part.adapter.modules.values(), *part.adapter.draft_modules.values())):
-            raise adapter_error(
-                f"adapter '{part.name}' uses DoRA: it can neither be mixed with others nor have a weight other than 1"
-            )
-    parts = sorted(parts, key=lambda part: (part.adapter.digest, part.weight))
+    parts = sorted(parts, key=lambda part: (part[0].digest, part[1]))
     digest = hashlib.sha256(b"mix")
-    for part in parts:
-        digest.update(part.adapter.digest + struct.pack("<d", part.weight))
-    modules = _mix_modules([(part.adapter.modules, part.weight) for part in parts])
-    draft_modules = _mix_modules([(part.adapter.draft_modules, part.weight) for part in parts])
-    everything = (*modules.values(), *draft_modules.values())
+    for adapter, weight in parts:
+        digest.update(adapter.digest + struct.pack("<d", weight))
+    drafter = _mix_modules([(adapter.drafter, weight) for adapter, weight in parts])
     return Adapter(
         digest.digest(),
-        max(len(weights.a) for weights in everything),
-        modules,
-        draft_modules=draft_modules,
-        draft=LOADED if draft_modules else next((part.adapter.draft for part in parts if part.adapter.draft), ""),
+        _mix_modules([(adapter.target, weight) for adapter, weight in parts]),
+        drafter,
+        DRAFT_LOADED if drafter.rank else next((adapter.draft for adapter, _ in parts if adapter.draft), ""),
     )
 
 
-def _mix_modules(parts: Sequence[tuple[Mapping[str, LoraWeights], float]]) -> dict[str, LoraWeights]:
-    names = dict.fromkeys(name for modules, _ in parts for name in modules)
-    return {name: _mix_weights([(m[name], weight) for m, weight in parts if name in m]) for name in names}
-
-
-def _mix_weights(parts: Sequence[tuple[LoraWeights, float]]) -> LoraWeights:
-    """Contiguous copies: the parts may leave memory before the mix does."""
-    return LoraWeights(
-        torch.cat([weights.a for weights, _ in parts]), torch.cat([weights.b * weight for weights, weight in parts])
-    )
+def _mix_modules(parts: Sequence[tuple[PackedModules, float]]) -> PackedModules:
+    """Copy the parts' rows: the parts may leave memory before the mix does."""
+    found: dict[str, list[tuple[LoraWeights, float]]] = {}
+    for packed, weight in parts:
+        for name, weights in packed.modules().items():
+            found.setdefault(name, []).append((weights, weight))
+    modules = {
+        name: LoraWeights(
+            torch.cat([part.a for part, _ in rows]), torch.cat([part.b * weight for part, weight in rows])
+        )
+        for name, rows in found.items()
+    }
+    return parts[0][0].layout.pack(modules)

@@ -1,138 +1,137 @@
-"""Names and versions. A name stands for one current version; older ones live on while requests run on them.
+"""Names and versions. A name has one current version; older versions live on while requests are bound to them.
 
-    newcomer --read--> current --replaced, unloaded--> draining --no requests--> gone
+    candidate --read--> current --replaced, unloaded--> draining --no requests--> gone
 
-What a request names under a name that is taken is a newcomer: it takes the name when its files have been read. One that
-cannot be read takes nothing from anybody.
+A request may name other folders under a name that is taken. Their version is a candidate: it takes the name when its
+files have been read. A candidate that cannot be read changes nothing for the current version.
 
-Thousands of names cost memory and nothing else: what is done for a step or for a request looks at the versions in use.
+Thousands of names only cost memory: a step and a request look at versions in use alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
-from ...platform.core.errors import NotFoundError
+from ...platform.core.errors import NotFoundError, OutriderError
 from ...platform.core.request import Request
-from ..adapter import AdapterSource
-from ..tiers.row_writer import HostEntry
+from ..adapter import Adapter, AdapterSource
 from .versions import AdapterVersion, Order, VersionPart
 
 
 class AdapterRegistry:
-    """The current version of every name, its newcomer, the mixes of these, and older ones that still have requests."""
+    """Current versions and candidates by name, mixes of them, and older versions that still have requests."""
 
     def __init__(self) -> None:
         self._current: dict[str, AdapterVersion] = {}
-        self._newcomers: dict[str, AdapterVersion] = {}
-        self._mixes: dict[tuple[VersionPart, ...], AdapterVersion] = {}  # by what they are made of
+        self._candidates: dict[str, AdapterVersion] = {}
+        self._mixes: dict[tuple[VersionPart, ...], AdapterVersion] = {}  # by their parts
         self._draining: dict[AdapterVersion, None] = {}
-        self._contents: dict[bytes, dict[AdapterVersion, None]] = {}  # versions of each content that was read
+        self._contents: dict[bytes, dict[AdapterVersion, None]] = {}  # versions by digest
         self._in_use: dict[AdapterVersion, None] = {}
         self._pinned: dict[AdapterVersion, None] = {}
         self.num_failures = 0
-        """Loads that brought no adapter."""
+        """Loads that failed."""
 
     def __iter__(self) -> Iterator[AdapterVersion]:
-        """All versions, newcomers and those being drained too: thousands."""
+        """Iterate over all versions, also candidates and draining ones: thousands."""
         yield from self._current.values()
-        yield from self._newcomers.values()
+        yield from self._candidates.values()
         yield from self._mixes.values()
         yield from self._draining
 
     def __len__(self) -> int:
-        """Names."""
+        """Return the number of names."""
         return len(self._current)
 
     def current(self) -> list[AdapterVersion]:
-        """The version of each name, in the order of registration."""
+        """Return the current version of each name, in the order of registration."""
         return list(self._current.values())
 
     def in_use(self) -> Iterable[AdapterVersion]:
-        """Versions with requests. Not to be kept."""
+        """Return the versions with requests, as a live view."""
         return self._in_use.keys()
 
     def pinned(self) -> Iterable[AdapterVersion]:
-        """Current versions that are pinned. Not to be kept."""
+        """Return the current versions that are pinned, as a live view."""
         return self._pinned.keys()
 
     def with_content(self, digest: bytes) -> Iterable[AdapterVersion]:
-        """Versions, current or not, with this content. Not to be kept."""
+        """Return the versions, current or not, with this content, as a live view."""
         return self._contents.get(digest, {}).keys()
 
     def find(self, name: str) -> AdapterVersion | None:
-        """The current version of a name."""
+        """Return the current version of a name; None when the name is unknown."""
         return self._current.get(name)
 
     def get(self, name: str) -> AdapterVersion:
-        """Find it; NotFoundError when the name is unknown."""
+        """Return the current version of a name; NotFoundError when the name is unknown."""
         version = self._current.get(name)
         if version is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
         return version
 
     def match(self, name: str, source: AdapterSource) -> AdapterVersion | None:
-        """The version of a name that a request for `source` means: the current one before the newcomer."""
-        versions = (self._current.get(name), self._newcomers.get(name))
+        """Return the version of a name that a request for `source` means: the current one before the candidate."""
+        versions = (self._current.get(name), self._candidates.get(name))
         return next((v for v in versions if v is not None and v.source.matches(source)), None)
 
     # --- names ---
 
     def register(self, name: str, source: AdapterSource) -> AdapterVersion:
-        """Make a new version the current one, of a content that has been read or, where the name is free, will be when
-        it is needed; requests on an earlier one stay there."""
-        self._drop_newcomer(name)
+        """Make a new version the current one. Its content has been read; where the name is free, it may also be read
+        later. Requests on an earlier version stay there."""
+        self._drop_candidate(name)
         version = AdapterVersion(name, source)
         version.registered = True
         return self._replace(version)
 
-    def introduce(self, name: str, source: AdapterSource) -> AdapterVersion:
-        """A new version that a request brings, whose files nobody has read yet: the current one where the name is free,
-        else its newcomer."""
-        self._drop_newcomer(name)
+    def add_candidate(self, name: str, source: AdapterSource) -> AdapterVersion:
+        """Add a version that a request brings and whose files have not been read. It is the current one where the name
+        is free, else the candidate."""
+        self._drop_candidate(name)
         version = AdapterVersion(name, source)
         if name not in self._current:
             return self._replace(version)
-        self._newcomers[name] = version
+        self._candidates[name] = version
         return version
 
-    def renew(self, stale: AdapterVersion) -> AdapterVersion:
-        """A new version for the same content, to be read again by later requests. Pinned ones are never out of
-        memory."""
-        assert not stale.pinned
+    def _renew(self, stale: AdapterVersion) -> AdapterVersion:
+        """Replace a version by a new one for the same content, which later requests read again."""
+        assert not stale.pinned, "pinned ones are never out of memory"
         version = AdapterVersion(stale.name, stale.source)
         version.registered, version.expected = stale.registered, stale.expected
         return self._replace(version)
 
-    def succeed(self, version: AdapterVersion) -> None:
-        """Its files have been read: a newcomer takes its name."""
-        if self._newcomers.get(version.name) is version:
-            self._replace(self._newcomers.pop(version.name))
+    def promote(self, version: AdapterVersion) -> None:
+        """Give a candidate whose files have been read its name; without effect on other versions."""
+        if self._candidates.get(version.name) is version:
+            self._replace(self._candidates.pop(version.name))
 
-    def fail(self, version: AdapterVersion) -> None:
-        """It cannot be loaded: later requests for it get another version. A newcomer leaves the current one as it
-        was."""
+    def fail(self, version: AdapterVersion, error: OutriderError) -> None:
+        """Pass the error to the requests that wait for a version. Later requests get another version; the current one
+        stays when this is a candidate."""
+        version.error = error.info()
         self.num_failures += 1
         name = version.name
         if version.parts:
             self._retire_mix(version)
-        elif self._newcomers.get(name) is version:
-            self._drop_newcomer(name)
+        elif self._candidates.get(name) is version:
+            self._drop_candidate(name)
         elif not version.current:
             return
         elif version.registered or version.expected is not None:
             self.set_pinned(version, False)
-            self.renew(version)
+            self._renew(version)
         else:  # it never was an adapter
             self._retire(self._current.pop(name))
-            if name in self._newcomers:
-                self._replace(self._newcomers.pop(name))
+            if name in self._candidates:
+                self._replace(self._candidates.pop(name))
 
     def remove(self, name: str) -> None:
-        """Forget a name; raises NotFoundError when it is unknown."""
+        """Forget a name; NotFoundError when it is unknown."""
         version = self.get(name)
         del self._current[name]
-        self._drop_newcomer(name)
+        self._drop_candidate(name)
         self._retire(version)
 
     def _replace(self, version: AdapterVersion) -> AdapterVersion:
@@ -143,9 +142,9 @@ class AdapterRegistry:
             self._retire(previous)
         return version
 
-    def _drop_newcomer(self, name: str) -> None:
-        if name in self._newcomers:
-            self._retire(self._newcomers.pop(name))
+    def _drop_candidate(self, name: str) -> None:
+        if name in self._candidates:
+            self._retire(self._candidates.pop(name))
 
     def _retire(self, version: AdapterVersion) -> None:
         version.current = False
@@ -158,12 +157,15 @@ class AdapterRegistry:
     # --- mixes ---
 
     def find_mix(self, parts: tuple[VersionPart, ...]) -> AdapterVersion | None:
-        """The version of a mix of these versions."""
+        """Return the version of a mix of these versions."""
         return self._mixes.get(parts)
 
     def mix(self, name: str, parts: tuple[VersionPart, ...]) -> AdapterVersion:
-        """The version of a mix of versions that new requests get, a new one if need be. It goes when a part is replaced
-        or unloaded, and when it is in no memory and no request has it: any weights may be asked for."""
+        """Return the version of a mix of these versions, a new one if need be.
+
+        It goes when a part is replaced or unloaded, and when it is in no memory and no request has it, since requests
+        may name any number of mixes.
+        """
         version = self._mixes.get(parts)
         if version is None:
             version = self._mixes[parts] = AdapterVersion(name, AdapterSource(""), parts)
@@ -177,7 +179,7 @@ class AdapterRegistry:
             self._draining[mix] = None
 
     def set_pinned(self, version: AdapterVersion, pinned: bool) -> None:
-        """Return whether a current version is to stay on the device."""
+        """Keep a current version on the device, or stop doing so."""
         assert version.current
         version.pinned = pinned
         if pinned:
@@ -188,42 +190,41 @@ class AdapterRegistry:
     # --- requests and contents ---
 
     def bind(self, request: Request, version: AdapterVersion, now: float) -> None:
-        """A new request waits for a version."""
+        """Bind a new request to a version."""
         version.bind(request, now)
         self._in_use[version] = None
 
     def unbind(self, request: Request, version: AdapterVersion) -> None:
-        """The request is gone for good."""
+        """Remove a request that is gone for good."""
         version.unbind(request)
         if not version.in_use:
             self._in_use.pop(version, None)
 
     def requests_of(self, name: str) -> list[Request]:
-        """All that run or wait under a name, on any of its versions or on a mix with one."""
+        """Return the requests that run or wait under a name, on any of its versions or on a mix with one."""
         versions = [v for v in self._in_use if name in ([part.version.name for part in v.parts] or [v.name])]
         return [request for version in versions for request in (*version.running, *version.waiting)]
 
-    def take_content(self, version: AdapterVersion, entry: HostEntry) -> None:
-        """Remember what was read."""
-        version.take_content(entry)
-        self._contents.setdefault(entry.adapter.digest, {})[version] = None
+    def take_content(self, version: AdapterVersion, adapter: Adapter) -> None:
+        """Note what was read for a version."""
+        version.take_content(adapter)
+        self._contents.setdefault(adapter.digest, {})[version] = None
 
-    def has_digest(self, digest: bytes) -> bool:
-        """Return whether any version, current or draining, has this content."""
-        return digest in self._contents
-
-    def claim(self, digest: bytes) -> Order | None:
-        """The order of the most urgent request that waits for a content; None when nobody does."""
+    def first_order(self, digest: bytes) -> Order | None:
+        """Return the order of the most urgent request that waits for a content; None when no request does."""
         firsts = [version.first_waiting() for version in self.with_content(digest)]
         return min((first.order for first in firsts if first is not None), default=None)
 
     def is_held(self, digest: bytes) -> bool:
-        """Return whether a request has begun with the content and waits to go on: it must stay in host memory."""
+        """Return whether a preempted request waits to go on with the content, which must then stay in host memory."""
         return any(len(version.started) > len(version.running) for version in self.with_content(digest))
 
     def collect(self, resident: Container[object]) -> list[bytes]:
-        """Forget drained versions that no request uses and no load is under way for, and mixes of which that is true
-        and whose content is not `resident` either; returns the contents that no version has any more."""
+        """Forget draining versions without requests and loads, and such mixes whose content is not `resident`.
+
+        Returns:
+            The digests of contents that no version has any more.
+        """
         for mix in list(self._mixes.values()):
             if not (mix.in_use or mix.loading or mix.digest in resident):
                 self._retire_mix(mix)
@@ -237,7 +238,7 @@ class AdapterRegistry:
         return gone
 
     def _forget_content(self, version: AdapterVersion) -> list[bytes]:
-        """Its digest, where no other version has it."""
+        """Forget a version's content; returns its digest where no other version has it."""
         if version.digest is None:
             return []
         versions = self._contents[version.digest]
@@ -248,14 +249,14 @@ class AdapterRegistry:
         return [version.digest]
 
     def check_integrity(self) -> None:
-        """Names, versions and their requests agree."""
+        """Check that names, versions and their requests agree."""
         for name, version in self._current.items():
             assert version.name == name
             assert version.current
             assert version.error is None, "a broken version is still current"
-        for name, version in self._newcomers.items():
+        for name, version in self._candidates.items():
             assert version.name == name
-            assert name in self._current, "a newcomer waits for a name that is free"
+            assert name in self._current, "a candidate waits for a name that is free"
             assert version.digest is None
             assert version.error is None
         everyone = set(self)
@@ -269,7 +270,7 @@ class AdapterRegistry:
         for parts, version in self._mixes.items():
             assert version.parts == parts
             assert version.error is None, "a broken mix is still there for new requests"
-            assert all(part.version.current or part.version in self._newcomers.values() for part in parts)
+            assert all(part.version.current or part.version in self._candidates.values() for part in parts)
         made = [part.version for version in everyone for part in version.parts]
         for version in everyone:
             assert version.num_mixes == made.count(version)

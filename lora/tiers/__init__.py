@@ -1,1 +1,1 @@
-"""Tiers: which adapters are in host memory and on the device, and the threads that move them."""
+"""Tiers: adapters in host memory and on the device, and the threads that copy them."""

@@ -1,63 +1,63 @@
-"""The host tier: adapters that have been read, least recently used first."""
+"""The host tier: adapters in host memory, least recently used first."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from .row_writer import HostEntry
+from ..adapter import Adapter
 
 
 class HostTier:
-    """Entries by digest. What may go is known to its owner, who makes room before anything is put here."""
+    """Adapters by digest. The caller chooses what to drop, and makes room before `put`."""
 
     def __init__(self, max_adapters: int, max_bytes: int | None = None) -> None:
         self.max_adapters = max_adapters
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._entries: OrderedDict[bytes, HostEntry] = OrderedDict()
-        self._largest = 0  # size there has been
+        self._adapters: OrderedDict[bytes, Adapter] = OrderedDict()
+        self._largest = 0  # bytes of the largest adapter so far
 
     def __contains__(self, digest: object) -> bool:
-        return digest in self._entries
+        return digest in self._adapters
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._adapters)
 
     def __iter__(self) -> Iterator[bytes]:
         """Digests, least recently used first."""
-        return iter(self._entries)
+        return iter(self._adapters)
 
-    def get(self, digest: bytes | None) -> HostEntry | None:
-        """The entry, which becomes the most recently used; None when it is not here."""
-        entry = self._entries.get(digest) if digest is not None else None
-        if entry is not None:
-            self._entries.move_to_end(entry.adapter.digest)
-        return entry
+    def get(self, digest: bytes | None) -> Adapter | None:
+        """Return the adapter, which becomes the most recently used; None when it is not here."""
+        adapter = self._adapters.get(digest) if digest is not None else None
+        if adapter is not None:
+            self._adapters.move_to_end(adapter.digest)
+        return adapter
 
-    def put(self, entry: HostEntry) -> None:
-        """Keep the entry as the most recently used."""
-        self.drop(entry.adapter.digest)
-        self._entries[entry.adapter.digest] = entry
-        self.num_bytes += entry.num_bytes
-        self._largest = max(self._largest, entry.num_bytes)
+    def put(self, adapter: Adapter) -> None:
+        """Add an adapter as the most recently used."""
+        self.drop(adapter.digest)
+        self._adapters[adapter.digest] = adapter
+        self.num_bytes += adapter.num_bytes
+        self._largest = max(self._largest, adapter.num_bytes)
 
     def drop(self, digest: bytes) -> None:
-        """Forget the adapter, if it is here."""
-        entry = self._entries.pop(digest, None)
-        if entry is not None:
-            self.num_bytes -= entry.num_bytes
+        """Remove the adapter, if it is here."""
+        adapter = self._adapters.pop(digest, None)
+        if adapter is not None:
+            self.num_bytes -= adapter.num_bytes
 
     def has_room(self, num_reserved: int, num_bytes: int | None, num_kept_bytes: int) -> bool:
-        """Return whether one more adapter fits beside `num_reserved` still to come.
+        """Return whether one more adapter fits, beside adapters that are still being read.
 
         Args:
-            num_reserved: For each, and for one that has not been read yet (`num_bytes` None), the largest size so far
-                is expected.
-            num_kept_bytes: Of what is here to stay. An adapter is not expected to take more than that leaves, so that
-                any fits once the rest is gone.
+            num_reserved: Number of adapters being read; each is expected to be as large as the largest so far.
+            num_bytes: Size of the adapter; None when it has not been read, and the largest size so far is expected.
+            num_kept_bytes: Size of the adapters that are here to stay. The adapter is not expected to take more than
+                they leave, so that it fits once all others are gone.
         """
-        if len(self._entries) + num_reserved >= self.max_adapters:
+        if len(self._adapters) + num_reserved >= self.max_adapters:
             return False
         if self.max_bytes is None:
             return True
@@ -66,6 +66,6 @@ class HostTier:
 
     def check_integrity(self) -> None:
         """Counts agree."""
-        assert self.num_bytes == sum(entry.num_bytes for entry in self._entries.values())
-        assert all(entry.adapter.digest == digest for digest, entry in self._entries.items())
+        assert self.num_bytes == sum(adapter.num_bytes for adapter in self._adapters.values())
+        assert all(adapter.digest == digest for digest, adapter in self._adapters.items())
         assert len(self) <= self.max_adapters

@@ -1,10 +1,10 @@
-"""Which adapters are in host memory and which on the device, and who makes way for whom.
+"""Residency: the adapters in host memory and on the device, and the order in which they are evicted.
 
     host tier                         ⊇    device rows
     max_cpu_loras adapters, or bytes       as many as their ranks allow; max_loras of them run
 
-Requests that wait are served in the scheduling policy's order: what one waits for is not pushed out for a less urgent
-one. `aging` sees to it that nobody waits for ever.
+Waiting requests go in the scheduling policy's order: an adapter that one waits for is not evicted for a less urgent
+one. `starvation.Aging` bounds the time that a request waits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from ...platform.core.config import LoRAConfig
 from ...platform.core.errors import InvalidUserInputError
 from ...platform.core.sizes import shown_bytes
+from ..adapter import Adapter
 from ..device.pool import Allocation, RowPool
 from ..files.peft_config import adapter_error
 from ..registry.registry import AdapterRegistry
 from ..registry.versions import AdapterVersion, Order
 from .host_tier import HostTier
-from .row_writer import HostEntry
 
 LEAST_URGENT: Order = (math.inf, math.inf)
 MOST_URGENT: Order = (-math.inf, -math.inf)
@@ -34,57 +34,56 @@ class Residency:
         config: LoRAConfig,
         registry: AdapterRegistry,
         pool: RowPool,
-        write: Callable[[Allocation, HostEntry], None],
+        write: Callable[[Allocation, Adapter], None],
     ) -> None:
-        """`registry` is read, never changed. `write` starts to write an adapter's rows; `written` is to be called when
-        that has ended."""
+        """`registry` is only read. `write` starts to write an adapter's rows; call `written` when that has ended."""
         self.host = HostTier(config.max_cpu_loras, config.max_cpu_bytes)
         self.pool = pool
         self._max_rank = config.max_lora_rank
         self._registry = registry
         self._write = write
         self.num_host_evictions = self.num_device_evictions = 0
-        # Claims refused since the last change, with what they were for: less urgent ones for no less need no look.
+        # Requests refused since the last change: a less urgent one that needs no less is refused without a look.
         self._no_memory: tuple[Order, float] | None = None
         self._no_rows: dict[int, Order] = {}
 
     def level(self, digest: bytes | None) -> str:
-        """The highest tier that holds the content: "device", "host" or "disk"."""
+        """Return the highest tier that holds a content: "device", "host" or "disk"."""
         return "device" if self.pool.is_ready(digest) else "host" if digest in self.host else "disk"
 
     def is_moving(self, version: AdapterVersion) -> bool:
-        """Return whether the version is being read or written: it has the room that it needs for that."""
+        """Return whether a version is being read or written, so that it has the room for that."""
         return version.loading or (version.digest in self.pool and not self.pool.is_ready(version.digest))
 
     def changed(self) -> None:
-        """Room may have come free."""
+        """Note that room may have come free."""
         self._no_memory = None
         self._no_rows.clear()
 
     def drop(self, digest: bytes) -> None:
-        """Forget a content that no running request uses."""
+        """Remove a content that no running request uses from both tiers."""
         if digest in self.pool:
             self.pool.evict(digest)
         self.host.drop(digest)
 
-    def check_fits(self, name: str, entry: HostEntry) -> None:
-        """Refuse (AdapterError) an adapter that there can be no room for, with both figures."""
-        rows, num_rows = entry.adapter.rows, self.pool.num_rows
+    def check_fits(self, name: str, adapter: Adapter) -> None:
+        """Refuse (AdapterError) an adapter that is larger than a tier."""
+        rows, num_rows = adapter.rows, self.pool.num_rows
         if rows > num_rows:
             raise adapter_error(
                 f"adapter '{name}' takes {rows} rank rows, and the device has {num_rows}; raise lora_memory"
             )
         limit = self.host.max_bytes
-        if limit is not None and entry.num_bytes > limit:
+        if limit is not None and adapter.num_bytes > limit:
             raise adapter_error(
-                f"adapter '{name}' takes {shown_bytes(entry.num_bytes)} of host memory, and there are "
+                f"adapter '{name}' takes {shown_bytes(adapter.num_bytes)} of host memory, and there are "
                 f"{shown_bytes(limit)} (max_cpu_lora_memory)"
             )
 
-    def check_room_beside_pins(self, name: str, entry: HostEntry) -> None:
-        """Refuse (AdapterError) one for which the pinned adapters leave no room, however long it waits."""
-        rows, left = entry.adapter.rows, self.pool.num_rows - self.pool.num_pinned_rows
-        if rows > left and entry.adapter.digest not in self.pool:
+    def check_room_beside_pins(self, name: str, adapter: Adapter) -> None:
+        """Refuse (AdapterError) an adapter for which the pinned ones leave no room."""
+        rows, left = adapter.rows, self.pool.num_rows - self.pool.num_pinned_rows
+        if rows > left and adapter.digest not in self.pool:
             raise adapter_error(
                 f"adapter '{name}' takes {rows} rank rows, and the pinned adapters leave {left}; unpin one, or raise "
                 "lora_memory"
@@ -92,73 +91,77 @@ class Residency:
 
     # --- host ---
 
-    def make_room(self, claim: Order, num_reserved: int, num_bytes: int | None = None) -> bool:
-        """Make sure that one more adapter fits the host tier, for requests as urgent as `claim`, beside `num_reserved`
-        still to come. `num_bytes`: its size, when it is known.
+    def make_room(self, order: Order, num_reserved: int, num_bytes: int | None = None) -> bool:
+        """Evict adapters until one more fits the host tier; False when there is no room.
 
-        Adapters that nobody waits for go first, then those of the least urgent; those on the device last, the least
-        recently used of each first. What more urgent ones wait for stays, or they would push each other out; so does
-        what a request has begun with, as the files may have changed.
+        Adapters without waiting requests go first, then those of the least urgent requests; those on the device last,
+        the least recently used of each first. An adapter that a more urgent request waits for stays, otherwise two
+        adapters would evict each other. So does one that a preempted request began with: its files may have changed.
+
+        Args:
+            order: Order of the most urgent request that needs the room.
+            num_reserved: Number of adapters being read, which need room, too.
+            num_bytes: Size of the adapter, when it is known.
         """
         size = math.inf if num_bytes is None else num_bytes
         kept = sum(version.num_bytes for version in self._registry.pinned())
         while not self.host.has_room(num_reserved, num_bytes, kept):
-            if self._no_memory is not None and claim >= self._no_memory[0] and size >= self._no_memory[1]:
+            if self._no_memory is not None and order >= self._no_memory[0] and size >= self._no_memory[1]:
                 return False
-            victim = self._host_victim(claim)
+            victim = self._host_victim(order)
             if victim is None:
-                self._no_memory = (claim, size)
+                self._no_memory = (order, size)
                 return False
             self.drop(victim)
             self.num_host_evictions += 1
         return True
 
-    def _host_victim(self, claim: Order) -> bytes | None:
-        """Who makes way in host memory for requests as urgent as `claim`; see `make_room`."""
+    def _host_victim(self, order: Order) -> bytes | None:
+        """Return the adapter to evict from host memory for a request of this order; see `make_room`."""
         found: tuple[Order, bool] = (MOST_URGENT, False)
         victim: bytes | None = None
         for digest in self.host:
             on_device = digest in self.pool
             if (on_device and not self.pool.is_evictable(digest)) or self._registry.is_held(digest):
                 continue
-            order = self._registry.claim(digest) or LEAST_URGENT
-            if victim is None or (order, not on_device) > found:
-                found, victim = (order, not on_device), digest
-            if found == (LEAST_URGENT, True):  # none comes before the first of these: not all thousands are looked at
+            candidate = (self._registry.first_order(digest) or LEAST_URGENT, not on_device)
+            if victim is None or candidate > found:
+                found, victim = candidate, digest
+            if found == (LEAST_URGENT, True):  # none of thousands more can come before this one
                 break
-        return None if found[0] <= claim and found[0] != LEAST_URGENT else victim
+        return None if found[0] <= order and found[0] != LEAST_URGENT else victim
 
     # --- device ---
 
-    def place(self, entry: HostEntry, claim: Order) -> bool:
-        """Make sure that the adapter has rows on the device, and that they are being written, for requests as urgent
-        as `claim`; False when there is no room for it now."""
-        digest, num_rows = entry.adapter.digest, entry.adapter.rows
+    def place(self, adapter: Adapter, order: Order) -> bool:
+        """Give an adapter rows on the device and start to write them, for a request of this order; False when there is
+        no room now. Without effect when it has rows."""
+        digest, num_rows = adapter.digest, adapter.rows
         if digest in self.pool:
             return True
-        if any(num_rows >= rows and claim >= order for rows, order in self._no_rows.items()):
+        if any(num_rows >= rows and order >= refused for rows, refused in self._no_rows.items()):
             return False
         before = len(self.pool)
-        allocation = self.pool.allocate(digest, num_rows, self._victims(claim))
+        allocation = self.pool.allocate(digest, num_rows, self._device_victims(order))
         if allocation is None:
-            self._no_rows[num_rows] = min(claim, self._no_rows.get(num_rows, LEAST_URGENT))
+            self._no_rows[num_rows] = min(order, self._no_rows.get(num_rows, LEAST_URGENT))
             return False
         self.num_device_evictions += before + 1 - len(self.pool)
         self.pool.begin_write(allocation)
-        self._write(allocation, entry)
+        self._write(allocation, adapter)
         return True
 
-    def _victims(self, claim: Order) -> list[bytes]:
-        """Who may make way on the device: those that nobody waits for, the least recently used first, then those that
-        less urgent requests wait for, the least urgent first."""
-        claims = [
-            (self._registry.claim(d) or LEAST_URGENT, d) for d in self.pool.digests() if self.pool.is_evictable(d)
+    def _device_victims(self, order: Order) -> list[bytes]:
+        """Return the adapters that may be evicted from the device: those without waiting requests, the least recently
+        used first, then those of less urgent requests, the least urgent first."""
+        evictable = [
+            (self._registry.first_order(d) or LEAST_URGENT, d) for d in self.pool.digests() if self.pool.is_evictable(d)
         ]
-        claims.sort(key=lambda item: item[0], reverse=True)  # stable
-        return [digest for order, digest in claims if order > claim or order == LEAST_URGENT]
+        evictable.sort(key=lambda item: item[0], reverse=True)  # stable
+        return [digest for first, digest in evictable if first > order or first == LEAST_URGENT]
 
     def written(self, allocation: Allocation, *, failed: bool) -> None:
-        """The writing of these rows has ended. When it failed, they are free again."""
+        """Note that the writing of these rows has ended. When it failed, they are free again."""
         digest = allocation.key
         if failed and digest in self.pool and self.pool.allocation(digest) is allocation:
             self.pool.evict(digest)
@@ -166,23 +169,23 @@ class Residency:
 
     # --- pins ---
 
-    def pin(self, name: str, entry: HostEntry, num_reserved: int) -> None:
-        """Bring an adapter that is about to be registered as pinned, or pinned where it is, onto the device.
+    def pin(self, name: str, adapter: Adapter, num_reserved: int) -> None:
+        """Bring an adapter onto the device that is about to be pinned.
 
         Raises:
             InvalidUserInputError: too many are pinned, or there is no room for it now; nothing has changed.
         """
-        digest = entry.adapter.digest
-        self._check_pinnable(name, entry)
+        digest = adapter.digest
+        self._check_pinnable(name, adapter)
         replaced = self._registry.find(name)
         is_new = digest not in self.host
-        if not is_new or self.make_room(LEAST_URGENT, num_reserved, entry.num_bytes):
+        if not is_new or self.make_room(LEAST_URGENT, num_reserved, adapter.num_bytes):
             if is_new:
-                self.host.put(entry)
+                self.host.put(adapter)
             if replaced is not None and replaced.digest is not None and replaced.digest in self.pool:
                 self.pool.set_pinned(replaced.digest, False)
             self.changed()
-            if self.place(entry, MOST_URGENT):
+            if self.place(adapter, MOST_URGENT):
                 self.pool.set_pinned(digest, True)
                 return
             self.update_pins()
@@ -193,10 +196,10 @@ class Residency:
             param="pinned",
         )
 
-    def _check_pinnable(self, name: str, entry: HostEntry) -> None:
-        """Refuse (InvalidUserInputError) to pin what would leave too little room for any other adapter."""
-        others = {v.digest: v for v in self._registry.pinned() if v.name != name and v.digest != entry.adapter.digest}
-        rows_left = self.pool.num_rows - sum(v.rows for v in others.values()) - entry.adapter.rows
+    def _check_pinnable(self, name: str, adapter: Adapter) -> None:
+        """Refuse (InvalidUserInputError) a pin that would leave too little room for any other adapter."""
+        others = {v.digest: v for v in self._registry.pinned() if v.name != name and v.digest != adapter.digest}
+        rows_left = self.pool.num_rows - sum(v.rows for v in others.values()) - adapter.rows
         problem = None
         if rows_left < self._max_rank:
             problem = (
@@ -206,7 +209,7 @@ class Residency:
         elif len(others) + 1 >= self.host.max_adapters:
             problem = f"another adapter must find room in host memory (max_cpu_loras={self.host.max_adapters})"
         elif self.host.max_bytes is not None:
-            num_bytes = sum(v.num_bytes for v in others.values()) + entry.num_bytes
+            num_bytes = sum(v.num_bytes for v in others.values()) + adapter.num_bytes
             if 2 * num_bytes > self.host.max_bytes:
                 problem = (
                     f"the pinned adapters would take {shown_bytes(num_bytes)} of host memory, more than half of "
@@ -216,7 +219,7 @@ class Residency:
             raise InvalidUserInputError(f"cannot pin '{name}': {problem}", param="pinned")
 
     def update_pins(self) -> None:
-        """Pin on the device what a current version pins, and nothing else."""
+        """Pin the contents of pinned current versions on the device, and no others."""
         wanted = {version.digest for version in self._registry.pinned() if version.digest is not None}
         for digest in self.pool.pinned() - wanted:
             self.pool.set_pinned(digest, False)
@@ -224,7 +227,7 @@ class Residency:
             self.pool.set_pinned(digest, True)
 
     def check_integrity(self) -> None:
-        """Tiers, rows and the requests that run agree."""
+        """Check that tiers, rows and running requests agree."""
         self.pool.check_integrity()
         self.host.check_integrity()
         users: dict[bytes | None, int] = {}

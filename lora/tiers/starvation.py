@@ -1,12 +1,12 @@
-"""Nobody waits for ever: less urgent requests stop keeping in use what one needs that has waited too long for room.
+"""Aging: a request that has waited too long for room makes less urgent requests give up what it needs.
 
-    waits for                             less urgent requests yield
+    room that it waits for                what less urgent requests give up
     host memory                           one adapter on the device, so that it can leave host memory
-    rank rows                             all rows that come free, and those of adapters that together have enough
-    one of max_loras running adapters     such a place, and the adapter that runs with the fewest requests
+    rank rows                             all rows that come free, and adapters that together have enough rows
+    one of max_loras running adapters     a place that comes free, and the adapter with the fewest running requests
 
-So a request waits at most `AGING_SECONDS`, and then for each adapter that more urgent requests wait for as long as one
-running request takes, and one load.
+So a request waits at most `AGING_SECONDS`. After that it waits for one running request and one load, for each adapter
+that more urgent requests wait for.
 """
 
 from __future__ import annotations
@@ -20,53 +20,52 @@ from ..registry.registry import AdapterRegistry
 from ..registry.versions import AdapterVersion, Order
 from .residency import Residency
 
-# Seconds after which a request that waits for room may have others' adapters drained.
 AGING_SECONDS = 2.0
-# Seconds after which to look again who has waited that long.
+"""Time after which a request that waits for room makes others give it up."""
 LOOK_SECONDS = 0.05
+"""Time between two looks for requests that have waited that long."""
 
 
 class Aging:
-    """Who has waited too long, and who must yield to it. Reads the tiers, never changes them."""
+    """Versions whose requests wait for room, and the requests that must yield to them. It only reads the tiers."""
 
     def __init__(self, registry: AdapterRegistry, residency: Residency, clock: Callable[[], float]) -> None:
         self._registry = registry
         self._host, self._pool = residency.host, residency.pool
         self._clock = clock
-        self._short: dict[AdapterVersion, None] = {}  # refused room, and not admitted since
-        self._aged: deque[AdapterVersion] = deque()  # of them, those that have waited too long, most urgent first
+        self._blocked: dict[AdapterVersion, None] = {}  # refused room, and not admitted since
+        self._starving: deque[AdapterVersion] = deque()  # of these the ones that waited too long, most urgent first
         self._next_look = -math.inf
-        self._draining: set[bytes] | None = None  # since the last change
+        self._draining: set[bytes] | None = None  # digests to give up, until the next change
 
     @property
-    def any_short(self) -> bool:
-        """Return whether any version was refused room and has not had it since."""
-        return bool(self._short)
+    def any_blocked(self) -> bool:
+        """True when a version was refused room and has not had it since."""
+        return bool(self._blocked)
 
-    def set_short(self, version: AdapterVersion) -> None:
-        """The version was refused room: its requests may starve from now on."""
-        if version not in self._short:
-            self._short[version] = None
+    def block(self, version: AdapterVersion) -> None:
+        """Note that a version was refused room."""
+        if version not in self._blocked:
+            self._blocked[version] = None
             self._next_look = -math.inf
 
-    def clear_short(self, version: AdapterVersion) -> bool:
-        """The version has what it was refused, or needs it no more; whether it had been refused any."""
-        if version not in self._short:
+    def unblock(self, version: AdapterVersion) -> bool:
+        """Note that a version has room, or needs none any more. Returns whether it was blocked."""
+        if version not in self._blocked:
             return False
-        del self._short[version]
+        del self._blocked[version]
         self._draining = None
         return True
 
     def changed(self) -> None:
-        """Room may have come free, or requests may have gone."""
+        """Note that room may have come free, or that requests may have gone."""
         self._draining = None
 
     def must_yield(self, request: Request, version: AdapterVersion) -> bool:
-        """Return whether the request must wait so that a more urgent one, which has waited too long, gets the room it
-        needs.
+        """Return whether a request must wait, so that a more urgent one that is starving gets the room it needs.
 
-        The version's content is in host memory. It yields what it would have to take, and what it has when that is
-        among what is to be drained.
+        The version's content is in host memory. The request may not take free room that the other one needs, and may
+        not run on an adapter that is to leave the device.
         """
         starving = self._find_starving()
         if starving is None or starving.loading or version.digest is None or version.digest == starving.digest:
@@ -78,55 +77,56 @@ class Aging:
         if starving.digest in self._host:
             if version.digest not in pool and starving.digest not in pool:
                 return True
-            seats = pool.max_running - pool.num_running
-            if seats <= 1 and not pool.num_users(starving.digest) and not pool.num_users(version.digest):
+            num_places = pool.max_running - pool.num_running
+            if num_places <= 1 and not pool.num_users(starving.digest) and not pool.num_users(version.digest):
                 return True
         if self._draining is None:
             self._draining = self._to_drain(starving, first.order)
         return version.digest in self._draining
 
     def _find_starving(self) -> AdapterVersion | None:
-        """The version with the most urgent request among those that have waited too long for room."""
-        if not self._short:
+        """Return the version of the most urgent request that has waited too long for room."""
+        if not self._blocked:
             return None
         now = self._clock()
         if now >= self._next_look:
-            before = self._aged[0] if self._aged else None
+            before = self._starving[0] if self._starving else None
             self._next_look = now + LOOK_SECONDS
-            self._aged = deque(version for _, version in sorted(self._look(now), key=lambda item: item[0]))
-            if not self._aged or self._aged[0] is not before:
+            self._starving = deque(version for _, version in sorted(self._look(now), key=lambda item: item[0]))
+            if not self._starving or self._starving[0] is not before:
                 self._draining = None
-        while self._aged and (self._aged[0] not in self._short or self._aged[0].first_waiting() is None):
-            self._aged.popleft()
+        while self._starving and (self._starving[0] not in self._blocked or self._starving[0].first_waiting() is None):
+            self._starving.popleft()
             self._draining = None
-        return self._aged[0] if self._aged else None
+        return self._starving[0] if self._starving else None
 
     def _look(self, now: float) -> list[tuple[Order, AdapterVersion]]:
-        aged: list[tuple[Order, AdapterVersion]] = []
-        for version in list(self._short):
+        """Return the versions with a request that has waited too long, and unblock those without requests."""
+        found: list[tuple[Order, AdapterVersion]] = []
+        for version in list(self._blocked):
             first = version.first_waiting()
             if first is None:
-                del self._short[version]
+                del self._blocked[version]
             elif version.waiting[first] < now - AGING_SECONDS:
-                aged.append((first.order, version))
-        return aged
+                found.append((first.order, version))
+        return found
 
     def _to_drain(self, starving: AdapterVersion, order: Order) -> set[bytes]:
-        """The adapters on the device that must go, or stop running.
+        """Return the adapters that must leave the device, or stop running.
 
-        Preferably those without requests more urgent than `order`, as these do not yield, and of these the ones with
-        the fewest users. What preempted requests began with stays in host memory, so it is of no use to one that waits
-        to get there: if they yielded, both would wait for ever.
+        Adapters with requests more urgent than `order` come last, since these requests do not yield; the fewest users
+        come first. A starving version that is not in host memory needs room there. An adapter that a preempted request
+        began with stays in host memory, so draining it would not help.
         """
         pool = self._pool
         ranked = sorted(pool.digests(), key=lambda digest: (self._is_urgent(digest, order), pool.num_users(digest)))
-        able = [digest for digest in ranked if not pool.is_pinned(digest)]
+        unpinned = [digest for digest in ranked if not pool.is_pinned(digest)]
         if starving.digest is None or starving.digest not in self._host:
-            return set([digest for digest in able if not self._registry.is_held(digest)][:1])
+            return set([digest for digest in unpinned if not self._registry.is_held(digest)][:1])
         chosen: set[bytes] = set()
         if starving.digest not in pool:
             rows = pool.num_free
-            for digest in able:
+            for digest in unpinned:
                 if rows >= starving.rows:
                     break
                 chosen.add(digest)

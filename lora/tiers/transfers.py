@@ -1,143 +1,165 @@
-"""Transfers between the tiers, by the loader's threads: disk to host memory, and host memory to device rows."""
+"""Transfers between the tiers, in the loader threads: disk to host memory, and host memory to device rows."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...platform.core.errors import AdapterError, OutriderError
-from ..adapter import AdapterSource
+from ..adapter import Adapter, AdapterSource
 from ..device.pool import Allocation
 from ..files.folder import AdapterFiles
 from ..files.peft_config import adapter_error, shown
-from ..reader.client import AdapterReader
-from ..registry.mixes import Part, mix_adapters
+from ..reader.reader_client import AdapterReader
+from ..registry.mixes import check_mixable, mix_adapters
 from ..registry.versions import AdapterVersion
 from .host_tier import HostTier
-from .loader import Done, Loader
-from .row_writer import HostEntry, Placer
+from .loader_threads import LoaderThreads
+from .row_writer import RowWriter
 
 AT_ONCE_BYTES = 4 << 20
-"""Bytes that are copied in half a millisecond. A thread takes two or three, beside a step whose threads want every
-core."""
+"""Largest adapter that the stepping thread copies itself. That takes half a millisecond; a thread takes two or three,
+beside a step whose threads want every core."""
 
 
-class Read(NamedTuple):
-    """An adapter's files have been read, or cannot be; a mix has been made, or cannot be."""
+class ReadDone(NamedTuple):
+    """A read has ended, or the making of a mix."""
 
     version: AdapterVersion
-    entry: HostEntry | None
-    error: OutriderError | None
+    result: Adapter | OutriderError
     seconds: float
-    parts: tuple[Read, ...] = ()
-    """Parts of a mix: its parts that were not in memory."""
+    parts: tuple[ReadDone, ...] = ()
+    """Reads of those parts of a mix that were not in memory."""
 
 
-class Written(NamedTuple):
-    """An adapter's rows have been written, or could not be."""
+class WriteDone(NamedTuple):
+    """A write to device rows has ended."""
 
     allocation: Allocation
     error: OutriderError | None
 
 
+@contextlib.contextmanager
+def _typed_errors(what: str) -> Iterator[None]:
+    """Turn every exception into an OutriderError: one adapter that takes too much memory must not stop a thread."""
+    try:
+        yield
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise adapter_error(f"cannot {what}: {type(error).__name__}: {error}") from error
+
+
 class Transfers:
-    """Starts reads and writes, and tells when they have ended. Writes, which are short, do not wait for reads."""
+    """Starts reads and writes, and reports their end. Writes, which are short, do not wait for reads."""
 
-    def __init__(self, files: AdapterFiles, placer: Placer, *, reader_process: bool = False) -> None:
-        """`reader_process`: another process reads what it can instead of the calling thread."""
+    def __init__(self, files: AdapterFiles, writer: RowWriter, *, reader_process: bool = False) -> None:
+        """With `reader_process` another process reads what it can instead of the calling thread."""
         self._files = files
-        self._placer = placer
-        self.reader = AdapterReader(files, placer.layouts) if reader_process else None
-        self._loader: Loader[AdapterVersion | Allocation] = Loader()
+        self._writer = writer
+        self.reader = AdapterReader(files) if reader_process else None
+        self._threads: LoaderThreads[ReadDone | WriteDone] = LoaderThreads()
         self.num_reads = 0
-        """Under way."""
+        """Reads in flight."""
 
-    def start_reader(self) -> None:
-        """Start the reader process, if there is to be one, before it is needed."""
-        if self.reader is not None:
-            self.reader.start()
+    def reading(self, source: AdapterSource) -> Callable[[], Adapter]:
+        """Return the function that reads an adapter, for any thread; it raises AdapterError."""
 
-    def step(self, counts: Iterable[int]) -> None:
-        """A step begins, with rows of so many tokens."""
-        if self.reader is not None:
-            self.reader.signal.step(counts)
-
-    def reading(self, source: AdapterSource) -> Callable[[], HostEntry]:
-        """The work of reading and checking an adapter, for any thread. AdapterError comes out of it."""
-
-        def read() -> HostEntry:
-            try:
-                ready = self.reader.read(source) if self.reader is not None else None
-                if ready is not None:
-                    return self._placer.adopt(*ready)
-                return self._placer.pack(self._files.read(source))
-            except OutriderError:
-                raise
-            except Exception as error:  # out of memory, for one
-                what = f"{type(error).__name__}: {error}"
-                raise adapter_error(f"cannot load {shown(source.path)}: {what}") from error
+        def read() -> Adapter:
+            started = time.perf_counter()
+            with _typed_errors(f"load {shown(source.path)}"):
+                found = self.reader.read(source) if self.reader is not None else None
+                adapter = self._writer.prepare(found or self._files.read(source))
+            return replace(adapter, load_seconds=time.perf_counter() - started)
 
         return read
 
     def read(self, version: AdapterVersion, host: HostTier) -> None:
-        """Read the version's files; of a mix those of the parts that are not in `host`."""
+        """Read the version's files, or of a mix those of the parts that are not in `host`."""
         version.loading = True
         self.num_reads += 1
-        if version.parts:
-            held = [host.get(part.version.digest) for part in version.parts]
-            self._loader.submit(version, lambda: self._mix(version, held), f"load {shown(version.name)}")
-        else:
-            self._loader.submit(version, self.reading(version.source), f"load {shown(version.path)}")
+        held = [host.get(part.version.digest) for part in version.parts]
+        self._threads.submit(lambda: self._mix(version, held) if version.parts else self._read(version))
 
-    def _mix(self, mix: AdapterVersion, held: Sequence[HostEntry | None]) -> Read:
-        """Read the parts that are not `held`, and make the mix. The loader knows the seconds."""
-        read: list[Read] = []
-        found: list[Part] = []
-        for (version, weight), entry in zip(mix.parts, held, strict=True):
-            if entry is None:
-                started = time.perf_counter()
-                try:
-                    entry = self.reading(version.source)()
-                except AdapterError as error:
-                    read.append(Read(version, None, error, time.perf_counter() - started))
-                    failure = AdapterError(f"adapter '{version.name}': {error}", param=error.param)
-                    return Read(mix, None, failure, 0.0, (*read,))
-                read.append(Read(version, entry, None, time.perf_counter() - started))
-            found.append(Part(version.name, entry.adapter, weight))
+    def _read(self, version: AdapterVersion) -> ReadDone:
+        started = time.perf_counter()
         try:
-            return Read(mix, self._placer.pack(mix_adapters(found)), None, 0.0, (*read,))
-        except AdapterError as error:
-            return Read(mix, None, error, 0.0, (*read,))
+            result: Adapter | OutriderError = self.reading(version.source)()
+        except OutriderError as error:
+            result = error
+        return ReadDone(version, result, time.perf_counter() - started)
 
-    def write(self, allocation: Allocation, entry: HostEntry) -> None:
-        """Write an adapter's rows: a small one's at once, where rows are in host memory."""
-        work, what = self._placer.writing(allocation, entry), "write the adapter to the device"
-        if not self._placer.on_gpu and entry.num_bytes <= AT_ONCE_BYTES:
-            self._loader.do(allocation, work, what)
-        else:
-            self._loader.submit(allocation, work, what, short=True)
+    def _mix(self, mix: AdapterVersion, held: Sequence[Adapter | None]) -> ReadDone:
+        """Read the parts that are not `held`, and make the mix."""
+        started = time.perf_counter()
+        reads: list[ReadDone] = []
+        found: list[tuple[Adapter, float]] = []
 
-    def poll(self) -> Iterator[Read | Written]:
-        """Transfers that have ended since the last call, without waiting. Each counts as under way until its turn: what
-        the one before it changes must not drop its version."""
-        return map(self._ended, self._loader.poll() if self._loader.num_in_flight else ())
+        def done(result: Adapter | OutriderError) -> ReadDone:
+            return ReadDone(mix, result, time.perf_counter() - started, tuple(reads))
 
-    def wait(self, timeout: float) -> Iterator[Read | Written]:
-        """Wait up to `timeout` seconds for the first when any is under way."""
-        return map(self._ended, self._loader.wait(timeout))
+        for (version, weight), adapter in zip(mix.parts, held, strict=True):
+            if adapter is None:
+                reads.append(self._read(version))
+                result = reads[-1].result
+                if isinstance(result, AdapterError):
+                    return done(AdapterError(f"adapter '{version.name}': {result}", param=result.param))
+                if isinstance(result, OutriderError):
+                    return done(result)
+                adapter = result
+            found.append((adapter, weight))
+        try:
+            with _typed_errors(f"load {shown(mix.name)}"):
+                for (version, _), (adapter, _) in zip(mix.parts, found, strict=True):
+                    check_mixable(version.name, adapter)
+                adapter = self._writer.prepare(mix_adapters(found))
+        except OutriderError as error:
+            return done(error)
+        return done(replace(adapter, load_seconds=time.perf_counter() - started))
 
-    def _ended(self, done: Done[AdapterVersion | Allocation]) -> Read | Written:
-        if isinstance(done.ticket, Allocation):
-            return Written(done.ticket, done.error)
-        self.num_reads -= 1
-        done.ticket.loading = False
-        if isinstance(done.result, Read):
-            return done.result._replace(seconds=done.seconds)
-        return Read(done.ticket, done.result, done.error, done.seconds)
+    def write(self, allocation: Allocation, adapter: Adapter) -> None:
+        """Write an adapter's rows: a small adapter at once, where rows are in host memory."""
+        write, what = self._writer.writing(allocation, adapter), "write the adapter to the device"
+
+        def job() -> WriteDone:
+            try:
+                with _typed_errors(what):
+                    write()
+            except OutriderError as error:
+                return WriteDone(allocation, error)
+            return WriteDone(allocation, None)
+
+        if self._writer.on_gpu or adapter.num_bytes > AT_ONCE_BYTES:
+            self._threads.submit(job, short=True)
+            return
+        result = WriteDone(allocation, adapter_error(f"cannot {what}: interrupted"))
+        try:
+            result = job()
+        finally:  # an interrupt from the keyboard leaves no rows behind that are never written
+            self._threads.add_result(result)
+
+    def poll(self) -> Iterator[ReadDone | WriteDone]:
+        """Return the transfers that have ended since the last call, without waiting.
+
+        Each counts as in flight until its turn: what the one before it changes must not drop its version.
+        """
+        return map(self._ended, self._threads.poll() if self._threads.num_in_flight else ())
+
+    def wait(self, timeout: float) -> Iterator[ReadDone | WriteDone]:
+        """Wait up to `timeout` seconds for the first transfer to end, unless none is in flight."""
+        return map(self._ended, self._threads.wait(timeout))
+
+    def _ended(self, done: ReadDone | WriteDone) -> ReadDone | WriteDone:
+        if isinstance(done, ReadDone):
+            self.num_reads -= 1
+            done.version.loading = False
+        return done
 
     def close(self) -> None:
         """Stop the reader process and the threads."""
         if self.reader is not None:
             self.reader.close()
-        self._loader.close()
+        self._threads.close()

@@ -34,7 +34,7 @@ class EngineCore:
         self._adapters = parts.adapters
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
-        self.adapters = EngineAdapters(parts.adapters, parts.scheduler)
+        self.adapters = EngineAdapters(parts.adapters.catalog, parts.scheduler)
         """Loads, unloads and pins adapters; see `core.adapter_verbs`."""
         self._pipeline = Pipeline(parts.scheduler, parts.runner, parts.adapters.wait)
         self._speculation = SpeculationTotals()
@@ -94,7 +94,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
-        cache, adapters = self.scheduler.prefix_cache, self._adapters.stats()
+        cache, adapters = self.scheduler.prefix_cache, self._adapters.catalog.stats()
         return EngineStats(
             run_id=self._run_id,
             num_running=self.scheduler.num_running,

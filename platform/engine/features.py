@@ -5,10 +5,10 @@ The scheduler and the runner know none of them: they see the small protocols her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...lora.tiers.stats import AdapterStats
+from ...lora.registry.catalog import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.messages import AdapterInfo
 from ..core.request import Request
@@ -46,17 +46,26 @@ class NoAdapters(Gate):
         """The base model's."""
         return b""
 
-    def reader(self, *args: Any, **options: Any) -> Any:
+    @property
+    def catalog(self) -> NoAdapters:
+        """The verbs that follow."""
+        return self
+
+    def reader(self, verb: str, arguments: Mapping[str, Any]) -> Any:
+        """No verb reads files."""
+        return None
+
+    def load(self, *args: Any, **options: Any) -> Any:
         """InvalidRequestError: LoRA is not enabled."""
         raise InvalidRequestError("LoRA is not enabled (enable_lora)", param="lora_name")
 
-    load = register = reader
+    register = load
 
     def unload(self, name: str, *args: Any, **options: Any) -> Any:
         """NotFoundError: there is no adapter."""
         raise NotFoundError(f"adapter {name!r} is not loaded", param="lora_name")
 
-    pin_reader = pin = unpin = unload
+    pin = unpin = unload
 
     def find(self, name: str) -> AdapterInfo | None:
         """There is none."""

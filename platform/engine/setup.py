@@ -11,7 +11,7 @@ import torch
 
 from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
-from ...lora.reader import client as reader
+from ...lora.reader import reader_client
 from ...models.batch import allocate_kv
 from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 from ...models.decoder import Decoder
@@ -219,7 +219,7 @@ def _make_adapters(config: EngineConfig, model: Decoder, speculation: Speculatio
         on_gone=forget,
         before_evicting=_ignore if config.async_scheduling else drafter.adapter_leaves,
         batch_invariant=config.batch_invariant,
-        reader_process=reader.pays(
+        reader_process=reader_client.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
             long_steps=_has_long_steps(config, model),
         ),

@@ -240,7 +240,7 @@ def test_reads_beside_steps_compute_without_helpers(models, make_engine, monkeyp
     """Those of another thread's, as the engine process has; what the engine's own thread reads changes nothing for
     it."""
     alone = []
-    monkeypatch.setattr("outrider.platform.engine.adapters.compute_alone", lambda: alone.append(current_thread().name))
+    monkeypatch.setattr("outrider.lora.registry.catalog.compute_alone", lambda: alone.append(current_thread().name))
     engine = make_engine(**LORA)
     engine.adapters.register([models.lora("b")])
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:

@@ -94,7 +94,7 @@ def test_draft_weights_are_mixed_likewise(models, make_engine, prompts, greedy):
     manager, version = engine._adapters, engine.scheduler.running[0].adapter
     assert version.has_draft
     assert manager.prepare_draft([(version, 1)]) is not None
-    ranks = {len(w.a) for w in manager._residency.host.get(version.digest).adapter.draft_modules.values()}
+    ranks = {len(w.a) for w in manager._residency.host.get(version.digest).drafter.modules().values()}
     assert ranks == {4 + 2}
     while engine.has_work():
         engine.step()

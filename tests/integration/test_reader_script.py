@@ -50,6 +50,9 @@ def test_a_script_without_a_main_guard(tmp_path):
     num_answers, pid = second.split()
     assert (first, num_answers) == ("script", "2")
     end = time.monotonic() + 20
-    while Path(f"/proc/{pid}/cmdline").exists() and b"lora.reader.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+    while (
+        Path(f"/proc/{pid}/cmdline").exists()
+        and b"lora.reader.reader_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ):
         assert time.monotonic() < end, "the reader outlives the script"
         time.sleep(0.05)

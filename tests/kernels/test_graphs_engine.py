@@ -24,7 +24,6 @@ from outrider.kernels import verification as kernels_verification
 from outrider.kernels.device_outcome import OnDevice
 from outrider.kernels.sampling import triton as kernels_sampling_triton
 from outrider.lora.device import arena, batching, dora
-from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.batch import SequenceRows
@@ -193,7 +192,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
     if device == "cuda":
         return made
-    for module in (arena, batching, dora, preparing):
+    for module in (arena, batching, dora):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)

@@ -8,14 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.lora.adapter import AdapterSource, LoraWeights
+from outrider.lora.adapter import AdapterSource
 from outrider.lora.device import arena, batching, dora, layers
-from outrider.lora.device import pass_inputs as preparing
-from outrider.lora.device.batching import LoraBatcher
-from outrider.lora.device.pass_inputs import StepAdapters
+from outrider.lora.device.batching import LoraBatcher, StepAdapters
+from outrider.lora.device.layout import EMBEDDING, LM_HEAD, LoraWeights
 from outrider.lora.device.pool import Allocation, RowPool
 from outrider.lora.device.sites import AdapterSites
-from outrider.lora.files.tensor_keys import EMBEDDING, LM_HEAD
 from outrider.lora.registry.versions import AdapterVersion
 from outrider.models.layers.embedding import Embedding
 from outrider.models.layers.linear import Linear
@@ -52,7 +50,7 @@ class Model:
             in_features = VOCAB if name == EMBEDDING else HIDDEN
             gain = torch.rand(out) + 0.5 if gains else None
             weights[name] = LoraWeights(torch.randn(rank, in_features), torch.randn(rank, out), gain)
-        self.sites.write(self.pool.allocate(key, rank), self.sites.pack(weights))
+        self.sites.write(self.pool.allocate(key, rank), self.sites.model.layout.pack(weights))
 
     def rows(self, *items: tuple[bytes | None, int]) -> Rows:
         return [(self.pool.allocation(key) if key else None, count) for key, count in items]
@@ -72,7 +70,7 @@ class Model:
 @pytest.fixture
 def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a CUDA device, on the CPU with Triton's interpreter too."""
-    for module in (arena, batching, dora, preparing):
+    for module in (arena, batching, dora):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
 
 

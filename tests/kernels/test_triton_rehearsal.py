@@ -14,7 +14,6 @@ from outrider.kernels import rms_norm as kernels_rms_norm
 from outrider.kernels import silu_mul as kernels_silu_mul
 from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
 from outrider.lora.device import arena, batching, dora
-from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.decoder import Decoder
 from outrider.platform.core.config import EngineArgs
@@ -34,7 +33,7 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
     that Triton would compile."""
     if device == "cuda":
         pytest.skip("the rehearsal has happened when the engine is there")
-    for module in (arena, batching, dora, preparing):
+    for module in (arena, batching, dora):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
     monkeypatch.setattr(kernels_rms_norm, "use_triton", lambda x: True)
@@ -55,14 +54,14 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
         "wide": write_adapter(tmp_path / "wide", 17, 1, ["q_proj", "v_proj"], head=True),
     }
     scheduler, runner, adapters = parts.scheduler, parts.runner, parts.adapters
-    loaded = [adapters.load(LoRARequest(name, path=folders[name]), pinned=True).name for name in folders]
+    loaded = [adapters.catalog.load(LoRARequest(name, path=folders[name]), pinned=True).name for name in folders]
     with recorded_keys() as rehearsed:
         rehearse_prompts(scheduler, runner)
         rehearse_adapter(scheduler, runner, adapters, runner._model, ("", ()))
     assert {"shrink_kernel", "expand_kernel", "attention_kernel", "_rms_norm_kernel"} <= rehearsed.keys()
     adds_residual = rms_norm_kernel.arg_names.index("HAS_RESIDUAL") - rms_norm_kernel.arg_names.index("WIDTH")
     assert any(key.constants[adds_residual] for key in rehearsed["_rms_norm_kernel"])
-    assert [info.name for info in adapters.list()] == loaded
+    assert [info.name for info in adapters.catalog.list()] == loaded
     assert not scheduler.has_work()
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2)
     with recorded_keys() as launched:

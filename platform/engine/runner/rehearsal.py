@@ -64,12 +64,12 @@ def rehearse_adapter(
     """
     with tempfile.TemporaryDirectory(prefix="outrider-rehearsal-") as folder:
         lora = write_adapter(Path(folder), model, draft)
-        adapters.load(lora, pinned=True)
+        adapters.catalog.load(lora, pinned=True)
         try:
             rehearse_prompts(scheduler, runner, adapters, lora)
         finally:
-            adapters.unload(lora.lora_name, "abort")
-            adapters.stats()  # its load is told to nobody
+            adapters.catalog.unload(lora.lora_name, "abort")
+            adapters.catalog.stats()  # its load is told to nobody
 
 
 def write_adapter(folder: Path, model: Decoder, draft: tuple[str, Sequence[Linear]]) -> LoRARequest:

@@ -139,4 +139,4 @@ def admitted(manager, name, path, request_id="r", **options):
 
 
 def level(manager, name):
-    return next(info.level for info in manager.list() if info.name == name)
+    return next(info.level for info in manager.catalog.list() if info.name == name)

@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from outrider.lora.adapter import parse
 from outrider.lora.device.dora import BaseWeight
 from outrider.lora.device.sites import AdapterSites
-from outrider.lora.files.serving_form import StoredModule, StoredWeights, serve
+from outrider.lora.files.row_conversion import StoredModule, convert_modules
 from outrider.lora.files.tensor_header import InvalidFileError, read_header
+from outrider.lora.files.tensor_keys import MAGNITUDE, A, B, ModuleShape
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
 from .conftest import SIZES, make_linears, module, tensors, write_adapter
+from .parsing import make_model, parse
 
 Q = module(0, "q_proj")
 PREFIX = "base_model.model."
@@ -29,7 +30,7 @@ def known():
     for linear in linears:
         for slot in linear.weight_slots().values():
             slot.load(torch.randn(slot.shape, generator=generator))
-    return AdapterSites(linears, None, torch.float32, torch.device("cpu")).modules
+    return AdapterSites(linears, None, torch.float32, torch.device("cpu")).model.shapes
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_a_row_without_any_weight_has_no_gain(tmp_path, known):
     for linear in linears:
         for slot in linear.weight_slots().values():
             slot.load(torch.zeros(slot.shape))
-    modules = AdapterSites(linears, None, torch.float32, torch.device("cpu")).modules
+    modules = AdapterSites(linears, None, torch.float32, torch.device("cpu")).model.shapes
     state = {key: tensor * ("lora_B" not in key) for key, tensor in dora().items()}
     with pytest.raises(AdapterError, match="lora_magnitude_vector is not finite"):
         parse(write_adapter(tmp_path, state, use_dora=True), modules, max_rank=8, dtype=torch.float32)
@@ -375,12 +376,13 @@ def test_the_digest_of_dora_is_of_b_before_it_is_rounded():
     a, b, magnitude = torch.randn(4, 16), torch.randn(64, 4), torch.rand(64) + 1.0
     other = b * (1.0 + 1e-3 * torch.randn(64, 4))
     other = torch.where((2.0 * other).bfloat16() == (2.0 * b).bfloat16(), other, b)
-    bases = {"m": BaseWeight(lambda: base.square().sum(1), lambda x: x.float() @ base.t())}
+    weight = BaseWeight(lambda: base.square().sum(1), lambda x: x.float() @ base.t())
+    model = make_model({"m": ModuleShape(16, 64, base=weight)}, torch.bfloat16)
 
     def served(b):
-        source = StoredModule("m", 4, 16, 64, 2.0, None, 0)
-        modules, digest = serve([source], lambda _: StoredWeights(a, b, magnitude), torch.bfloat16, bases)
-        return modules["m"].b, digest
+        stored, tensors = StoredModule("m", 4, 16, 64, 2.0, None, 0), {A: a, B: b, MAGNITUDE: magnitude}
+        packed, digest = convert_modules([stored], lambda _: tensors, model)
+        return packed.modules()["m"].b, digest
 
     (one, digest), (two, other_digest) = served(b), served(other)
     assert not torch.equal(one, two)

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora.adapter import DraftTarget, ModuleShape, parse
 from outrider.lora.device.sites import AdapterHooks
+from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.lora.manager import AdapterManager
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError, InvalidRequestError
 from outrider.platform.core.lora_request import LoRARequest
 
 from .conftest import SIZES, admitted, make_linears, make_request, module, tensors, write_adapter
+from .parsing import DraftTarget, parse
 
 KNOWN = {module(layer, name): ModuleShape(*sizes) for layer in (0, 1) for name, sizes in SIZES.items()}
 DRAFTER = DraftTarget("draft_model", {name: shape for name, shape in KNOWN.items() if "layers.0" in name})
@@ -201,7 +202,7 @@ def test_names_cannot_forge_lines_of_the_log(make_drafted, tmp_path, caplog):
     path = write_both(tmp_path)
     state = {f"a\nb.{key}": value for key, value in tensors(2, layers=(0,)).items()}
     write_adapter(tmp_path / "draft", state, rank=2)
-    make_drafted().load(LoRARequest("x\nERROR forged", path=path))
+    make_drafted().catalog.load(LoRARequest("x\nERROR forged", path=path))
     (record,) = caplog.records
     assert "without its draft weights" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -232,7 +233,7 @@ def test_rows_of_the_drafter_go_with_the_adapters(make_drafted, tmp_path):
         request = admitted(manager, name, paths[name])
         torch.testing.assert_close(drafted_output(manager, request), expected[name], atol=1e-4, rtol=1e-5)
         manager.forget(request)
-    assert {info.name: (info.rank, info.rows, info.draft) for info in manager.list()} == {
+    assert {info.name: (info.rank, info.rows, info.draft) for info in manager.catalog.list()} == {
         "large": (2, 8, "loaded"),
         "small": (8, 8, "loaded"),
         "none": (4, 4, ""),
@@ -261,13 +262,13 @@ def test_requests_for_other_draft_weights_get_another_version(make_drafted, tmp_
 @pytest.mark.parametrize("bad", ["/nowhere", "/" + "a" * 5000, "/a\0", "/\ud800"])
 def test_a_request_with_a_wrong_draft_path_changes_nothing(make_drafted, tmp_path, bad):
     manager = make_drafted()
-    before = manager.load(LoRARequest("x", path=write_both(tmp_path)), pinned=True)
+    before = manager.catalog.load(LoRARequest("x", path=write_both(tmp_path)), pinned=True)
     request = make_request("x", str(tmp_path))
     request.lora = LoRARequest("x", path=str(tmp_path), draft_path=bad)
     with pytest.raises(AdapterError, match=r"^draft_path: the folder .* does not exist$") as error:
         manager.resolve(request)
     assert (error.value.param, len(error.value.message) < 300) == ("draft_path", True)
-    assert manager.list() == [before]
+    assert manager.catalog.list() == [before]
 
 
 def test_changed_draft_weights_are_refused_once_out_of_memory(make_drafted, tmp_path):
@@ -280,7 +281,7 @@ def test_changed_draft_weights_are_refused_once_out_of_memory(make_drafted, tmp_
     write_adapter(tmp_path / "x" / "draft", tensors(5, layers=(0,)), rank=5)
     with pytest.raises(AdapterError, match="load_inplace"):
         admitted(manager, "x", path)
-    manager.load(LoRARequest("x", path=path), load_inplace=True)
+    manager.catalog.load(LoRARequest("x", path=path), load_inplace=True)
     request = admitted(manager, "x", path)
     assert request.adapter.digest not in (None, before)
     assert request.adapter.rows == 5
@@ -295,14 +296,14 @@ def test_gone_is_told_once_nobody_has_the_content(make_drafted, tmp_path):
     shutil.copytree(path, twin)
     request = admitted(manager, "x", path)
     digest = request.adapter.digest
-    manager.load(LoRARequest("twin", path=twin))
-    manager.unload("x")
+    manager.catalog.load(LoRARequest("twin", path=twin))
+    manager.catalog.unload("x")
     manager.forget(request)
     assert manager.gone == []  # the twin has it
-    manager.unload("twin")
+    manager.catalog.unload("twin")
     assert manager.gone == [digest]
     request = admitted(manager, "x", path)
-    manager.unload("x")
+    manager.catalog.unload("x")
     manager.release(request)  # preempted: it will go on
     assert manager.gone == [digest]
     manager.forget(request)

@@ -8,12 +8,13 @@ import struct
 import pytest
 import torch
 
-from outrider.lora.adapter import DraftTarget, ModuleShape, parse
 from outrider.lora.device.sites import AdapterSites
+from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
 from .conftest import SIZES, make_linears, module, tensors, write_adapter
+from .parsing import DraftTarget, parse
 
 Q = module(0, "q_proj")
 A = f"base_model.model.{Q}.lora_A.weight"
@@ -27,7 +28,7 @@ def never(tensor):
 
 @pytest.fixture(scope="module")
 def known():
-    modules = AdapterSites(make_linears(), None, torch.float32, torch.device("cpu")).modules
+    modules = AdapterSites(make_linears(), None, torch.float32, torch.device("cpu")).model.shapes
     return {**modules, "lm_head": ModuleShape(16, 40, is_base=never)}
 
 

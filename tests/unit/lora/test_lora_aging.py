@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.lora.adapter import Adapter
+from outrider.lora.device.layout import LoraWeights
 from outrider.lora.device.sites import AdapterHooks, make_sites
 from outrider.lora.manager import AdapterManager
 from outrider.lora.registry.registry import AdapterRegistry
@@ -15,7 +16,7 @@ from outrider.lora.tiers.starvation import AGING_SECONDS, LOOK_SECONDS
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import admitted, make_linears, make_request, settle
+from .conftest import HIDDEN, admitted, make_linears, make_request, module, settle
 from .test_lora_manager_machine import StepLoader
 
 STEP_SECONDS = 0.1
@@ -37,14 +38,16 @@ class Load:
 
     def __post_init__(self):
         self.manager = AdapterManager(make_linears(1), self.config, torch.float32, "cpu", clock=lambda: self.now)
-        self.manager._transfers._loader = StepLoader()
+        self.manager._transfers._threads = StepLoader()
         self.manager._files.check = lambda source: None
-        self.manager._files.changed = lambda source, before: False
         self.manager._files.read = self._read
 
     def _read(self, source):
         index = int(source.path.rsplit("/", 1)[-1])
-        return Adapter(bytes([index]) * 32, self.ranks[index], {})
+        layout = self.manager._files.target.layout
+        weights = LoraWeights(torch.zeros(self.ranks[index], 24), torch.zeros(self.ranks[index], HIDDEN))
+        target = layout.pack({module(0, "down_proj"): weights})
+        return Adapter(bytes([index]) * 32, target, self.manager._files.drafter.layout.pack({}))
 
     def arrive(self, index):
         request = make_request(str(index), f"/adapters/{index}")
@@ -134,7 +137,7 @@ def test_a_pinned_adapter_shares_the_places_to_run(make_manager, folder):
     """It stays on the device, and still lets others run in turn."""
     now = [0.0]
     manager = make_manager(max_loras=1, max_lora_rank=4, memory_bytes=1 << 20, clock=lambda: now[0])
-    manager.load(LoRARequest("p", path=folder("p")), pinned=True)
+    manager.catalog.load(LoRARequest("p", path=folder("p")), pinned=True)
     running = [admitted(manager, "p", folder("p"))]
     other = make_request("b", folder("b"))
     manager.resolve(other)
@@ -158,11 +161,11 @@ def test_steps_and_requests_do_not_look_at_all_names(make_manager, folder, tmp_p
     manager = make_manager(max_loras=2, max_cpu_loras=4)
     idle = str(tmp_path / "idle")
     (tmp_path / "idle").mkdir()
-    monkeypatch.setattr("outrider.lora.files.folder.parse", None)  # nothing is read
-    manager.register([LoRARequest(f"n{i}", path=idle) for i in range(2000)])
+    monkeypatch.setattr("outrider.lora.files.folder.AdapterFiles.read", None)  # nothing is read
+    manager.catalog.register([LoRARequest(f"n{i}", path=idle) for i in range(2000)])
     monkeypatch.undo()
-    assert len(manager.list()) == manager.stats().num_adapters == 2000
-    manager.register([LoRARequest(name, path=folder(name)) for name in "abcdef"])
+    assert len(manager.catalog.list()) == manager.catalog.stats().num_adapters == 2000
+    manager.catalog.register([LoRARequest(name, path=folder(name)) for name in "abcdef"])
 
     def everything(self):
         raise AssertionError("all names were looked at")
@@ -171,14 +174,14 @@ def test_steps_and_requests_do_not_look_at_all_names(make_manager, folder, tmp_p
     monkeypatch.setattr(AdapterRegistry, "current", everything)
     for name in "abcdefabc":
         request = admitted(manager, name, folder(name))
-        assert {info.name for info in manager.stats().adapters} <= set("abcdef")
+        assert {info.name for info in manager.catalog.stats().adapters} <= set("abcdef")
         manager.release(request)
         manager.forget(request)
-    manager.load(LoRARequest("g", path=folder("g")), pinned=True)
-    manager.unpin("g")
-    manager.unload("g")
-    manager.unload("a", "abort")
-    assert manager.stats().num_adapters == 2005
+    manager.catalog.load(LoRARequest("g", path=folder("g")), pinned=True)
+    manager.catalog.unpin("g")
+    manager.catalog.unload("g")
+    manager.catalog.unload("a", "abort")
+    assert manager.catalog.stats().num_adapters == 2005
     monkeypatch.undo()
 
 

@@ -1,5 +1,6 @@
 """Rows packed, copied and cleared."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -8,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.lora.adapter import LoraWeights
 from outrider.lora.device.arena import RowArena
-from outrider.lora.device.layout import RowLayout
+from outrider.lora.device.layout import LoraWeights, RowLayout
 from outrider.lora.device.pool import Allocation
 
 CPU = torch.device("cpu")
@@ -22,9 +22,10 @@ NUM_ROWS = 10
 
 def make(dtype=torch.float32):
     arena = RowArena(RowLayout(dtype), CPU)
-    places = [arena.layout.reserve(list(sizes), inputs, list(sizes.values())) for sizes, inputs in SITES]
+    for sizes, inputs in SITES:
+        arena.layout.reserve(list(sizes), inputs, list(sizes.values()))
     arena.allocate(NUM_ROWS)
-    return arena, places
+    return arena
 
 
 def weights(ranks, seed=0, dtype=torch.float32):
@@ -35,20 +36,30 @@ def weights(ranks, seed=0, dtype=torch.float32):
     }
 
 
-def held(arena, places, rows):
+def held(arena, rows):
     """What the arena has in `rows`, by module: A and B."""
-    found = {}
-    for place, (sizes, inputs) in zip(places, SITES, strict=True):
-        b = place.b
-        for index, (name, size) in enumerate(sizes.items()):
-            a = place.a + index * inputs
-            found[name] = (arena.rows[list(rows), a : a + inputs], arena.rows[list(rows), b : b + size])
-            b += size
-    return found
+    layout = arena.layout
+    return {
+        name: [arena.rows[list(rows), columns] for columns in layout.pieces[index]]
+        for name, index in layout.modules.items()
+    }
 
 
-def check(arena, places, rows, modules):
-    for index, (name, (a, b)) in enumerate(held(arena, places, rows).items()):
+def test_modules_of_a_site_are_side_by_side():
+    layout = make().layout
+    end = 0
+    for sizes, inputs in SITES:
+        pieces = [layout.pieces[layout.modules[name]] for name in sizes]
+        for columns, lengths in zip(zip(*pieces, strict=True), ([inputs] * len(sizes), sizes.values()), strict=True):
+            assert end <= columns[0].start < end + 64
+            for part, length in zip(columns, lengths, strict=True):
+                assert part.stop - part.start == length
+            assert all(one.stop == other.start for one, other in itertools.pairwise(columns))
+            end = columns[-1].stop
+
+
+def check(arena, rows, modules):
+    for index, (name, (a, b)) in enumerate(held(arena, rows).items()):
         rank = len(modules[name].a) if name in modules else 0
         if rank:
             assert torch.equal(a[:rank], modules[name].a)
@@ -64,30 +75,31 @@ RANKS = st.dictionaries(st.sampled_from(sorted(MODULES)), st.integers(1, 4))
 @settings(max_examples=60)
 @given(RANKS, RANKS, st.permutations(range(NUM_ROWS)))
 def test_rows_hold_what_was_written_last(first, second, order):
-    arena, places = make()
+    arena = make()
     for seed, ranks in enumerate((first, second)):
         modules = weights(ranks, seed)
         rows = tuple(sorted(order[seed : seed + 4]))
         arena.write(Allocation(b"x", rows), arena.layout.pack(modules))
-        check(arena, places, rows, modules)
+        check(arena, rows, modules)
 
 
 @settings(max_examples=60)
 @given(RANKS)
 def test_views_are_the_weights(ranks):
-    arena, _ = make()
+    arena = make()
     modules = weights(ranks)
     packed = arena.layout.pack(modules)
-    assert set(arena.layout.names(packed)) == modules.keys()
-    for name in modules:
-        a, b = arena.layout.view(packed, name)
+    views = packed.weights()
+    assert views.keys() == modules.keys()
+    assert all(packed.has(name) == (name in modules) for name in MODULES)
+    for name, (a, b) in views.items():
         assert torch.equal(a, modules[name].a)
         assert torch.equal(b, modules[name].b)
         assert a.untyped_storage().data_ptr() == packed.data.untyped_storage().data_ptr()
 
 
 def test_an_adapter_on_everything_is_one_span_and_on_some_takes_less():
-    arena, _ = make()
+    arena = make()
     whole = arena.layout.pack(weights(dict.fromkeys(MODULES, 2)))
     assert len(whole.spans) == 1
     some = arena.layout.pack(weights({"q": 2, "down": 2}))
@@ -97,12 +109,12 @@ def test_an_adapter_on_everything_is_one_span_and_on_some_takes_less():
 
 
 def test_an_empty_adapter_takes_nothing_and_clears_its_rows():
-    arena, places = make()
+    arena = make()
     arena.write(Allocation(b"x", (1, 2, 5)), arena.layout.pack(weights(dict.fromkeys(MODULES, 3))))
     empty = arena.layout.pack({})
     assert empty.data.numel() == 0
     arena.write(Allocation(b"y", (1, 2, 5)), empty)
-    check(arena, places, (1, 2, 5), {})
+    check(arena, (1, 2, 5), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,7 +129,7 @@ def test_rows_start_on_cache_lines_and_not_all_in_the_same_sets(dtype):
 
 
 def test_rows_are_written_beside_others_that_are_read():
-    arena, places = make()
+    arena = make()
     kept = weights({"q": 2, "gate": 2}, 5)
     arena.write(Allocation(b"kept", (0, 1)), arena.layout.pack(kept))
     packed = [arena.layout.pack(weights(dict.fromkeys(MODULES, 4), seed)) for seed in range(2)]
@@ -132,7 +144,7 @@ def test_rows_are_written_beside_others_that_are_read():
     thread.start()
     try:
         for _ in range(50):
-            check(arena, places, (0, 1), kept)
+            check(arena, (0, 1), kept)
     finally:
         stop.set()
         thread.join()
@@ -155,6 +167,6 @@ def resident_bytes():
 
 
 def test_live_is_what_a_kernel_can_read_module_by_module():
-    arena, _ = make()
+    arena = make()
     assert arena.live.dtype == np.uint8
     assert arena.live.strides[0] == 1

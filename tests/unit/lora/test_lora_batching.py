@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from outrider.lora.adapter import LoraWeights
 from outrider.lora.device import batching, layers
 from outrider.lora.device.arena import RowArena
 from outrider.lora.device.batching import LONG_RUN, LoraBatcher
 from outrider.lora.device.layers import EmbeddingSite, LoraSite
-from outrider.lora.device.layout import RowLayout
+from outrider.lora.device.layout import LoraWeights, RowLayout
 from outrider.lora.device.pool import RowPool
 
 RANKS = {b"a": 2, b"b": 3, b"c": 1}
@@ -24,10 +23,11 @@ class Bench:
     def __init__(self, dtype=torch.float32, num_rows=16, batch_invariant=False):
         self.pool = RowPool(num_rows, 8)
         self.arena = RowArena(RowLayout(dtype), CPU)
-        place = self.arena.layout.reserve(NAMES, IN, SIZES)
+        self.arena.layout.reserve(NAMES, IN, SIZES)
+        first, second = (columns.start for columns in self.arena.layout.pieces[0])
         self.arena.allocate(num_rows)
-        a = self.arena.rows[:, place.a : place.a + 2 * IN].unflatten(1, (2, IN))
-        b = self.arena.rows[:, place.b : place.b + sum(SIZES)]
+        a = self.arena.rows[:, first : first + 2 * IN].unflatten(1, (2, IN))
+        b = self.arena.rows[:, second : second + sum(SIZES)]
         self.site = LoraSite(a, b, SIZES, self.arena.live)
         self.batcher = LoraBatcher(dtype, CPU, batch_invariant=batch_invariant)
         self.weights = {}
@@ -143,9 +143,9 @@ class TestMasked:
 
 def test_embeddings(path):
     arena = RowArena(RowLayout(torch.float32), CPU)
-    place = arena.layout.reserve(["embedding"], 50, [6])
+    arena.layout.reserve(["embedding"], 50, [6])
     arena.allocate(12)
-    site = EmbeddingSite(arena.rows[:, place.a : place.a + 50], arena.rows[:, place.b : place.b + 6], arena.live)
+    site = EmbeddingSite(*(arena.rows[:, columns] for columns in arena.layout.pieces[0]), arena.live)
     pool, batcher = RowPool(12, 4), LoraBatcher(torch.float32, CPU)
     weights = {}
     for key, rank in ((b"a", 2), (b"b", 4), (b"none", 1)):

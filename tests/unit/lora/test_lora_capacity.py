@@ -1,13 +1,17 @@
 """How much fits: rows of the device by number or by bytes, adapters that run at once, bytes of host memory."""
 
-import pytest
+from dataclasses import replace
 
-from outrider.lora.manager import LOADING, ROWS, SEATS
+import pytest
+import torch
+
+from outrider.lora.device.layout import LoraWeights
+from outrider.lora.manager import LOADING, MAX_LORAS, ROWS
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.sizes import parse_bytes, shown_bytes
 
-from .conftest import admitted, level, make_request, settle
+from .conftest import HIDDEN, admitted, level, make_request, module, settle
 
 
 @pytest.mark.parametrize(
@@ -42,14 +46,14 @@ def test_a_size_is_shown_exactly():
 
 
 def row_bytes(manager):
-    return sum(sites.row_bytes for sites in manager._transfers._placer._sites)
+    return sum(sites.row_bytes for sites in manager._transfers._writer._sites)
 
 
 def test_rows_by_default_and_by_bytes(make_manager):
     manager = make_manager(max_loras=3, max_lora_rank=4)
-    assert manager.stats().num_rows == 12
+    assert manager.catalog.stats().num_rows == 12
     size = row_bytes(manager)
-    assert make_manager(max_lora_rank=4, memory_bytes=20 * size - 1).stats().num_rows == 19
+    assert make_manager(max_lora_rank=4, memory_bytes=20 * size - 1).catalog.stats().num_rows == 19
     with pytest.raises(InvalidRequestError) as error:
         make_manager(max_lora_rank=4, memory_bytes=4 * size - 1)
     assert error.value.param == "lora_memory"
@@ -62,7 +66,7 @@ def test_adapters_that_nobody_runs_stay_while_rows_last(make_manager, folder):
     for name in "abcd":
         manager.forget(admitted(manager, name, folder(name, rank=2)))
     assert [level(manager, name) for name in "abcd"] == ["device"] * 4
-    assert manager.stats().rows_used == 8
+    assert manager.catalog.stats().rows_used == 8
     manager.forget(admitted(manager, "e", folder("e", rank=3)))
     assert [level(manager, name) for name in "abcde"] == ["host", "host", "device", "device", "device"]
 
@@ -72,7 +76,7 @@ def test_at_most_max_loras_run(make_manager, folder):
     running = [admitted(manager, name, folder(name, rank=2), name) for name in "ab"]
     third = make_request("c", folder("c", rank=2))
     manager.resolve(third)
-    assert settle(manager, third) == SEATS
+    assert settle(manager, third) == MAX_LORAS
     assert level(manager, "c") == "device", "it waits there"
     assert admitted(manager, "b", folder("b", rank=2), "again").adapter is running[1].adapter
     manager.forget(running[0])
@@ -97,12 +101,11 @@ def test_admission_looks_at_the_rows_needed(make_manager, folder):
 
 def oversized(manager, rows):
     """What an adapter of more rows than the largest rank looks like: the sum of several."""
-    read = manager._files.read
+    read, weights = manager._files.read, LoraWeights(torch.zeros(rows, 24), torch.zeros(rows, HIDDEN))
 
     def more(source):
-        from dataclasses import replace
-
-        return replace(read(source), rows=rows)
+        adapter = read(source)
+        return replace(adapter, target=adapter.target.layout.pack({module(0, "down_proj"): weights}))
 
     manager._files.read = more
 
@@ -111,23 +114,23 @@ def test_more_rows_than_there_are(make_manager, folder):
     manager = make_manager(max_loras=2, max_lora_rank=4)
     oversized(manager, 9)
     with pytest.raises(AdapterError, match="'a' takes 9 rank rows, and the device has 8; raise lora_memory"):
-        manager.load(LoRARequest("a", path=folder("a")))
+        manager.catalog.load(LoRARequest("a", path=folder("a")))
     request = make_request("a", folder("a"))
     manager.resolve(request)
     with pytest.raises(AdapterError, match="takes 9 rank rows"):
         settle(manager, request)
-    assert (manager.list(), len(manager._residency.host)) == ([], 0)
+    assert (manager.catalog.list(), len(manager._residency.host)) == ([], 0)
 
 
 def test_more_rows_than_pins_leave(make_manager, folder):
     manager = make_manager(max_loras=2, max_lora_rank=4)
-    manager.load(LoRARequest("p", path=folder("p", rank=2)), pinned=True)
+    manager.catalog.load(LoRARequest("p", path=folder("p", rank=2)), pinned=True)
     oversized(manager, 7)
     request = make_request("a", folder("a"))
     manager.resolve(request)
     with pytest.raises(AdapterError, match="'a' takes 7 rank rows, and the pinned adapters leave 6"):
         settle(manager, request)
-    manager.unpin("p")
+    manager.catalog.unpin("p")
     manager.forget(admitted(manager, "a", folder("a")))
 
 
@@ -136,8 +139,8 @@ def test_more_rows_than_pins_leave(make_manager, folder):
 
 def entry_bytes(make_manager, folder, rank=4):
     manager = make_manager()
-    info = manager.load(LoRARequest("probe", path=folder("probe", rank=rank)))
-    assert info.num_bytes == manager.stats().host_bytes > 0
+    info = manager.catalog.load(LoRARequest("probe", path=folder("probe", rank=rank)))
+    assert info.num_bytes == manager.catalog.stats().host_bytes > 0
     return info.num_bytes
 
 
@@ -146,8 +149,8 @@ def test_the_host_tier_is_bounded_in_bytes(make_manager, folder):
     manager = make_manager(max_loras=1, max_cpu_loras=100, max_lora_rank=8, max_cpu_bytes=3 * size)
     for name in "abcdef":
         manager.forget(admitted(manager, name, folder(name)))
-        assert manager.stats().host_bytes <= 3 * size
-    assert sum(info.level == "disk" for info in manager.list()) == 3
+        assert manager.catalog.stats().host_bytes <= 3 * size
+    assert sum(info.level == "disk" for info in manager.catalog.list()) == 3
 
 
 def test_one_adapter_larger_than_the_host_tier(make_manager, folder):
@@ -157,7 +160,7 @@ def test_one_adapter_larger_than_the_host_tier(make_manager, folder):
     manager.resolve(request)
     with pytest.raises(AdapterError, match=rf"takes {size} bytes.* there are {size - 1} bytes.*max_cpu_lora_memory"):
         settle(manager, request)
-    assert manager.stats().host_bytes == 0
+    assert manager.catalog.stats().host_bytes == 0
 
 
 def test_all_wait_their_turn_for_few_bytes(make_manager, folder):
@@ -181,10 +184,10 @@ def test_all_wait_their_turn_for_few_bytes(make_manager, folder):
 def test_pins_leave_half_of_the_bytes(make_manager, folder):
     size = entry_bytes(make_manager, folder)
     manager = make_manager(max_loras=8, max_cpu_loras=100, max_cpu_bytes=3 * size)
-    assert manager.load(LoRARequest("a", path=folder("a")), pinned=True).pinned
+    assert manager.catalog.load(LoRARequest("a", path=folder("a")), pinned=True).pinned
     with pytest.raises(InvalidUserInputError, match=f"{2 * size} bytes.*more than half of {3 * size}"):
-        manager.load(LoRARequest("b", path=folder("b")), pinned=True)
-    assert [info.name for info in manager.list()] == ["a"]
+        manager.catalog.load(LoRARequest("b", path=folder("b")), pinned=True)
+    assert [info.name for info in manager.catalog.list()] == ["a"]
 
 
 def test_a_host_tier_full_of_what_runs_makes_others_wait(make_manager, folder):
@@ -193,7 +196,7 @@ def test_a_host_tier_full_of_what_runs_makes_others_wait(make_manager, folder):
     other = make_request("c", folder("c"))
     manager.resolve(other)
     assert settle(manager, other) == LOADING
-    assert manager.stats().load_seconds[2:] == [], "it was not even read"
+    assert manager.catalog.stats().load_seconds[2:] == [], "it was not even read"
     manager.forget(running[0])
     assert settle(manager, other) is None
     for request in (running[1], other):

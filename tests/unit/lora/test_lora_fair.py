@@ -30,7 +30,7 @@ class Engine:
         self.now = 0.0
         config = LoRAConfig(max_loras=1, max_cpu_loras=max_cpu_loras, max_lora_rank=4)
         self.manager = AdapterManager(make_linears(), config, torch.float32, "cpu", clock=lambda: self.now)
-        self.manager._transfers._loader = StepLoader()
+        self.manager._transfers._threads = StepLoader()
         pool = BlockPool(400)
         self.scheduler = Scheduler(
             SchedulerConfig(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora.files import folder as files_module
+from outrider.lora.files.folder import AdapterFiles
 from outrider.lora.manager import LOADING
 from outrider.lora.registry import catalog as catalog_module
 from outrider.platform.core.adapter_files import files_digest
@@ -22,42 +22,42 @@ from .conftest import admitted, level, make_request, settle, tensors
 def test_load_reads_now_and_says_what_it_found(make_manager, folder):
     manager = make_manager()
     path = folder("a", rank=3)
-    info = manager.load(LoRARequest("a", path=path))
+    info = manager.catalog.load(LoRARequest("a", path=path))
     assert (info.name, info.path, info.rank, info.rows, info.level, info.num_running) == ("a", path, 3, 3, "host", 0)
     assert len(bytes.fromhex(info.digest)) == 32
-    assert manager.list() == [info]
-    assert len(manager.stats().load_seconds) == 1
-    assert manager.stats().load_seconds == []
+    assert manager.catalog.list() == [info]
+    assert len(manager.catalog.stats().load_seconds) == 1
+    assert manager.catalog.stats().load_seconds == []
 
 
 def test_a_duplicate_name_is_refused_unless_in_place(make_manager, folder):
     manager = make_manager()
-    first = manager.load(LoRARequest("a", path=folder("a")))
+    first = manager.catalog.load(LoRARequest("a", path=folder("a")))
     with pytest.raises(InvalidUserInputError, match="already been loaded"):
-        manager.load(LoRARequest("a", path=folder("b")))
-    second = manager.load(LoRARequest("a", path=folder("b")), load_inplace=True)
+        manager.catalog.load(LoRARequest("a", path=folder("b")))
+    second = manager.catalog.load(LoRARequest("a", path=folder("b")), load_inplace=True)
     assert second.digest != first.digest
-    assert [info.digest for info in manager.list()] == [second.digest]
+    assert [info.digest for info in manager.catalog.list()] == [second.digest]
 
 
 def test_a_broken_replacement_leaves_the_old_one(make_manager, folder):
     manager = make_manager()
-    first = manager.load(LoRARequest("a", path=folder("a")))
+    first = manager.catalog.load(LoRARequest("a", path=folder("a")))
     with pytest.raises(AdapterError, match="rank 9"):
-        manager.load(LoRARequest("a", path=folder("big", rank=9)), load_inplace=True)
-    assert manager.list() == [first]
+        manager.catalog.load(LoRARequest("a", path=folder("big", rank=9)), load_inplace=True)
+    assert manager.catalog.list() == [first]
 
 
 def test_unload_of_an_unknown_name(make_manager):
     with pytest.raises(NotFoundError, match="'x'"):
-        make_manager().unload("x")
+        make_manager().catalog.unload("x")
 
 
 def test_unload_lets_running_requests_finish(make_manager, folder):
     manager = make_manager()
     request = admitted(manager, "a", folder("a"))
-    manager.unload("a")
-    assert manager.list() == []
+    manager.catalog.unload("a")
+    assert manager.catalog.list() == []
     assert manager.prepare([(request.adapter, 1)]) is not None
     manager.check_integrity()
     manager.forget(request)
@@ -66,9 +66,9 @@ def test_unload_lets_running_requests_finish(make_manager, folder):
 
 def test_load_durations_are_bounded_when_nobody_asks(make_manager, folder):
     manager, path = make_manager(), folder("a")
-    manager._catalog._load_seconds.extend([1.0] * (2 * catalog_module.MAX_LOAD_SECONDS))
-    manager.load(LoRARequest("a", path=path))
-    assert len(manager.stats().load_seconds) == catalog_module.MAX_LOAD_SECONDS
+    manager.catalog._load_seconds.extend([1.0] * (2 * catalog_module.MAX_LOAD_SECONDS))
+    manager.catalog.load(LoRARequest("a", path=path))
+    assert len(manager.catalog.stats().load_seconds) == catalog_module.MAX_LOAD_SECONDS
 
 
 # --- requests ---
@@ -90,28 +90,28 @@ def test_first_use_registers_and_waits_alone(make_manager, folder):
     manager.resolve(base)
     assert manager.admit(base) is None
     while manager.admit(request) is not None:
-        assert manager.stats().waiting == ["a"]
+        assert manager.catalog.stats().waiting == ["a"]
         manager.wait(10)
     assert level(manager, "a") == "device"
-    assert manager.stats().running == ["a"]
-    assert manager.namespace(request) == bytes.fromhex(manager.list()[0].digest)
+    assert manager.catalog.stats().running == ["a"]
+    assert manager.namespace(request) == bytes.fromhex(manager.catalog.list()[0].digest)
     manager.forget(request)
-    assert manager.stats().running == []
+    assert manager.catalog.stats().running == []
 
 
 def test_admit_release_and_forget_may_be_repeated(make_manager, folder):
     manager = make_manager()
     request = admitted(manager, "a", folder("a"))
     assert manager.admit(request) is None
-    assert manager.list()[0].num_running == 1
+    assert manager.catalog.list()[0].num_running == 1
     manager.release(request)
     manager.release(request)
-    assert manager.list()[0].num_running == 0
-    assert manager.stats().waiting == ["a"]
+    assert manager.catalog.list()[0].num_running == 0
+    assert manager.catalog.stats().waiting == ["a"]
     assert manager.admit(request) is None, "as after a preemption"
     manager.forget(request)
     manager.forget(request)
-    assert manager.stats().running == manager.stats().waiting == []
+    assert manager.catalog.stats().running == manager.catalog.stats().waiting == []
 
 
 def test_the_same_content_under_two_names_shares_rows(make_manager, folder, tmp_path):
@@ -121,7 +121,7 @@ def test_the_same_content_under_two_names_shares_rows(make_manager, folder, tmp_
     requests = [admitted(manager, "a", path), admitted(manager, "b", str(tmp_path / "copy"))]
     assert len(manager._residency.pool) == 1
     manager.check_integrity()
-    manager.unload("a")
+    manager.catalog.unload("a")
     manager.forget(requests[0])
     assert level(manager, "b") == "device"
     manager.forget(requests[1])
@@ -133,7 +133,7 @@ def test_the_same_content_under_two_names_shares_rows(make_manager, folder, tmp_
 def test_running_requests_keep_their_version(make_manager, folder):
     manager = make_manager()
     old = admitted(manager, "a", folder("a"), "old")
-    manager.load(LoRARequest("a", path=folder("a", seed=77)), load_inplace=True)
+    manager.catalog.load(LoRARequest("a", path=folder("a", seed=77)), load_inplace=True)
     new = admitted(manager, "a", folder("a", seed=77), "new")
     assert manager.namespace(old) != manager.namespace(new)
     batch = manager.prepare([(old.adapter, 1), (new.adapter, 1)])
@@ -149,7 +149,7 @@ def test_another_path_is_another_version(make_manager, folder):
     first = admitted(manager, "a", folder("a"))
     second = admitted(manager, "a", folder("b"), "second")
     assert first.adapter is not second.adapter
-    assert [info.path for info in manager.list()] == [second.lora.path]
+    assert [info.path for info in manager.catalog.list()] == [second.lora.path]
     for request in (first, second):
         manager.forget(request)
 
@@ -176,11 +176,11 @@ def test_files_that_changed_while_out_of_memory_are_refused_until_they_are_loade
         with pytest.raises(AdapterError, match=r"have changed since it was loaded.*load_inplace"):
             admitted(manager, "a", path, f"late {attempt}")
     with pytest.raises(AdapterError, match="load_inplace" if not broken else "safetensors"):
-        manager.pin("a")
+        manager.catalog.pin("a")
     path = folder("a", seed=99)
     with pytest.raises(AdapterError, match="load_inplace"):
         admitted(manager, "a", path, "later")
-    manager.load(LoRARequest("a", path=path), load_inplace=True)
+    manager.catalog.load(LoRARequest("a", path=path), load_inplace=True)
     manager.forget(admitted(manager, "b", folder("b")))
     manager.forget(admitted(manager, "a", path, "new"))
     folder("a")
@@ -205,12 +205,12 @@ def test_what_another_server_registered(make_manager, folder):
     path = folder("a")
     digest = files_digest(path)
     manager = make_manager()
-    manager.register([LoRARequest("a", path=path, digest=digest)])
+    manager.catalog.register([LoRARequest("a", path=path, digest=digest)])
     manager.forget(admitted(manager, "a", path))
-    manager.register([LoRARequest("b", path=folder("b"), digest=digest)])
+    manager.catalog.register([LoRARequest("b", path=folder("b"), digest=digest)])
     with pytest.raises(AdapterError, match="load_inplace"):
         admitted(manager, "b", folder("b"), "other")
-    manager.load(LoRARequest("b", path=folder("b")), load_inplace=True)
+    manager.catalog.load(LoRARequest("b", path=folder("b")), load_inplace=True)
     manager.forget(admitted(manager, "b", folder("b"), "loaded"))
 
 
@@ -238,10 +238,10 @@ def test_a_preempted_request_goes_on_with_its_version(make_manager, folder, tmp_
     manager.release(old)
     assert version.waiting[old] == 0.0, "it has waited since it was added"
     if ending == "unload":
-        manager.unload("a")
+        manager.catalog.unload("a")
         shutil.rmtree(tmp_path / "a")
     else:
-        manager.load(LoRARequest("a", path=folder("a", seed=77)), load_inplace=True)
+        manager.catalog.load(LoRARequest("a", path=folder("a", seed=77)), load_inplace=True)
     for name in "bcd":
         manager.forget(admitted(manager, name, folder(name), name, priority=-1))
         manager.check_integrity()
@@ -269,13 +269,13 @@ def test_a_preempted_request_of_an_adapter_still_registered_keeps_its_content(ma
 
 
 def test_requests_for_an_adapter_that_is_queued_to_load_share_one_version(make_manager, folder, monkeypatch):
-    parsed, real = [], files_module.parse
+    parsed, real = [], AdapterFiles.read
 
-    def parse(path, *args, **options):
-        parsed.append(path)
-        return real(path, *args, **options)
+    def read(self, source):
+        parsed.append(source.path)
+        return real(self, source)
 
-    monkeypatch.setattr(files_module, "parse", parse)
+    monkeypatch.setattr(AdapterFiles, "read", read)
     manager = make_manager(max_loras=1, max_cpu_loras=1)
     busy, path = admitted(manager, "a", folder("a")), folder("b")
     requests = [make_request("b", path, str(i)) for i in range(50)]
@@ -298,7 +298,7 @@ def test_a_path_that_is_no_folder_is_refused_at_once(make_manager, tmp_path):
     manager = make_manager()
     with pytest.raises(AdapterError, match="does not exist"):
         manager.resolve(make_request("a", str(tmp_path / "none")))
-    assert manager.list() == []
+    assert manager.catalog.list() == []
 
 
 def test_a_broken_adapter_fails_its_own_requests_and_may_be_repaired(make_manager, folder):
@@ -311,7 +311,7 @@ def test_a_broken_adapter_fails_its_own_requests_and_may_be_repaired(make_manage
     for request in broken:
         with pytest.raises(AdapterError, match="rank 9 exceeds"):
             manager.admit(request)
-    assert [info.name for info in manager.list()] == ["good"]
+    assert [info.name for info in manager.catalog.list()] == ["good"]
     assert manager.prepare([(good.adapter, 1)]) is not None
     manager.forget(admitted(manager, "a", folder("a", rank=4), "again"))
     manager.forget(good)
@@ -334,14 +334,14 @@ def test_an_adapter_whose_files_vanish_fails_only_when_it_must_be_read_again(mak
 
 
 def test_an_unforeseen_error_in_the_thread_is_one_adapters_error(make_manager, folder, monkeypatch):
-    real = files_module.parse
+    real = AdapterFiles.read
 
-    def parse(path, *args, **options):
-        if path.endswith("bad"):
+    def read(self, source):
+        if source.path.endswith("bad"):
             raise MemoryError("no room")
-        return real(path, *args, **options)
+        return real(self, source)
 
-    monkeypatch.setattr(files_module, "parse", parse)
+    monkeypatch.setattr(AdapterFiles, "read", read)
     manager = make_manager()
     request = make_request("bad", folder("bad"))
     manager.resolve(request)
@@ -355,13 +355,13 @@ def test_an_unforeseen_error_in_the_thread_is_one_adapters_error(make_manager, f
 
 
 def test_loading_does_not_block_and_close_ends_the_threads(make_manager, folder, monkeypatch):
-    gate, real = threading.Event(), files_module.parse
+    gate, real = threading.Event(), AdapterFiles.read
 
-    def parse(*args, **options):
+    def read(self, source):
         assert gate.wait(10)
-        return real(*args, **options)
+        return real(self, source)
 
-    monkeypatch.setattr(files_module, "parse", parse)
+    monkeypatch.setattr(AdapterFiles, "read", read)
     monkeypatch.setattr("outrider.lora.tiers.transfers.AT_ONCE_BYTES", 0)
     manager = make_manager()
     request = make_request("a", folder("a"))
@@ -372,7 +372,7 @@ def test_loading_does_not_block_and_close_ends_the_threads(make_manager, folder,
     gate.set()
     assert settle(manager, request) is None
     manager.forget(request)
-    threads = list(manager._transfers._loader._threads.values())
+    threads = list(manager._transfers._threads._threads)
     manager.close()
     assert len(threads) == 2
     assert not any(thread.is_alive() for thread in threads)

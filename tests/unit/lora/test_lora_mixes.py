@@ -1,12 +1,13 @@
 """Mixes in the adapter manager: versions bound to their parts, rows, and what becomes of them."""
 
 import shutil
+import time
 
 import pytest
 import torch
 
 from outrider.lora.device.sites import AdapterHooks
-from outrider.lora.registry.mixes import Part, mix_adapters
+from outrider.lora.registry.mixes import mix_adapters
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
 
@@ -66,8 +67,8 @@ def test_the_same_mix_is_one_version_and_other_weights_are_another(make, folder)
     other = admit(manager, mixed_request(("a", a, 0.3), ("b", b, 0.7)))
     assert first.adapter is second.adapter
     assert len({manager.namespace(r) for r in (first, second, other)}) == 2
-    assert [info.name for info in manager.list()] == ["a", "b"], "parts are registered, mixes are not"
-    assert manager.stats().running == ["a+b"]
+    assert [info.name for info in manager.catalog.list()] == ["a", "b"], "parts are registered, mixes are not"
+    assert manager.catalog.stats().running == ["a+b"]
     for request in (first, second, other):
         manager.forget(request)
 
@@ -77,7 +78,7 @@ def test_parts_that_are_read_for_a_mix_are_known_then(make, folder):
     manager = make()
     a, b = folder("a"), folder("b")
     mix = admit(manager, mixed_request(("a", a, 1), ("b", b, 1)))
-    assert [info.rank for info in manager.list()] == [4, 4]
+    assert [info.rank for info in manager.catalog.list()] == [4, 4]
     assert level(manager, "a") == level(manager, "b") == "host"
     shutil.rmtree(a)
     request = admitted(manager, "a", a, "1")
@@ -113,15 +114,15 @@ def test_a_mix_goes_with_a_part_and_running_requests_finish_on_it(make, folder, 
     manager = make(max_loras=4, hooks=on_gone(gone))
     a, b, c = (folder(name) for name in "abc")
     for name, path in (("a", a), ("b", b)):
-        manager.load(LoRARequest(name, path=path))
+        manager.catalog.load(LoRARequest(name, path=path))
     running = admit(manager, mixed_request(("a", a, 0.7), ("b", b, 0.3)))
     waiting = mixed_request(("a", a, 0.5), ("b", b, 0.5))
     manager.resolve(waiting)  # not read yet
     before = added_by(manager, running)
     if how == "unload":
-        manager.unload("b")
+        manager.catalog.unload("b")
     else:
-        manager.load(LoRARequest("b", path=c), load_inplace=True)
+        manager.catalog.load(LoRARequest("b", path=c), load_inplace=True)
     manager.check_integrity()
     assert not mixes_of(manager)
     wait_for(manager, waiting)
@@ -145,14 +146,14 @@ def test_waiting_mixes_finish_on_the_parts_that_they_were_asked_with(make, folde
     manager = make(max_loras=4)
     a, b, c = (folder(name) for name in "abc")
     for name, path in (("a", a), ("b", b)):
-        manager.load(LoRARequest(name, path=path))
+        manager.catalog.load(LoRARequest(name, path=path))
     plain = admitted(manager, "b", b, "1")
     expected = added_by(manager, plain)
     manager.forget(plain)
     waiting = mixed_request(("a", a, 0), ("b", b, 2))
     manager.resolve(waiting)
     shutil.rmtree(b)
-    manager.load(LoRARequest("b", path=c), load_inplace=True)
+    manager.catalog.load(LoRARequest("b", path=c), load_inplace=True)
     wait_for(manager, waiting)
     torch.testing.assert_close(added_by(manager, waiting), 2 * expected)
     manager.forget(waiting)
@@ -165,7 +166,7 @@ def test_unloading_with_abort_names_the_requests_of_mixes(make, folder):
     waiting = mixed_request(("a", a, 0.1), ("b", b, 0.3))
     manager.resolve(waiting)
     other = admitted(manager, "a", a, "1")
-    assert set(manager.unload("b", "abort")) == {mix, waiting}
+    assert set(manager.catalog.unload("b", "abort")) == {mix, waiting}
     for request in (mix, waiting, other):
         manager.forget(request)
 
@@ -188,7 +189,7 @@ def test_rank_may_exceed_the_limit_of_one_adapter_but_not_the_pool(make, folder)
 def test_a_mix_for_which_the_pinned_leave_no_room(make, folder):
     manager = make(max_loras=3, max_lora_rank=8)
     paths = {name: folder(name, rank=8) for name in "abcd"}
-    manager.load(LoRARequest("d", path=paths["d"]), pinned=True)
+    manager.catalog.load(LoRARequest("d", path=paths["d"]), pinned=True)
     mix = mixed_request(*((n, paths[n], 1) for n in "abc"))
     manager.resolve(mix)
     with pytest.raises(AdapterError, match=r"24 rank rows.*pinned adapters leave 16"):
@@ -206,7 +207,7 @@ def test_a_broken_part_fails_the_mix_and_is_named(make, folder, tmp_path):
     manager.resolve(mix)
     with pytest.raises(AdapterError, match=r"adapter 'x': .*not a valid safetensors"):
         wait_for(manager, mix)
-    assert [info.name for info in manager.list()] == ["a"], "what cannot be read takes no name"
+    assert [info.name for info in manager.catalog.list()] == ["a"], "what cannot be read takes no name"
     assert not mixes_of(manager)
     manager.check_integrity()
     write_adapter(broken)
@@ -219,7 +220,7 @@ def test_a_missing_folder_is_refused_at_once_and_registers_nothing(make, folder)
     manager = make()
     with pytest.raises(AdapterError, match="nowhere"):
         manager.resolve(mixed_request(("a", folder("a"), 1), ("x", "/nowhere", 1)))
-    assert manager.list() == []
+    assert manager.catalog.list() == []
 
 
 def test_a_part_whose_files_changed_since_it_was_read(make, folder, tmp_path):
@@ -238,13 +239,13 @@ def test_a_part_whose_files_changed_since_it_was_read(make, folder, tmp_path):
     manager.resolve(changed)
     with pytest.raises(AdapterError, match="load_inplace"):
         wait_for(manager, changed)
-    manager.load(LoRARequest("b", path=b), load_inplace=True)
+    manager.catalog.load(LoRARequest("b", path=b), load_inplace=True)
     second = admit(manager, mixed_request(("a", a, 0.7), ("b", b, 0.3)))
     assert not torch.allclose(added_by(manager, second), before)
     plain = mixed_request(("b", b, 1))
     manager.forget(second)
     admit(manager, plain)
-    digests = {info.name: info.digest for info in manager.list()}
+    digests = {info.name: info.digest for info in manager.catalog.list()}
     assert digests["b"] == manager.namespace(plain).hex()
     manager.forget(plain)
 
@@ -254,7 +255,7 @@ def test_a_mix_with_newcomers_gives_them_their_names(make, folder):
     old, new, b = folder("old"), folder("new"), folder("b")
     plain = admitted(manager, "a", old, "1")
     mix = admit(manager, mixed_request(("a", new, 0.5), ("b", b, 0.5)))
-    assert {info.name: info.path for info in manager.list()} == {"a": new, "b": b}
+    assert {info.name: info.path for info in manager.catalog.list()} == {"a": new, "b": b}
     for request in (plain, mix):
         manager.forget(request)
 
@@ -278,11 +279,11 @@ def test_what_the_manager_serves_is_what_mixing_makes(make, folder):
     a, b = folder("a", rank=3), folder("b", rank=5)
     mix = admit(manager, mixed_request(("a", a, 0.25), ("b", b, 4)))
     host = manager._residency.host
-    parts = {version.name: host.get(version.digest).adapter for version in manager._registry.current()}
-    expected = mix_adapters([Part("a", parts["a"], 0.25), Part("b", parts["b"], 4)])
+    parts = {version.name: host.get(version.digest) for version in manager._registry.current()}
+    expected = mix_adapters([(parts["a"], 0.25), (parts["b"], 4)])
     assert mix.adapter.digest == expected.digest
-    served = host.get(expected.digest).adapter.modules
-    assert all(torch.equal(served[name].b, weights.b) for name, weights in expected.modules.items())
+    served = host.get(expected.digest).target.modules()
+    assert all(torch.equal(served[name].b, weights.b) for name, weights in expected.target.modules().items())
     manager.forget(mix)
 
 
@@ -316,10 +317,10 @@ def test_reads_that_end_together(make, folder):
     for request in (first, second):
         manager.resolve(request)
     manager.forget(second)
-    manager.unload("b")
-    loader = manager._transfers._loader
-    with loader._changed:
-        assert loader._changed.wait_for(lambda: len(loader._done) == 2, 30)
+    manager.catalog.unload("b")
+    results, deadline = manager._transfers._threads._results, time.monotonic() + 30
+    while results.qsize() < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
     wait_for(manager, first)
     manager.check_integrity()
     manager.forget(first)

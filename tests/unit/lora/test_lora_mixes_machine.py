@@ -7,8 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.lora.adapter import parse
-from outrider.lora.files.weights import ModuleShape
+from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.lora.manager import AdapterManager
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import NotFoundError
@@ -16,6 +15,7 @@ from outrider.platform.core.lora_request import LoRARequest
 
 from .conftest import make_linears, write_adapter
 from .mix_requests import added_by, mixed_request
+from .parsing import parse
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -45,10 +45,10 @@ def test_any_order_of_requests_and_changes(tmp_path_factory, data):
             case "replace":
                 name = data.draw(st.sampled_from("ab"))
                 where[name] = data.draw(st.sampled_from(paths))
-                manager.load(LoRARequest(name, path=where[name]), load_inplace=True)
+                manager.catalog.load(LoRARequest(name, path=where[name]), load_inplace=True)
             case "unload":
                 with contextlib.suppress(NotFoundError):
-                    manager.unload(data.draw(st.sampled_from("ab")))
+                    manager.catalog.unload(data.draw(st.sampled_from("ab")))
             case "preempt" if live:
                 manager.release(data.draw(st.sampled_from(live))[0])
             case "end" if live:

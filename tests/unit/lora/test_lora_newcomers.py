@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from outrider.lora.files import folder as files_module
+from outrider.lora.files.folder import AdapterFiles
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
 
@@ -21,22 +21,22 @@ def pending(manager, name, path, **options):
 
 
 def test_a_newcomer_takes_the_name_once_it_has_been_read(make_manager, folder, monkeypatch):
-    manager, gate, real = make_manager(), threading.Event(), files_module.parse
-    before = manager.load(LoRARequest("a", path=folder("a")), pinned=True)
+    manager, gate, real = make_manager(), threading.Event(), AdapterFiles.read
+    before = manager.catalog.load(LoRARequest("a", path=folder("a")), pinned=True)
 
-    def parse(*args, **options):
+    def read(self, source):
         assert gate.wait(10)
-        return real(*args, **options)
+        return real(self, source)
 
-    monkeypatch.setattr(files_module, "parse", parse)
+    monkeypatch.setattr(AdapterFiles, "read", read)
     new = pending(manager, "a", folder("b"))
     same, old = pending(manager, "a", folder("b")), admitted(manager, "a", folder("a"))
     assert same.adapter is new.adapter
-    assert [(info.digest, info.pinned) for info in manager.list()] == [(before.digest, True)]
+    assert [(info.digest, info.pinned) for info in manager.catalog.list()] == [(before.digest, True)]
     gate.set()
     while manager.admit(new) is not None:
         manager.wait(10)
-    assert [(info.path, info.pinned) for info in manager.list()] == [(folder("b"), False)]
+    assert [(info.path, info.pinned) for info in manager.catalog.list()] == [(folder("b"), False)]
     assert manager.namespace(old) == bytes.fromhex(before.digest)
     for request in (new, same, old):
         manager.forget(request)
@@ -47,19 +47,17 @@ def test_a_newcomer_takes_the_name_once_it_has_been_read(make_manager, folder, m
 def test_a_newcomer_that_cannot_be_read_takes_nothing(make_manager, folder, tmp_path, monkeypatch, broken):
     """Of the adapter whose name it is: its pin and its place stay."""
     manager = make_manager()
-    before = manager.load(LoRARequest("a", path=folder("a")), pinned=True)
+    before = manager.catalog.load(LoRARequest("a", path=folder("a")), pinned=True)
     path = folder("b", rank=9 if broken == "too large" else 4)
     if broken == "no weights":
         (tmp_path / "b" / "adapter_model.safetensors").unlink()
     if broken == "vanished":
-        monkeypatch.setattr(
-            files_module, "parse", lambda *a, real=files_module.parse, **o: (shutil.rmtree(path), real(*a, **o))[1]
-        )
+        monkeypatch.setattr(AdapterFiles, "read", lambda *a, real=AdapterFiles.read: (shutil.rmtree(path), real(*a))[1])
     new = pending(manager, "a", path)
     manager.wait(10)
     with pytest.raises(AdapterError):
         manager.admit(new)
-    assert manager.list() == [before]
+    assert manager.catalog.list() == [before]
     assert manager._residency.pool.is_pinned(bytes.fromhex(before.digest))
     request = admitted(manager, "a", folder("a"))
     assert manager.namespace(request) == bytes.fromhex(before.digest)
@@ -74,7 +72,7 @@ def test_a_newcomer_gets_the_name_of_one_that_cannot_be_read(make_manager, folde
         manager.admit(broken)
     while manager.admit(new) is not None:
         manager.wait(10)
-    assert [info.path for info in manager.list()] == [folder("b")]
+    assert [info.path for info in manager.catalog.list()] == [folder("b")]
     manager.forget(new)
 
 
@@ -82,15 +80,15 @@ def test_a_newcomer_gets_the_name_of_one_that_cannot_be_read(make_manager, folde
 def test_a_newcomer_does_not_outlive_an_order(make_manager, folder, ending):
     """It serves those that asked for it, and no longer waits for the name."""
     manager = make_manager()
-    manager.load(LoRARequest("a", path=folder("a")))
+    manager.catalog.load(LoRARequest("a", path=folder("a")))
     new = pending(manager, "a", folder("b"))
     if ending == "unload":
-        manager.unload("a")
+        manager.catalog.unload("a")
     else:
-        manager.load(LoRARequest("a", path=folder("c")), load_inplace=True)
-    registered = manager.list()
+        manager.catalog.load(LoRARequest("a", path=folder("c")), load_inplace=True)
+    registered = manager.catalog.list()
     while manager.admit(new) is not None:
         manager.wait(10)
-    assert [info.path for info in manager.list()] == [info.path for info in registered]
+    assert [info.path for info in manager.catalog.list()] == [info.path for info in registered]
     manager.forget(new)
     assert len(list(manager._registry)) == len(registered)

@@ -58,7 +58,7 @@ def test_more_adapters_wanted_than_fit_the_host_tier(make_manager, folder):
                 order.append(request.request_id)
                 manager.forget(request)
         manager.wait(1)
-        num_loads += len(manager.stats().load_seconds)
+        num_loads += len(manager.catalog.stats().load_seconds)
         if not waiting:
             break
     assert order == [str(i) for i in range(6)], "first come, first served"
@@ -72,7 +72,7 @@ def test_requests_that_ended_while_waiting_claim_nothing(make_manager, folder):
     manager.wait(10)
     manager.forget(gone)
     manager.forget(admitted(manager, "b", folder("b")))
-    assert manager.stats().waiting == []
+    assert manager.catalog.stats().waiting == []
 
 
 def test_one_that_waited_too_long_gets_the_rows_next(make_manager, folder):
@@ -223,53 +223,53 @@ def test_a_pin_without_room_is_refused_and_changes_nothing(make_manager, folder)
     manager = make_manager(max_lora_rank=4, max_loras=2)
     users = [admitted(manager, name, folder(name), name) for name in "ab"]
     with pytest.raises(InvalidUserInputError, match="cannot pin 'p' now") as caught:
-        manager.load(LoRARequest("p", path=folder("p")), pinned=True)
+        manager.catalog.load(LoRARequest("p", path=folder("p")), pinned=True)
     assert caught.value.info().param == "pinned"
-    assert [info.name for info in manager.list()] == ["a", "b"]
+    assert [info.name for info in manager.catalog.list()] == ["a", "b"]
     assert len(manager._residency.host) == 2
     manager.check_integrity()
     manager.forget(users.pop())
-    assert manager.load(LoRARequest("p", path=folder("p")), pinned=True).level == "device"
+    assert manager.catalog.load(LoRARequest("p", path=folder("p")), pinned=True).level == "device"
     manager.forget(users.pop())
 
 
 def test_a_pinned_adapter_may_be_replaced_when_the_rest_is_busy(make_manager, folder):
     manager = make_manager(max_lora_rank=4, max_loras=2)
-    manager.load(LoRARequest("p", path=folder("p")), pinned=True)
+    manager.catalog.load(LoRARequest("p", path=folder("p")), pinned=True)
     user = admitted(manager, "a", folder("a"))
     on_p = admitted(manager, "p", folder("p"), "on p")
     with pytest.raises(InvalidUserInputError, match="cannot pin"):
-        manager.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True)
+        manager.catalog.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True)
     manager.check_integrity()
     manager.forget(on_p)
-    assert manager.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True).level == "device"
+    assert manager.catalog.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True).level == "device"
     manager.forget(user)
 
 
 def test_a_pinned_adapter_stays(make_manager, folder):
     manager = make_manager(max_lora_rank=4, max_loras=2)
-    info = manager.load(LoRARequest("p", path=folder("p")), pinned=True)
+    info = manager.catalog.load(LoRARequest("p", path=folder("p")), pinned=True)
     assert (info.level, info.pinned) == ("device", True)
     for name in "abc":
         manager.forget(admitted(manager, name, folder(name)))
     assert level(manager, "p") == "device"
-    manager.unload("p")
+    manager.catalog.unload("p")
     assert len(manager._residency.pool) == 1
 
 
 def test_pins_must_leave_room_for_another(make_manager, folder):
     manager = make_manager(max_lora_rank=4, max_loras=2)
-    manager.load(LoRARequest("p", path=folder("p")), pinned=True)
+    manager.catalog.load(LoRARequest("p", path=folder("p")), pinned=True)
     with pytest.raises(InvalidUserInputError, match="cannot pin 'q'"):
-        manager.load(LoRARequest("q", path=folder("q")), pinned=True)
-    assert [info.name for info in manager.list()] == ["p"]
-    assert manager.load(LoRARequest("q", path=folder("q"))).pinned is False
+        manager.catalog.load(LoRARequest("q", path=folder("q")), pinned=True)
+    assert [info.name for info in manager.catalog.list()] == ["p"]
+    assert manager.catalog.load(LoRARequest("q", path=folder("q"))).pinned is False
 
 
 def test_pinned_in_place_moves_the_pin(make_manager, folder):
     manager = make_manager(max_lora_rank=4, max_loras=2)
-    manager.load(LoRARequest("p", path=folder("p")), pinned=True)
-    manager.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True)
+    manager.catalog.load(LoRARequest("p", path=folder("p")), pinned=True)
+    manager.catalog.load(LoRARequest("p", path=folder("q")), pinned=True, load_inplace=True)
     for name in "abc":
         manager.forget(admitted(manager, name, folder(name)))
     assert level(manager, "p") == "device"
@@ -280,13 +280,13 @@ def test_who_leaves_host_memory_is_found_without_a_look_at_all(make_manager, fol
     """The first in turn that nobody wants: with thousands in memory, a step would wait for more."""
     manager = make_manager(max_loras=2, max_cpu_loras=24)
     for index in range(24):
-        manager.load(LoRARequest(f"n{index}", path=folder(f"n{index}", seed=index)))
+        manager.catalog.load(LoRARequest(f"n{index}", path=folder(f"n{index}", seed=index)))
     request = admitted(manager, "n0", folder("n0", seed=0))
     asked = []
     registry = manager._registry
     is_held = registry.is_held
     monkeypatch.setattr(registry, "is_held", lambda digest: asked.append(digest) or is_held(digest))
-    manager.load(LoRARequest("new", path=folder("new", seed=99)))
+    manager.catalog.load(LoRARequest("new", path=folder("new", seed=99)))
     assert len(asked) <= 2
-    assert [info.name for info in manager.list() if info.level == "disk"] == ["n1"]
+    assert [info.name for info in manager.catalog.list() if info.level == "disk"] == ["n1"]
     manager.forget(request)

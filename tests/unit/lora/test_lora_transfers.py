@@ -8,9 +8,10 @@ import weakref
 import pytest
 import torch
 
-from outrider.lora.files import folder as files_module
+from outrider.lora.files.folder import AdapterFiles
 from outrider.lora.manager import LOADING
-from outrider.lora.tiers.loader import Loader
+from outrider.lora.tiers.loader_threads import LoaderThreads
+from outrider.lora.tiers.row_writer import RowWriter
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 
@@ -20,17 +21,15 @@ from .conftest import SIZES, admitted, level, make_request, settle, write_adapte
 @pytest.fixture
 def gate(monkeypatch):
     """Writes to the device are a thread's, and wait for `gate.set()`."""
-    from outrider.lora.tiers.row_writer import Placer
-
     monkeypatch.setattr("outrider.lora.tiers.transfers.AT_ONCE_BYTES", 0)
 
-    event, real = threading.Event(), Placer._write
+    event, real = threading.Event(), RowWriter._write
 
     def write(self, allocation, entry):
         assert event.wait(10)
         real(self, allocation, entry)
 
-    monkeypatch.setattr(Placer, "_write", write)
+    monkeypatch.setattr(RowWriter, "_write", write)
     yield event
     event.set()
 
@@ -75,9 +74,9 @@ def test_rows_under_way_are_given_to_nobody_else(make_manager, folder, gate):
     manager.resolve(gone)
     read_up(manager, gone)
     assert manager.admit(gone) == LOADING
-    manager.unload("a")
+    manager.catalog.unload("a")
     manager.forget(gone)
-    assert (manager.stats().rows_used, manager.stats().host_bytes) == (4, 0)
+    assert (manager.catalog.stats().rows_used, manager.catalog.stats().host_bytes) == (4, 0)
     other = make_request("b", folder("b"), "other")
     manager.resolve(other)
     gate.set()
@@ -88,8 +87,8 @@ def test_rows_under_way_are_given_to_nobody_else(make_manager, folder, gate):
         manager.wait(10)
     assert reason is None
     manager.check_integrity()
-    adapter = manager._residency.host.get(other.adapter.digest).adapter
-    weights = adapter.modules["model.layers.1.mlp.down_proj"]
+    adapter = manager._residency.host.get(other.adapter.digest)
+    weights = adapter.target.modules()["model.layers.1.mlp.down_proj"]
     torch.testing.assert_close(output(manager, other), torch.ones(1, 24) @ weights.a.T @ weights.b)
     manager.forget(other)
 
@@ -99,11 +98,9 @@ def test_rows_under_way_are_given_to_nobody_else(make_manager, folder, gate):
 )
 def test_a_write_that_fails(make_manager, folder, monkeypatch, error):
     """Only the adapter's requests get the error, rows and memory come back, and later requests try again."""
-    from outrider.lora.tiers.row_writer import Placer
-
-    manager, real = make_manager(max_loras=2, max_lora_rank=4), Placer._write
+    manager, real = make_manager(max_loras=2, max_lora_rank=4), RowWriter._write
     good = admitted(manager, "good", folder("good"), "good")
-    before = manager.stats()
+    before = manager.catalog.stats()
     bad = [make_request("bad", folder("bad"), str(i)) for i in range(2)]
     for request in bad:
         manager.resolve(request)
@@ -111,30 +108,33 @@ def test_a_write_that_fails(make_manager, folder, monkeypatch, error):
     def fail(self, allocation, entry):
         raise error
 
-    monkeypatch.setattr(Placer, "_write", fail)
+    monkeypatch.setattr(RowWriter, "_write", fail)
     for request in bad:
         with pytest.raises(AdapterError, match=f"cannot write the adapter .*{type(error).__name__}: {error}"):
             settle(manager, request)
     assert manager.prepare([(good.adapter, 1)]) is not None
-    assert (manager.stats().rows_used, manager.stats().host_bytes) == (before.rows_used, before.host_bytes)
+    assert (manager.catalog.stats().rows_used, manager.catalog.stats().host_bytes) == (
+        before.rows_used,
+        before.host_bytes,
+    )
     with pytest.raises(AdapterError, match="cannot write"):
-        manager.load(LoRARequest("pinned", path=folder("pinned")), pinned=True)
-    assert not any(info.pinned for info in manager.list())
-    monkeypatch.setattr(Placer, "_write", real)
+        manager.catalog.load(LoRARequest("pinned", path=folder("pinned")), pinned=True)
+    assert not any(info.pinned for info in manager.catalog.list())
+    monkeypatch.setattr(RowWriter, "_write", real)
     manager.forget(admitted(manager, "bad", folder("bad"), "again"))
     manager.forget(good)
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("DefaultCPUAllocator: can't allocate")])
 def test_a_read_that_runs_out_of_memory(make_manager, folder, monkeypatch, error):
-    real = files_module.parse
+    real = AdapterFiles.read
 
-    def parse(path, *args, **options):
-        if path.endswith("bad"):
+    def read(self, source):
+        if source.path.endswith("bad"):
             raise error
-        return real(path, *args, **options)
+        return real(self, source)
 
-    monkeypatch.setattr(files_module, "parse", parse)
+    monkeypatch.setattr(AdapterFiles, "read", read)
     manager = make_manager()
     bad, good = make_request("bad", folder("bad")), make_request("good", folder("good"))
     for request in (bad, good):
@@ -142,24 +142,24 @@ def test_a_read_that_runs_out_of_memory(make_manager, folder, monkeypatch, error
     with pytest.raises(AdapterError, match=type(error).__name__):
         settle(manager, bad)
     with pytest.raises(AdapterError, match=f"cannot load .*{type(error).__name__}"):
-        manager.load(LoRARequest("now", path=bad.lora.path))
+        manager.catalog.load(LoRARequest("now", path=bad.lora.path))
     assert settle(manager, good) is None
-    manager.unload("good")
+    manager.catalog.unload("good")
     manager.forget(good)
-    assert (manager.stats().host_bytes, manager.stats().rows_used) == (0, 0)
+    assert (manager.catalog.stats().host_bytes, manager.catalog.stats().rows_used) == (0, 0)
 
 
 def test_an_adapter_registered_and_deleted(make_manager, folder):
     manager = make_manager()
     path = folder("a")
-    manager.register([LoRARequest("a", path=path), LoRARequest("b", path=folder("b"))])
-    assert [(info.level, info.digest) for info in manager.list()] == [("disk", "")] * 2
+    manager.catalog.register([LoRARequest("a", path=path), LoRARequest("b", path=folder("b"))])
+    assert [(info.level, info.digest) for info in manager.catalog.list()] == [("disk", "")] * 2
     shutil.rmtree(path)
     request = make_request("a", path)
     manager.resolve(request)
     with pytest.raises(AdapterError, match="does not exist"):
         settle(manager, request)
-    assert {info.name for info in manager.list()} == {"a", "b"}, "the name stays"
+    assert {info.name for info in manager.catalog.list()} == {"a", "b"}, "the name stays"
     manager.forget(admitted(manager, "a", folder("a"), "back"))
     manager.forget(admitted(manager, "b", folder("b"), "b"))
 
@@ -172,20 +172,20 @@ def test_registering_is_all_or_nothing(make_manager, folder, tmp_path):
         (LoRARequest("a", path=folder("c")), "given twice"),
     ):
         with pytest.raises(InvalidRequestError, match=error):
-            manager.register([good, bad])
-        assert manager.list() == []
-    manager.register([good])
+            manager.catalog.register([good, bad])
+        assert manager.catalog.list() == []
+    manager.catalog.register([good])
     with pytest.raises(InvalidRequestError, match="already been loaded"):
-        manager.register([good])
+        manager.catalog.register([good])
 
 
 # --- memory ---
 
 
 def tensors_of(manager, request):
-    """Weak references to all that is kept of the request's adapter; the weights by module are views of it."""
-    entry = manager._residency.host.get(request.adapter.digest)
-    return [weakref.ref(kept) for kept in (entry.adapter.modules, *(part.linears.data for part in entry.packed))]
+    """Weak references to the weights of the request's adapter."""
+    adapter = manager._residency.host.get(request.adapter.digest)
+    return [weakref.ref(part.linears.data) for part in adapter.packed]
 
 
 @pytest.mark.parametrize("ending", ["unload", "load_inplace", "abort", "eviction"])
@@ -198,10 +198,10 @@ def test_memory_is_really_freed(make_manager, folder, ending):
         manager.forget(request)
         request = admitted(manager, "b", folder("b"), "b")
     elif ending == "load_inplace":
-        manager.load(LoRARequest("a", path=folder("a", seed=7)), load_inplace=True)
+        manager.catalog.load(LoRARequest("a", path=folder("a", seed=7)), load_inplace=True)
         assert all(ref() is not None for ref in kept), "a request still runs on it"
     else:
-        ended = manager.unload("a", "abort" if ending == "abort" else "drain")
+        ended = manager.catalog.unload("a", "abort" if ending == "abort" else "drain")
         assert ended == ([request] if ending == "abort" else [])
     manager.forget(request)
     del request
@@ -209,15 +209,15 @@ def test_memory_is_really_freed(make_manager, folder, ending):
     assert [ref() for ref in kept] == [None] * len(kept)
     expected = 0 if ending in ("unload", "abort", "load_inplace") else 1
     assert len(manager._residency.host) == expected
-    assert (manager.stats().host_bytes > 0) == bool(expected)
+    assert (manager.catalog.stats().host_bytes > 0) == bool(expected)
 
 
 def test_a_packed_adapter_has_no_second_copy(make_manager, folder):
     manager = make_manager()
-    info = manager.load(LoRARequest("a", path=folder("a")))
-    entry = manager._residency.host.get(bytes.fromhex(info.digest))
-    (data,) = {part.linears.data.untyped_storage().data_ptr() for part in entry.packed if part.linears.data.numel()}
-    assert {t.untyped_storage().data_ptr() for w in entry.adapter.modules.values() for t in (w.a, w.b)} == {data}
+    info = manager.catalog.load(LoRARequest("a", path=folder("a")))
+    adapter = manager._residency.host.get(bytes.fromhex(info.digest))
+    data = adapter.target.linears.data.untyped_storage().data_ptr()
+    assert {t.untyped_storage().data_ptr() for w in adapter.target.modules().values() for t in (w.a, w.b)} == {data}
 
 
 # --- ends ---
@@ -226,27 +226,27 @@ def test_a_packed_adapter_has_no_second_copy(make_manager, folder):
 def test_unload_with_abort_ends_every_version(make_manager, folder):
     manager = make_manager(max_loras=2, max_lora_rank=8)
     old = admitted(manager, "a", folder("a"), "old")
-    manager.load(LoRARequest("a", path=folder("a", seed=7)), load_inplace=True)
+    manager.catalog.load(LoRARequest("a", path=folder("a", seed=7)), load_inplace=True)
     new, waiting = admitted(manager, "a", folder("a", seed=7), "new"), make_request("a", folder("a", seed=7), "waiting")
     manager.resolve(waiting)
-    assert set(manager.unload("a", "abort")) == {old, new, waiting}
+    assert set(manager.catalog.unload("a", "abort")) == {old, new, waiting}
     for request in (old, new, waiting):
         manager.forget(request)
-    assert manager.stats().rows_used == 0
+    assert manager.catalog.stats().rows_used == 0
     with pytest.raises(NotFoundError):
-        manager.unload("a", "abort")
+        manager.catalog.unload("a", "abort")
     with pytest.raises(InvalidRequestError, match="drain, abort") as error:
-        manager.unload("a", "now")
+        manager.catalog.unload("a", "now")
     assert error.value.param == "mode"
 
 
 def test_abort_after_a_drain_began(make_manager, folder):
     manager = make_manager()
     request = admitted(manager, "a", folder("a"))
-    manager.unload("a")
-    assert manager.unload("a", "abort") == [request]
+    manager.catalog.unload("a")
+    assert manager.catalog.unload("a", "abort") == [request]
     manager.forget(request)
-    assert manager.stats().rows_used == 0
+    assert manager.catalog.stats().rows_used == 0
 
 
 # --- prefetch ---
@@ -260,7 +260,7 @@ def test_prefetch_brings_an_adapter_to_the_device(make_manager, folder):
         manager.prefetch(request)
         manager.wait(10)
     assert level(manager, "a") == "device"
-    assert manager.list()[0].num_running == 0
+    assert manager.catalog.list()[0].num_running == 0
     assert manager.admit(request) is None, "at once"
     manager.forget(request)
 
@@ -295,33 +295,29 @@ def test_prefetch_leaves_errors_to_admission(make_manager, folder):
 
 
 def test_short_jobs_do_not_wait_for_long_ones():
-    loader, going, order = Loader(), threading.Event(), []
-    loader.submit("read 1", lambda: going.wait(10), "read")
-    loader.submit("read 2", lambda: None, "read")
-    for ticket in ("write 1", "write 2"):
-        loader.submit(ticket, lambda: None, "write", short=True)
+    loader, going, order = LoaderThreads(), threading.Event(), []
+    loader.submit(lambda: (going.wait(10), "read 1")[1])
+    loader.submit(lambda: "read 2")
+    for name in ("write 1", "write 2"):
+        loader.submit(lambda name=name: name, short=True)
     while len(order) < 2:
-        order += [done.ticket for done in loader.wait(10)]
+        order += loader.wait(10)
     going.set()
     while loader.num_in_flight:
-        order += [done.ticket for done in loader.wait(10)]
+        order += loader.wait(10)
     assert order == ["write 1", "write 2", "read 1", "read 2"]
     loader.close()
 
 
 def test_what_is_done_at_once_is_handed_over_like_the_rest():
-    loader, going, threads = Loader(), threading.Event(), []
-    loader.submit("read", lambda: going.wait(10), "read")
-    loader.do("write", lambda: threads.append(threading.current_thread()), "write")
-    loader.do("broken", lambda: 1 // 0, "write x")
-    assert threads == [threading.current_thread()]
-    assert loader.num_in_flight == 3
-    written, broken = loader.poll()
-    assert (written.ticket, written.error, broken.ticket) == ("write", None, "broken")
-    assert "cannot write x: ZeroDivisionError" in broken.error.message
+    loader, going = LoaderThreads(), threading.Event()
+    loader.submit(lambda: (going.wait(10), "read")[1])
+    loader.add_result("write")
+    assert loader.num_in_flight == 2
+    assert loader.poll() == ["write"]
     assert loader.num_in_flight == 1
     going.set()
-    assert [done.ticket for done in loader.wait(10)] == ["read"]
+    assert loader.wait(10) == ["read"]
     loader.close()
 
 
@@ -329,9 +325,9 @@ def test_what_is_done_at_once_is_handed_over_like_the_rest():
 def test_small_adapters_are_written_by_the_thread_that_steps(make_manager, tmp_path, monkeypatch, limit):
     monkeypatch.setattr("outrider.lora.tiers.transfers.AT_ONCE_BYTES", limit)
     manager, writers = make_manager(), []
-    write = manager._transfers._placer._write
+    write = manager._transfers._writer._write
     monkeypatch.setattr(
-        manager._transfers._placer, "_write", lambda *a: (writers.append(threading.current_thread().name), write(*a))
+        manager._transfers._writer, "_write", lambda *a: (writers.append(threading.current_thread().name), write(*a))
     )
     request = make_request("a", write_adapter(tmp_path / "a"))
     manager.resolve(request)
@@ -351,14 +347,14 @@ def test_nobody_overtakes_who_has_a_small_adapter_written(make_manager, folder):
 
 
 def test_jobs_not_begun_are_dropped_when_the_loader_closes():
-    loader, started, going, done = Loader(), threading.Event(), threading.Event(), []
-    loader.submit(0, lambda: (started.set(), going.wait(10)), "wait")
-    loader.submit(1, lambda: done.append(1), "read")
+    loader, started, going, done = LoaderThreads(), threading.Event(), threading.Event(), []
+    loader.submit(lambda: (started.set(), going.wait(10), "first")[2])
+    loader.submit(lambda: done.append(1))
     assert started.wait(10)
     threading.Timer(0.05, going.set).start()
     loader.close()
     assert done == []
-    assert [job.ticket for job in loader.wait(10)] == [0]
+    assert loader.wait(10) == ["first"]
     assert loader.num_in_flight == 0
 
 
@@ -367,7 +363,7 @@ def test_broken_weights_fail_alone(make_manager, tmp_path, folder):
     manager = make_manager()
     path = write_adapter(tmp_path / "bad")
     (tmp_path / "bad" / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
-    manager.register([LoRARequest("bad", path=path)])
+    manager.catalog.register([LoRARequest("bad", path=path)])
     bad, good = make_request("bad", path), make_request("good", folder("good"))
     for request in (bad, good):
         manager.resolve(request)

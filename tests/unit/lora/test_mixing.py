@@ -1,5 +1,6 @@
 """The arithmetic of mixes: rows one after another, deltas equal to PEFT's weighted sum."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,9 +9,13 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
-from outrider.lora.adapter import LOADED, Adapter, LoraWeights, ModuleShape, parse
-from outrider.lora.registry.mixes import Part, mix_adapters
+from outrider.lora.adapter import DRAFT_LOADED, Adapter
+from outrider.lora.device.layout import LoraWeights
+from outrider.lora.files.tensor_keys import ModuleShape
+from outrider.lora.registry.mixes import check_mixable, mix_adapters
 from outrider.platform.core.errors import AdapterError
+
+from .parsing import make_model, parse
 
 ADAPTERS = {
     # PEFT gives a mix the first part's use_rslora, which is right without alone.
@@ -54,7 +59,7 @@ def case(tmp_path_factory):
             if f".{name}" in parameter_name and "lora_" in parameter_name:
                 torch.nn.init.normal_(parameter)
         peft.save_pretrained(str(folder), selected_adapters=[name])
-        parsed[name] = parse(str(folder / name), known, max_rank=8, dtype=torch.float32)
+        parsed[name] = parse(folder / name, known, max_rank=8, dtype=torch.float32).adapter
     return peft, parsed
 
 
@@ -68,52 +73,58 @@ def test_as_pefts_weighted_sum(case, weights):
     peft, parsed = case
     name = f"mix {weights}".replace(".", "_")
     peft.add_weighted_adapter([*ADAPTERS], list(weights), name, combination_type="cat")
-    mixed = mix_adapters([Part(n, parsed[n], w) for n, w in zip(ADAPTERS, weights, strict=True)])
+    mixed = mix_adapters([(parsed[n], w) for n, w in zip(ADAPTERS, weights, strict=True)])
     layers = {n.removeprefix("base_model.model."): m for n, m in peft.named_modules() if isinstance(m, LoraLayer)}
     layers = {n: m for n, m in layers.items() if name in {*m.lora_A, *m.lora_embedding_A}}
-    assert set(mixed.modules) == set(layers)
+    modules = mixed.target.modules()
+    assert set(modules) == set(layers)
     for module, layer in layers.items():
         expected = layer.get_delta_weight(name)
         if "embed" in module:
             expected = expected.t()
-        torch.testing.assert_close(delta(mixed.modules[module]), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(delta(modules[module]), expected, atol=1e-4, rtol=1e-4)
+
+
+def tensors_of(adapter):
+    return [tensor for weights in adapter.target.modules().values() for tensor in (weights.a, weights.b)]
 
 
 def test_rows_are_those_of_the_parts(case):
     """A module has the rows of the parts that adapt it, not of all, and shares no memory with them."""
     _, parsed = case
-    mixed = mix_adapters([Part(name, parsed[name], 0.5) for name in ADAPTERS])
-    ranks = {name: len(weights.a) for name, weights in mixed.modules.items()}
+    mixed = mix_adapters([(parsed[name], 0.5) for name in ADAPTERS])
+    ranks = {name: len(weights.a) for name, weights in mixed.target.modules().items()}
     first = "model.layers.0."
     assert {name.removeprefix(first): rank for name, rank in ranks.items() if name.startswith(first)} == {
         "self_attn.q_proj": 6, "self_attn.k_proj": 6, "self_attn.v_proj": 6 + 5 + 4, "self_attn.o_proj": 6,
         "mlp.gate_proj": 6, "mlp.up_proj": 6, "mlp.down_proj": 6 + 3,
     }  # fmt: skip
     assert (ranks["lm_head"], ranks["model.embed_tokens"]) == (4, 4)
-    assert (mixed.rows, mixed.rank) == (15, 15)
-    theirs = {tensor.data_ptr() for part in parsed.values() for w in part.modules.values() for tensor in (w.a, w.b)}
-    assert not any(t.data_ptr() in theirs for w in mixed.modules.values() for t in (w.a, w.b))
+    assert (mixed.rows, mixed.target.rank) == (15, 15)
+    theirs = {tensor.data_ptr() for part in parsed.values() for tensor in tensors_of(part)}
+    assert not any(tensor.data_ptr() in theirs for tensor in tensors_of(mixed))
 
 
 def test_order_changes_no_bit_and_weights_change_the_digest(case):
     _, parsed = case
-    parts = [Part(name, parsed[name], weight) for name, weight in zip(ADAPTERS, (0.7, 0.3, -1.5), strict=True)]
+    parts = [(parsed[name], weight) for name, weight in zip(ADAPTERS, (0.7, 0.3, -1.5), strict=True)]
     mixes = [mix_adapters(order) for order in itertools.permutations(parts)]
     assert len({mix.digest for mix in mixes}) == 1
-    for name, weights in mixes[0].modules.items():
-        assert all(torch.equal(weights.b, mix.modules[name].b) for mix in mixes)
-        assert all(torch.equal(weights.a, mix.modules[name].a) for mix in mixes)
-    first, second, third = parts
+    assert all(torch.equal(*both) for mix in mixes for both in zip(tensors_of(mixes[0]), tensors_of(mix), strict=True))
+    first, second, third = (adapter for adapter, _ in parts)
     others = [
         parts[:2],
-        [first._replace(weight=0.3), second._replace(weight=0.7), third],
-        [first._replace(weight=0.7000000000000001), second, third],
-        [first],
-        [first._replace(weight=1.0)],
+        [(first, 0.3), (second, 0.7), (third, -1.5)],
+        [(first, 0.7000000000000001), (second, 0.3), (third, -1.5)],
+        [(first, 0.7)],
+        [(first, 1.0)],
     ]
-    digests = {mix_adapters(order).digest for order in others} | {part.adapter.digest for part in parts}
+    digests = {mix_adapters(order).digest for order in others} | {adapter.digest for adapter, _ in parts}
     assert len(digests | {mixes[0].digest}) == len(others) + len(parts) + 1
-    assert mix_adapters([first._replace(name="renamed")]).digest == mix_adapters([first]).digest
+
+
+SHAPES = {name: ModuleShape(2, 3) for name in "qde"}
+LAYOUT = make_model(SHAPES).layout
 
 
 def adapter(digest, modules, draft_modules=(), draft=""):
@@ -122,31 +133,30 @@ def adapter(digest, modules, draft_modules=(), draft=""):
     def weights(names):
         return {n: LoraWeights(torch.ones(names.count(n), 2), torch.ones(names.count(n), 3)) for n in set(names)}
 
-    return Adapter(digest, 9, weights(modules), draft_modules=weights(list(draft_modules)), draft=draft)
+    return Adapter(digest, LAYOUT.pack(weights(modules)), LAYOUT.pack(weights(list(draft_modules))), draft)
 
 
 def test_draft_weights_are_mixed_likewise():
-    both = adapter(b"1", ["q"], ["d", "d", "e"], LOADED)
-    other = adapter(b"2", ["q"], ["d"], LOADED)
+    both = adapter(b"1", ["q"], ["d", "d", "e"], DRAFT_LOADED)
+    other = adapter(b"2", ["q"], ["d"], DRAFT_LOADED)
     bare = adapter(b"3", ["q"], draft="unreadable")
-    mixed = mix_adapters([Part("both", both, 0.5), Part("other", other, -2), Part("bare", bare, 1)])
-    assert mixed.draft == LOADED
-    assert {name: len(weights.a) for name, weights in mixed.draft_modules.items()} == {"d": 3, "e": 1}
-    assert mixed.draft_modules["d"].b[:, 0].tolist() == [0.5, 0.5, -2]
-    assert (mixed.rank, mixed.rows) == (3, 3)
-    more = mix_adapters([Part("both", both, 1), Part("other", adapter(b"4", ["q"], ["d", "d"], LOADED), 1)])
-    assert (more.rank, more.rows) == (2, 4), "the drafter's modules have the larger rank"
-    for parts in ([Part("bare", bare, 0.5)], [Part("bare", bare, 1), Part("plain", adapter(b"5", ["q"]), 1)]):
+    mixed = mix_adapters([(both, 0.5), (other, -2), (bare, 1)])
+    assert mixed.draft == DRAFT_LOADED
+    draft_modules = mixed.drafter.modules()
+    assert {name: len(weights.a) for name, weights in draft_modules.items()} == {"d": 3, "e": 1}
+    assert draft_modules["d"].b[:, 0].tolist() == [0.5, 0.5, -2]
+    assert (mixed.target.rank, mixed.rows) == (3, 3)
+    more = mix_adapters([(both, 1), (adapter(b"4", ["q"], ["d", "d"], DRAFT_LOADED), 1)])
+    assert (more.target.rank, more.rows) == (2, 4), "the drafter's modules have the larger rank"
+    for parts in ([(bare, 0.5)], [(bare, 1), (adapter(b"5", ["q"]), 1)]):
         mixed = mix_adapters(parts)
-        assert (mixed.draft_modules, mixed.draft) == ({}, "unreadable")
+        assert (mixed.drafter.modules(), mixed.draft) == ({}, "unreadable")
 
 
-@pytest.mark.parametrize("where", ["modules", "draft_modules"])
+@pytest.mark.parametrize("where", ["target", "drafter"])
 def test_dora_is_refused_by_name(where):
-    plain = adapter(b"1", ["q"], ["d"], LOADED)
-    scaling = adapter(b"2", ["q"], ["d"], LOADED)
-    name, weights = next(iter(getattr(scaling, where).items()))
-    getattr(scaling, where)[name] = weights._replace(gain=torch.ones(3))
-    for parts in ([Part("x", scaling, 0.5)], [Part("a", plain, 1), Part("x", scaling, 1)]):
-        with pytest.raises(AdapterError, match="adapter 'x' uses DoRA"):
-            mix_adapters(parts)
+    plain = adapter(b"1", ["q"], ["d"], DRAFT_LOADED)
+    check_mixable("a", plain)
+    scaling = dataclasses.replace(plain, **{where: getattr(plain, where)._replace(gains={"q": torch.ones(3)})})
+    with pytest.raises(AdapterError, match="adapter 'x' uses DoRA"):
+        check_mixable("x", scaling)

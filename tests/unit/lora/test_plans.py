@@ -7,8 +7,7 @@ import torch
 
 from outrider.kernels.native import library
 from outrider.lora.adapter import AdapterSource
-from outrider.lora.files import read_plan as plans
-from outrider.lora.files import tensor_file, weights
+from outrider.lora.files import peft_weights, read_plan, tensor_file
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
@@ -31,14 +30,14 @@ def both():
 
 
 def quick(both, path, draft_path=None):
-    return both.placer.pack(both.quick.read(AdapterSource(str(path), draft_path)))
+    return both.files.read(AdapterSource(str(path), draft_path))
 
 
 @pytest.fixture
 def understood(monkeypatch):
     """The number of files whose keys were looked at."""
-    real, seen = weights.group_keys, []
-    monkeypatch.setattr(weights, "group_keys", lambda *arguments: seen.append(1) or real(*arguments))
+    real, seen = peft_weights.group_keys, []
+    monkeypatch.setattr(peft_weights, "group_keys", lambda *arguments: seen.append(1) or real(*arguments))
     return seen
 
 
@@ -69,7 +68,7 @@ def test_the_same_rows_and_digests(tmp_path, understood, kind, dtype):
     assert not understood, "the plan says it all"
     for entry, path in zip(got, (first, *others), strict=True):
         assert_same(entry, both.by_thread(path))
-    assert got[0].adapter.digest != got[1].adapter.digest != got[2].adapter.digest
+    assert got[0].digest != got[1].digest != got[2].digest
 
 
 @pytest.mark.parametrize("kind", [*UNPLANNED, "magnitudes"])
@@ -79,7 +78,7 @@ def test_what_takes_more_thought_goes_the_long_way(both, tmp_path, understood, k
     for name in ("a", "b"):
         path = write_adapter(tmp_path / name, state, **options)
         got, expected = quick(both, path), both.by_thread(path)
-        assert got.adapter.digest == expected.adapter.digest
+        assert got.digest == expected.digest
         for rows, wanted in zip(got.packed[0][:2], expected.packed[0][:2], strict=True):
             assert torch.equal(rows.data, wanted.data)
     assert len(understood) == 4
@@ -87,7 +86,7 @@ def test_what_takes_more_thought_goes_the_long_way(both, tmp_path, understood, k
 
 def test_neighbours_that_lie_far_apart_go_the_long_way(both, tmp_path, monkeypatch, understood):
     """A group's bytes may lie anywhere in the file, as its dtypes come one after the other."""
-    monkeypatch.setattr("outrider.lora.files.serving_form._ELEMENTS", 300)
+    monkeypatch.setattr("outrider.lora.files.row_conversion._ELEMENTS", 300)
     state = {key: value if "lora_A" in key else value.bfloat16() for key, value in tensors().items()}
     for name in ("a", "b"):
         path = write_adapter(tmp_path / name, state)
@@ -125,13 +124,13 @@ def test_broken_files_of_a_known_form(both, tmp_path):
 def test_a_file_that_becomes_shorter_meanwhile(both, tmp_path, monkeypatch):
     quick(both, write_adapter(tmp_path / "a"))
     path = write_adapter(tmp_path / "b")
-    real = plans.ReadPlan.read
+    real = read_plan.ReadPlan.read
 
     def read(self, file, scales):
         Path(path, WEIGHT_FILES[0]).write_bytes(Path(path, WEIGHT_FILES[0]).read_bytes()[:-800])
         return real(self, file, scales)
 
-    monkeypatch.setattr(plans.ReadPlan, "read", read)
+    monkeypatch.setattr(read_plan.ReadPlan, "read", read)
     with pytest.raises(AdapterError, match="shorter"):
         quick(both, path)
 
@@ -141,12 +140,12 @@ def test_draft_weights_beside_a_plan(both, tmp_path):
         path = write_adapter(tmp_path / name)
         draft_weights(tmp_path / name / "draft")
         got = quick(both, path)
-        assert got.adapter.draft_modules
+        assert got.drafter.rank
         assert_same(got, both.by_thread(path))
 
 
 def test_few_forms_are_remembered(both, tmp_path, monkeypatch, understood):
-    monkeypatch.setattr(plans, "_KEPT", 2)
+    monkeypatch.setattr(read_plan, "_MAX_PLANS", 2)
     paths = [write_adapter(tmp_path / str(rank), rank=rank) for rank in (1, 2, 3)]
     for path in (*paths, paths[2], paths[1]):
         quick(both, path)
@@ -163,7 +162,7 @@ def test_a_header_is_checked_once(both, tmp_path, monkeypatch):
     for name in ("a", "b"):
         quick(both, write_adapter(tmp_path / name))
     assert len(checked) == 1
-    monkeypatch.setattr(tensor_file, "_REMEMBERED_BYTES", 100)
+    monkeypatch.setattr(tensor_file, "_CACHED_BYTES", 100)
     quick(both, tmp_path / "a")
     assert len(checked) == 2, "long ones are not kept"
     file = Path(write_adapter(tmp_path / "c"), WEIGHT_FILES[0])

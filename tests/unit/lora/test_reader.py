@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora.files.tensor_keys import EMBEDDING, LM_HEAD
+from outrider.lora.device.layout import EMBEDDING, LM_HEAD
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
@@ -112,7 +112,7 @@ def test_draft_weights_too(running, tmp_path, where):
     got = running.by_process(path, draft_path)
     assert got is not None
     assert_same(got, running.by_thread(path, draft_path))
-    assert bool(got.adapter.draft_modules) == (where not in ("broken", "empty"))
+    assert bool(got.drafter.rank) == (where not in ("broken", "empty"))
 
 
 def magnitudes():
@@ -130,7 +130,7 @@ def test_what_needs_the_bases_weights_is_left_to_the_thread(running, tmp_path):
     copied = tensors() | {f"{PREFIX}lm_head.base_layer.weight": vocabulary_weight()}
     copy = write_adapter(tmp_path / "copy", copied)
     assert running.by_process(copy) is None
-    assert running.by_thread(copy).adapter.rows == 4
+    assert running.by_thread(copy).rows == 4
     assert running.reader.pid is not None, "that is no failure of the process"
 
 

@@ -1,5 +1,6 @@
 """RequestQueue, and messages between an engine's process and its reader."""
 
+import json
 import os
 import socket
 import threading
@@ -7,10 +8,12 @@ import threading
 import pytest
 import torch
 
+from outrider.lora import step_yield
 from outrider.lora.device.layout import ModelLayout, RowLayout
-from outrider.lora.reader.messages import Setup, make_layouts, receive, send
-from outrider.lora.tiers import step_signal as pacing
-from outrider.lora.tiers.step_signal import LockTurns, ProcessorTurns, StepSignal
+from outrider.lora.files.folder import AdapterFiles
+from outrider.lora.files.tensor_keys import ModelModules, ModuleShape
+from outrider.lora.reader.reader_messages import Setup, describe, make_files, receive, send
+from outrider.lora.step_yield import CpuYielder, GilYielder, LongStepFlag
 
 
 @pytest.fixture
@@ -67,14 +70,18 @@ def test_nobody_answers_in_time(pair):
         receive(pair[0])
 
 
-def test_a_layout_is_the_same_on_the_other_side():
+def test_files_are_read_the_same_way_on_the_other_side():
     layout = ModelLayout(RowLayout(torch.bfloat16), RowLayout(torch.bfloat16))
     layout.linears.reserve(["q", "k"], 24, [8, 40])
     layout.linears.reserve(["down"], 7, [3])
     layout.vocabulary.reserve(["lm_head"], 24, [100])
-    given = [{"linears": layout.linears.sites, "vocabulary": layout.vocabulary.sites}]
-    (made,) = make_layouts(Setup(1, {"dtype": "bfloat16"}, given, native=False))
-    for mine, theirs in zip(layout, made, strict=True):
+    shapes = {"q": ModuleShape(24, 8, is_base=bool), "lm_head": ModuleShape(24, 100, embedding=True)}
+    drafter = ModelModules({}, ModelLayout(RowLayout(torch.bfloat16), RowLayout(torch.bfloat16)))
+    files = AdapterFiles(ModelModules(shapes, layout), drafter, draft_method="eagle", max_rank=7)
+    made = make_files(Setup(*json.loads(json.dumps(describe(1, files)))), None, all)
+    assert (made.draft_method, made.max_rank, made.drafter.shapes) == ("eagle", 7, {})
+    assert made.target.shapes == {"q": shapes["q"]._replace(is_base=all), "lm_head": shapes["lm_head"]}
+    for mine, theirs in zip(layout, made.target.layout, strict=True):
         assert (mine.sites, mine.pieces, mine.width, mine.dtype) == (
             theirs.sites,
             theirs.pieces,
@@ -88,39 +95,39 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now, self.slept = 100.0, []
-        monkeypatch.setattr(pacing.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(pacing.time, "thread_time", lambda: self.now)
-        monkeypatch.setattr(pacing.time, "sleep", self.slept.append)
+        monkeypatch.setattr(step_yield.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(step_yield.time, "thread_time", lambda: self.now)
+        monkeypatch.setattr(step_yield.time, "sleep", self.slept.append)
 
 
 def test_the_lock_is_given_up_now_and_then(monkeypatch):
     clock = Clock(monkeypatch)
-    turns = LockTurns()
+    yielder = GilYielder()
     for _ in range(100):
         clock.now += 0.1e-3
-        turns()
+        yielder()
     assert 10 <= len(clock.slept) <= 25
 
 
 @pytest.mark.parametrize(("runnable", "rests"), [(1, False), (2, False), (3, True), (30, True)])
 def test_the_processor_is_given_up_where_others_want_it(monkeypatch, runnable, rests):
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(pacing.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(pacing.os, "pread", lambda *_: f"0.20 0.18 12.12 {runnable}/80 11206\n".encode())
-    turns = ProcessorTurns()
+    monkeypatch.setattr(step_yield.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(step_yield.os, "pread", lambda *_: f"0.20 0.18 12.12 {runnable}/80 11206\n".encode())
+    yielder = CpuYielder()
     for _ in range(100):
         clock.now += 0.1e-3
-        turns()
+        yielder()
     assert sum(clock.slept) == pytest.approx(3 * 10e-3 if rests else 0.0, rel=0.1)
 
 
 def test_what_runs_is_counted():
-    assert ProcessorTurns()._num_runnable() >= 1
+    assert CpuYielder()._num_runnable() >= 1
 
 
 def test_long_steps_are_told_from_others():
-    descriptor = StepSignal.make()
-    here, there = StepSignal(descriptor), StepSignal(descriptor)
+    descriptor = LongStepFlag.create()
+    here, there = LongStepFlag(descriptor), LongStepFlag(descriptor)
     os.close(descriptor)
     for counts, long in (
         ([1, 1], False),
@@ -130,31 +137,31 @@ def test_long_steps_are_told_from_others():
         ([1, 5], False),
         ([], False),
     ):
-        here.step(counts)
+        here.update(counts)
         assert there.is_set() == long
 
 
 def test_long_steps_are_left_alone_but_not_for_ever(monkeypatch):
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(pacing.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(pacing.os, "pread", lambda *_: b"0.20 0.18 12.12 3/80 11206\n")
-    descriptor = StepSignal.make()
-    signal = StepSignal(descriptor)
+    monkeypatch.setattr(step_yield.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(step_yield.os, "pread", lambda *_: b"0.20 0.18 12.12 3/80 11206\n")
+    descriptor = LongStepFlag.create()
+    flag = LongStepFlag(descriptor)
     os.close(descriptor)
-    turns = ProcessorTurns(signal)
+    yielder = CpuYielder(flag)
 
     def waited():
         """In a turn, beside the rest that it takes anyway."""
         clock.slept.clear()
         clock.now += 1e-3
-        turns()
+        yielder()
         return sum(clock.slept[1:])
 
     assert waited() == 0
-    signal.step([24, 1])
+    flag.update([24, 1])
     assert waited() == pytest.approx(0.05)
     assert waited() == 0, "patience is at its end"
-    signal.step([1, 1])
+    flag.update([1, 1])
     assert waited() == 0
-    signal.step([24, 1])
+    flag.update([24, 1])
     assert waited() == pytest.approx(0.05)

@@ -15,8 +15,8 @@ import torch
 from outrider.lora.adapter import AdapterSource
 from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
-from outrider.lora.reader import client as reader_module
-from outrider.lora.reader.client import AdapterReader
+from outrider.lora.reader import reader_client as reader_module
+from outrider.lora.reader.reader_client import AdapterReader
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
@@ -118,7 +118,7 @@ def test_nothing_is_left_of_many_loads(running, tmp_path):
 
 def test_a_process_that_cannot_start_is_given_up(both, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    reader = AdapterReader(both.files, both.placer.layouts)
+    reader = AdapterReader(both.files)
     source = AdapterSource(write_adapter(tmp_path / "a"))
     for _ in range(reader_module.READS_BEFORE):
         assert reader.read(source) is None
@@ -131,7 +131,7 @@ def test_a_process_that_cannot_start_is_given_up(both, tmp_path, monkeypatch, ca
     wait_until(gives_up)
     assert caplog.text.count("reader process failed") == reader_module.MAX_FAILURES
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    other = AdapterReader(both.files, both.placer.layouts)
+    other = AdapterReader(both.files)
     assert not other.wait_ready(0.2)
     assert other._num_failures == reader_module.MAX_FAILURES
     reader.close()
@@ -139,7 +139,7 @@ def test_a_process_that_cannot_start_is_given_up(both, tmp_path, monkeypatch, ca
 
 
 def test_close_does_not_wait_for_one_that_hangs(both, tmp_path):
-    reader = AdapterReader(both.files, both.placer.layouts)
+    reader = AdapterReader(both.files)
     assert reader.wait_ready(60)
     pid, source = reader.pid, AdapterSource(write_adapter(tmp_path / "a"))
     os.kill(pid, signal.SIGSTOP)
@@ -160,11 +160,12 @@ def test_it_goes_with_the_engines_process(tmp_path, held):
 import os, signal, sys, time
 import torch
 from outrider.lora.files.folder import AdapterFiles
+from outrider.lora.files.tensor_keys import ModelModules
 from outrider.lora.device.layout import ModelLayout, RowLayout
-from outrider.lora.reader.client import AdapterReader
+from outrider.lora.reader.reader_client import AdapterReader
 
-layouts = [ModelLayout(*(RowLayout(torch.float32) for _ in range(2))) for _ in range(2)]
-reader = AdapterReader(AdapterFiles({{}}, "", {{}}, max_rank=8, dtype=torch.float32), layouts)
+models = [ModelModules({{}}, ModelLayout(*(RowLayout(torch.float32) for _ in range(2)))) for _ in range(2)]
+reader = AdapterReader(AdapterFiles(*models, draft_method="", max_rank=8))
 assert reader.wait_ready(60)
 if {held} and os.fork() == 0:
     time.sleep(5)
@@ -180,7 +181,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_it_is_nicer_where_that_is_allowed(both, tmp_path, monkeypatch):
     source = AdapterSource(write_adapter(tmp_path / "a"))
-    reader = AdapterReader(both.files, both.placer.layouts)
+    reader = AdapterReader(both.files)
     reader.start()
     assert reader.pid is not None, "at once, before anything is read"
     assert os.getpriority(os.PRIO_PROCESS, reader.pid) == min(
@@ -192,7 +193,7 @@ def test_it_is_nicer_where_that_is_allowed(both, tmp_path, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    other = AdapterReader(both.files, both.placer.layouts)
+    other = AdapterReader(both.files)
     assert other.wait_ready(60)
     assert other.read(source) is not None
     other.close()
@@ -222,11 +223,11 @@ def test_an_engine_tells_it_of_long_steps(folder):
     try:
         reader = manager._transfers.reader
         manager.prepare([(None, 24), (None, 1)])
-        assert reader.signal.is_set()
+        assert reader.flag.is_set()
         assert reader.wait_ready(60)
         assert reader.read(AdapterSource(folder("a"))) is not None, "it waits, but not for ever"
         manager.prepare([(None, 1), (None, 1)])
-        assert not reader.signal.is_set()
+        assert not reader.flag.is_set()
     finally:
         manager.close()
 
@@ -237,7 +238,7 @@ def test_an_engine_reads_with_it(folder):
     manager = AdapterManager(linears, config, torch.float32, "cpu", AdapterHooks(reader_process=True))
     try:
         reader = manager._transfers.reader
-        manager.load(LoRARequest("early", path=folder("early")))
+        manager.catalog.load(LoRARequest("early", path=folder("early")))
         assert reader.pid is None
         assert reader.wait_ready(60)
         request = admitted(manager, "a", folder("a"))
@@ -245,20 +246,20 @@ def test_an_engine_reads_with_it(folder):
         assert mapped() == before + 1, "the host tier keeps what the process made, and no other copy"
         linear, y = linears[3], torch.zeros(1, SIZES["down_proj"][1])
         linear.lora.add(y, torch.ones(1, linear.in_features), manager.prepare([(request.adapter, 1)]))
-        entry = manager._transfers._placer.pack(manager._files.read(request.adapter.source))
-        weights = entry.adapter.modules["model.layers.1.mlp.down_proj"]
+        adapter = manager._files.read(request.adapter.source)
+        weights = adapter.target.modules()["model.layers.1.mlp.down_proj"]
         torch.testing.assert_close(y, torch.ones(1, linear.in_features) @ weights.a.T @ weights.b)
         with pytest.raises(AdapterError, match="rank 9"):
-            manager.load(LoRARequest("bad", path=folder("bad", rank=9)))
+            manager.catalog.load(LoRARequest("bad", path=folder("bad", rank=9)))
         mixed = LoRARequest("b", path=folder("b"))
-        manager.load(mixed)
+        manager.catalog.load(mixed)
         assert reader.num_answers == 3
         os.kill(reader.pid, signal.SIGKILL)
-        manager.load(LoRARequest("c", path=folder("c")))
-        manager.unload("a")
+        manager.catalog.load(LoRARequest("c", path=folder("c")))
+        manager.catalog.unload("a")
         manager.forget(request)
-        manager.unload("b")
-        del entry, weights, request
+        manager.catalog.unload("b")
+        del adapter, weights, request
         assert mapped() == before, "unloading gives the memory back"
         manager.check_integrity()
     finally:

@@ -4,14 +4,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.lora.adapter import ModuleShape, parse
 from outrider.lora.device.sites import AdapterHooks
+from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.lora.manager import AdapterManager
 from outrider.models.layers.embedding import EMBEDDING, LM_HEAD, Embedding
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 
 from .conftest import HIDDEN, admitted, make_linears, tensors, write_adapter
+from .parsing import parse
 
 VOCAB = 300
 E, H = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
@@ -141,7 +142,7 @@ def test_lookups_and_logits_of_mixed_rows(managed, lengths):
         logits = embedding.logits(hidden.to(manager.dtype), manager.prepare_head(rows)).split(lengths)
     for name, x, h, got, out in zip(names, ids.split(lengths), hidden.split(lengths), looked_up, logits, strict=True):
         modules = (
-            parse(folders[name], dict(manager._files.modules), max_rank=8, dtype=torch.float32).modules if name else {}
+            parse(folders[name], manager._files.target.shapes, max_rank=8, dtype=torch.float32).modules if name else {}
         )
         tokens, lm_head = modules.get("model.embed_tokens"), modules.get("lm_head")
         expected = table[x] + (tokens.a[:, x].T @ tokens.b if tokens else 0)

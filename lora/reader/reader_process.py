@@ -1,10 +1,10 @@
-"""The reader process: `python -m outrider.lora.reader.process DESCRIPTOR`, started by `reader.AdapterReader`.
+"""The reader process: `python -m outrider.lora.reader.reader_process DESCRIPTOR`, started by `AdapterReader`.
 
-It reads, checks, digests and packs adapters, one after another, so that the engine's process, whose threads share
-Python's lock, need not. It has no model: what needs the base's weights (DoRA's gains, copies of base weights in the
-file) is left to the engine's process.
+It reads, checks, digests and packs adapters, one after another, beside the engine's process, whose threads share
+Python's lock. It has no model. Adapters that need the base's weights (DoRA's gains, copies of base weights in the file)
+are left to the engine's process.
 
-The descriptor is a Unix socket. When its other end is closed, or the parent is gone, this process must not stay.
+The descriptor is a Unix socket. This process ends when the other end is closed or the parent is gone.
 """
 
 from __future__ import annotations
@@ -25,35 +25,29 @@ from ...kernels.native import library
 from ...platform.core.errors import OutriderError
 from ..adapter import AdapterSource
 from ..device.dora import BaseWeight
-from ..device.layout import ModelLayout
 from ..files.folder import AdapterFiles
-from ..tiers.step_signal import ProcessorTurns, StepSignal, give_way, take_turns
-from .messages import Setup, encode_adapter, make_files, make_layouts, receive, send
+from ..step_yield import CpuYielder, LongStepFlag, set_yielder, yield_to_steps
+from .reader_messages import Setup, encode_adapter, make_files, receive, send
 
 _PARENT_MS = 1000
+"""Milliseconds between two looks whether the parent is still there."""
 _PIECE = 1 << 17
-"""Bytes that are written at once."""
+"""Bytes written in one call."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class _BaseNeededError(OutriderError):
-    """Something depends on the base's weights. Ours, so that no handler on the way takes it for a broken file."""
+    """The adapter needs the base's weights. It is an OutriderError, so that no handler takes it for a broken file."""
 
 
 def _no_base(*_: object) -> NoReturn:
     raise _BaseNeededError("the base model's weights are needed")
 
 
-def answer(source: AdapterSource, files: AdapterFiles, layouts: list[ModelLayout]) -> tuple[dict[str, Any], int | None]:
-    """The answer to one request, and the descriptor of the adapter's memory, which is the caller's to close."""
+def answer(source: AdapterSource, files: AdapterFiles) -> tuple[dict[str, Any], int | None]:
+    """Return the answer to one request, and the descriptor of the adapter's memory, which the caller must close."""
     try:
-        adapter = files.read(source)
-        packed = [
-            layout.pack(modules)
-            for layout, modules in zip(layouts, (adapter.modules, adapter.draft_modules), strict=True)
-        ]
-        give_way()
-        message, buffers = encode_adapter(adapter, packed)
+        message, buffers = encode_adapter(files.read(source))
         return {"adapter": message}, _sealed(buffers)
     except _BaseNeededError as error:
         return {"unable": error.message}, None
@@ -65,13 +59,13 @@ def answer(source: AdapterSource, files: AdapterFiles, layouts: list[ModelLayout
 
 
 def _sealed(buffers: list[memoryview]) -> int:
-    """A file in memory, with this content for ever."""
+    """Make a file in memory with this content, which nobody can change. Returns its descriptor."""
     memory = os.memfd_create("outrider-adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for buffer in buffers:
             while buffer.nbytes:
                 buffer = buffer[os.write(memory, buffer[:_PIECE]) :]
-                give_way()
+                yield_to_steps()
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(memory)
@@ -79,14 +73,13 @@ def _sealed(buffers: list[memoryview]) -> int:
     return memory
 
 
-def serve(connection: socket.socket) -> None:
-    """Answer until nobody asks any more."""
+def run(connection: socket.socket) -> None:
+    """Answer requests until the parent is gone."""
     send(connection, {})
-    message, signals = receive(connection)
+    message, descriptors = receive(connection)
     setup = Setup(*message)
-    _stand_back(signals)
-    layouts = make_layouts(setup)
-    files = make_files(setup, BaseWeight(_no_base, _no_base), _no_base, layouts[0])
+    _yield_processors(descriptors)
+    files = make_files(setup, BaseWeight(_no_base, _no_base), _no_base)
     if setup.native:
         library()
     asked = select.poll()
@@ -99,30 +92,30 @@ def serve(connection: socket.socket) -> None:
         if not readable:
             continue
         source = AdapterSource(*receive(connection)[0])
-        message, memory = answer(source, files, layouts)
+        message, memory = answer(source, files)
         try:
             send(connection, message, memory)
         finally:
             if memory is not None:
                 os.close(memory)
-        give_way()
+        yield_to_steps()
 
 
-def _stand_back(signals: Sequence[int]) -> None:
-    """Let the engine's threads go first; `signals`: the descriptor of the engine's, which is closed here."""
-    found = [StepSignal(descriptor) for descriptor in signals]
-    for descriptor in signals:
+def _yield_processors(descriptors: Sequence[int]) -> None:
+    """Let the engine's threads run first. `descriptors`: the engine's flag of long steps; it is closed here."""
+    flags = [LongStepFlag(descriptor) for descriptor in descriptors]
+    for descriptor in descriptors:
         os.close(descriptor)
     with contextlib.suppress(OSError):  # no /proc
-        take_turns(ProcessorTurns(*found))
+        set_yielder(CpuYielder(*flags))
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Run the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, ConnectionError):  # the engine's process is gone
-        serve(socket.socket(fileno=int(sys.argv[1])))
+        run(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)
 
 

@@ -1,8 +1,8 @@
-"""The engine's side of the reader process: adapters are read there, and their rows come back in shared memory.
+"""The engine's side of the reader process. That process reads adapters; their rows come back in shared memory.
 
 A thread that reads an adapter takes some ten milliseconds of Python, and shares Python's lock with the thread that
-steps. So the engine has another process do it (`process`), and maps what it made; the mapping is what the host
-tier keeps. Whatever goes wrong with the process costs time and nothing else: the caller then reads by itself.
+steps. A process does not (`reader_process`). The host tier keeps a mapping of the memory that it filled. A failure of
+the process only costs time: the caller then reads by itself.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from ...platform.core.errors import ErrorInfo, error_from_info
-from ..adapter import AdapterSource, num_bytes
-from ..device.layout import ModelLayout
+from ..adapter import Adapter, AdapterSource
 from ..files.folder import AdapterFiles
-from ..tiers.step_signal import StepSignal
-from .messages import ReadyRows, decode_adapter, describe, receive, send
+from ..step_yield import LongStepFlag
+from .reader_messages import decode_adapter, describe, receive, send
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "OUTRIDER_LORA_READER"
-"""Environment variable: "0" reads adapters in a thread of the engine's process alone."""
+"""Environment variable; "0" switches the reader process off."""
 
 READS_BEFORE = 8
-"""Adapters that are read without it first, unless it is started before: who has no more does not pay for a process."""
+"""Adapters read in a thread before the process is started, so that an engine with few adapters has no such process."""
 START_SECONDS = 60.0
-"""Seconds within which the process must be ready."""
+"""Longest time until the process is ready."""
 READ_SECONDS = 10.0
-"""Seconds within which it must answer, beside the time for the files."""
+"""Longest time until it answers, beside the time for the files."""
 BYTES_A_SECOND = 20 << 20
-"""Bytes of an adapter's files for which it gets a second more."""
+"""Bytes of an adapter's files that add one second to that time."""
 NICE = 5
-"""Niceness of the process beyond this one's: requests that run come before one that waits for its adapter."""
+"""Niceness added to that of this process: running requests come before one that waits for its adapter."""
 _MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "THP_MEM_ALLOC_ENABLE": "0",
 }
-"""Settings of the C allocator: memory of one adapter is used again for the next, as fresh memory takes longer to get
-than the weights take to read."""
+"""Settings of the C allocator. One adapter's memory is used again for the next: fresh memory takes longer to get than
+the weights take to read."""
 MAX_FAILURES = 3
-"""In a row: then it is not started again."""
+"""Failures in a row after which it is not started again."""
 
 
 def pays(num_computing: int, *, long_steps: bool = False) -> bool:
-    """Return whether reading in another process is possible here, and of use: beside the `num_computing` threads of a
-    step there is a core for it, or steps are long. In short ones, without a core for it, they would wait for each other
-    longer than for Python's lock."""
+    """Return whether reading in another process is possible here, and makes steps shorter.
+
+    It needs a core beside the `num_computing` threads of a step, or long steps. Otherwise the process and the step wait
+    for each other longer than threads wait for Python's lock.
+    """
     return (
         os.environ.get(SWITCH) != "0"
         and bool(sys.executable)
@@ -66,12 +66,11 @@ def pays(num_computing: int, *, long_steps: bool = False) -> bool:
 
 
 class AdapterReader:
-    """Starts the process when it is needed and keeps it. For any thread: one at a time reads, others wait."""
+    """Starts the process when it is needed and keeps it. Thread-safe: one thread at a time reads, others wait."""
 
-    def __init__(self, files: AdapterFiles, layouts: Sequence[ModelLayout]) -> None:
-        """Starts nothing. Adapters are read as `files` do and packed as `layouts` do."""
+    def __init__(self, files: AdapterFiles) -> None:
+        """Read adapters as `files` does. The process is not started yet."""
         self._files = files
-        self._layouts = layouts
         self._lock = threading.Lock()  # guards what follows, but for the end of the process
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -80,10 +79,10 @@ class AdapterReader:
         self._num_failures = 0
         self._closed = False
         self._wanted = False
-        descriptor = StepSignal.make()
-        self.signal = StepSignal(descriptor)
-        """Signal of long steps; the thread that steps sets it."""
-        self._signal = os.fdopen(descriptor, "rb", 0)  # closed with this object
+        descriptor = LongStepFlag.create()
+        self.flag = LongStepFlag(descriptor)
+        """Flag of long steps; the thread that steps sets it."""
+        self._flag_file = os.fdopen(descriptor, "rb", 0)  # closed with this object
         self.num_reads = 0
         """Adapters asked for so far."""
         self.num_answers = 0
@@ -91,13 +90,13 @@ class AdapterReader:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process; None: there is none."""
+        """Id of the process; None when there is none."""
         process = self._process
         return None if process is None else process.pid
 
-    def read(self, source: AdapterSource) -> ReadyRows | None:
-        """An adapter, read and packed; None when the caller must do it: the process is not ready yet, is gone, does not
-        answer in time, or cannot tell without the base's weights.
+    def read(self, source: AdapterSource) -> Adapter | None:
+        """Read an adapter. None: the caller must read it, because the process is not ready or gone, does not answer in
+        time, or needs the base's weights.
 
         Raises:
             AdapterError: as in `AdapterFiles.read`.
@@ -108,11 +107,10 @@ class AdapterReader:
                 return None
             assert self._connection is not None
             try:
-                size = num_bytes(source, self._files.draft and self._files.draft.method)
-                self._connection.settimeout(READ_SECONDS + size / BYTES_A_SECOND)
+                self._connection.settimeout(READ_SECONDS + self._files.num_bytes(source) / BYTES_A_SECOND)
                 send(self._connection, source)
                 message, memory = receive(self._connection)
-                found = self._understood(message, memory)
+                found = self._decode(message, memory)
             except Exception as error:  # it is gone or hangs, or its memory cannot be mapped
                 self._failed(f"{type(error).__name__}: {error}")
                 return None
@@ -121,7 +119,7 @@ class AdapterReader:
             raise error_from_info(found)
         return found
 
-    def _understood(self, message: dict[str, Any], memory: list[int]) -> ReadyRows | ErrorInfo | None:
+    def _decode(self, message: dict[str, Any], memory: list[int]) -> Adapter | ErrorInfo | None:
         try:
             if "unable" in message:
                 logger.debug("an adapter is read in a thread: %s", message["unable"])
@@ -130,7 +128,7 @@ class AdapterReader:
             if "error" in message:
                 return ErrorInfo(*message["error"])
             (descriptor,) = memory
-            return decode_adapter(message["adapter"], descriptor, self._layouts)
+            return decode_adapter(message["adapter"], descriptor, self._files)
         finally:
             for descriptor in memory:
                 os.close(descriptor)
@@ -138,11 +136,11 @@ class AdapterReader:
     # --- the process ---
 
     def start(self) -> None:
-        """Start the process at once, however few adapters are read."""
+        """Start the process now."""
         self.wait_ready(0)
 
     def wait_ready(self, timeout: float) -> bool:
-        """Start it, and wait until it can read."""
+        """Start the process, and wait until it is ready."""
         end = time.monotonic() + timeout
         with self._lock:
             self._wanted = True
@@ -151,13 +149,13 @@ class AdapterReader:
             return self._ready
 
     def _is_ready(self) -> bool:
-        """Return whether the process can read now. Start it when it is time to."""
+        """Return whether the process can read now; start it when enough adapters were read."""
         if self._closed or not (self._wanted or self.num_reads > READS_BEFORE) or self._num_failures >= MAX_FAILURES:
             return False
         if self._process is None:
             self._start()
         elif not self._ready:
-            self._look_for_start()
+            self._check_started()
         return self._ready
 
     def _start(self) -> None:
@@ -187,7 +185,7 @@ class AdapterReader:
                 "CUDA_VISIBLE_DEVICES": "",
             }
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", f"{__package__}.process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", f"{__package__}.reader_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=environment,
@@ -195,7 +193,7 @@ class AdapterReader:
                 process_group=0,
             )
 
-    def _look_for_start(self) -> None:
+    def _check_started(self) -> None:
         assert self._connection is not None
         said = select.poll()  # unlike `select` for any descriptor
         said.register(self._connection, select.POLLIN)
@@ -203,7 +201,7 @@ class AdapterReader:
             if said.poll(0):
                 self._connection.settimeout(READ_SECONDS)
                 receive(self._connection)
-                send(self._connection, describe(os.getpid(), self._files, self._layouts), self._signal.fileno())
+                send(self._connection, describe(os.getpid(), self._files), self._flag_file.fileno())
                 self._ready = True
             elif time.monotonic() - self._started > START_SECONDS:
                 raise TimeoutError(f"it is not ready after {START_SECONDS:.0f} seconds")
@@ -219,7 +217,7 @@ class AdapterReader:
         logger.warning("the adapters' reader process failed (%s); it %s", reason, then)
 
     def _stop(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         process, self._process = self._process, None
         connection, self._connection = self._connection, None
         self._ready = False
@@ -231,11 +229,11 @@ class AdapterReader:
                 process.wait(1.0)
 
     def close(self) -> None:
-        """End the process; who waits for it reads by himself. It is not started any more."""
+        """Kill the process for good. Threads that wait for its answer read by themselves."""
         self._closed = True
         process = self._process
         if process is not None:
             with contextlib.suppress(OSError):
-                process.kill()  # ends the wait of who has the lock
+                process.kill()  # ends the wait of the thread that has the lock
         with self._lock:
             self._stop()

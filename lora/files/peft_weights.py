@@ -1,0 +1,127 @@
+"""Reading of one PEFT folder: keys and shapes checked against a model's modules, then the tensors.
+
+The tensors' keys and shapes say what is adapted; adapter_config.json says how it is scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..device.layout import PackedModules
+from .peft_config import PeftConfig, adapter_error, read_config, shown
+from .read_plan import ReadPlans
+from .row_conversion import StoredModule, convert_modules
+from .tensor_file import TensorFile, open_tensors
+from .tensor_keys import MAGNITUDE, A, B, FileModule, ModelModules, ModuleShape, Owner, file_limits, group_keys
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class WeightsReader:
+    """Reads the folders of adapters for one model. Thread-safe."""
+
+    def __init__(self, model: ModelModules, max_rank: int, owner: Owner) -> None:
+        """`owner`: the model in messages."""
+        self.model = model
+        self._max_rank = max_rank
+        self._owner = owner
+        self._plans = ReadPlans(model.layout)
+
+    def read(self, folder: Path) -> tuple[PackedModules, bytes]:
+        """Read adapter_config.json and adapter_model.safetensors (or .bin); see `convert_modules`.
+
+        Raises:
+            AdapterError: files missing or broken, something that is not served, a rank above `max_rank`, a module that
+                the model does not have or that has another shape there, weights that are not finite.
+        """
+        try:
+            config = read_config(folder)
+        except OSError as error:  # no permission, or a path that got too long
+            raise adapter_error(f"cannot read {shown(folder)}: {error.strerror}") from error
+        with open_tensors(folder, file_limits(self.model.shapes, self._max_rank)) as file:
+            plan = self._plans.find(file.header, config.form)
+            planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
+            return planned or self._read_unplanned(file, config)
+
+    def _read_unplanned(self, file: TensorFile, config: PeftConfig) -> tuple[PackedModules, bytes]:
+        """Check all keys and shapes of a file, read it, and keep a plan for more files like it."""
+        known = self.model.shapes
+        found, copies = group_keys(file.shapes, known, self._owner)
+        for module in found.values():
+            self._check_module(module, config, file.shapes)
+        _check_saved(config, copies.values())
+        for key, name in copies.items():
+            _check_copy(key, file, name, known[name])
+        modules = [
+            stored
+            for _, module in sorted(found.items())
+            for stored in _split(module, config.scale_of(module.configured), file.shapes, known)
+        ]
+        result = convert_modules(modules, lambda module: _read_tensors(module, file), self.model)
+        if file.header is not None and not copies:
+            self._plans.keep(modules, file.header, config.form)
+        return result
+
+    def _check_module(self, module: FileModule, config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a rank above the limit, shapes that do not fit, and magnitudes where there should be none or some."""
+        name, shape, rank = module.name, module.shape, config.rank_of(module.configured)
+        if rank > self._max_rank:
+            raise adapter_error(f"{name}: rank {rank} exceeds the limit max_lora_rank={self._max_rank}")
+        if config.use_dora != (MAGNITUDE in module.keys):
+            verb = "is missing: the configuration has" if config.use_dora else "has no use without"
+            raise adapter_error(f"{name}: {MAGNITUDE} {verb} use_dora")
+        expected = {A: (rank, shape.in_features), B: (shape.out_features, rank), MAGNITUDE: (shape.out_features,)}
+        a, b = shapes[module.keys[A]], shapes[module.keys[B]]
+        if len(a) != 2 or len(b) != 2:
+            raise adapter_error(f"{name}: {A} and {B} must be matrices, got shapes {list(a)} and {list(b)}")
+        for part, key in module.keys.items():
+            if shapes[key] != expected[part]:
+                raise adapter_error(
+                    f"{name}: {self._owner.kind} mismatch or wrong shape: {part} is {list(shapes[key])}, expected "
+                    f"{list(expected[part])} (rank {rank} by the configuration, {shape.in_features} -> "
+                    f"{shape.out_features} in {self._owner.words})"
+                )
+
+
+def _check_saved(config: PeftConfig, copied: Iterable[str]) -> None:
+    """Refuse modules that were trained as a whole, unless the file has an unchanged copy; see `_check_copy`."""
+    held = {name.rpartition(".")[2] for name in copied}
+    for name in config.modules_to_save:
+        if name.rpartition(".")[2] not in held:
+            raise adapter_error(f"fully trained modules (modules_to_save) are not served: {name[:80]!r}")
+
+
+def _check_copy(key: str, file: TensorFile, name: str, shape: ModuleShape) -> None:
+    """Refuse a copy of a base weight that differs from the model's: with a trained one it is another model."""
+    expected = (shape.in_features, shape.out_features) if shape.embedding else (shape.out_features, shape.in_features)
+    found = file.shapes[key]
+    if found != expected or shape.is_base is None or not shape.is_base(file.read(key)):
+        raise adapter_error(
+            f"{name}: the file brings a weight of its own ({key}, {list(found)}) that is not the served model's "
+            f"({list(expected)}); fully trained modules are not served"
+        )
+
+
+def _split(
+    module: FileModule, scale: float, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, ModuleShape]
+) -> Iterator[StoredModule]:
+    """Split a module of the file into the model's modules that it stands for."""
+    rank, in_features = shapes[module.keys[A]]
+    start = 0
+    for target in module.targets:
+        size = known[target].out_features if len(module.targets) > 1 else module.shape.out_features
+        yield StoredModule(target, rank, in_features, size, scale, module, start)
+        start += size
+
+
+def _read_tensors(stored: StoredModule, file: TensorFile) -> dict[str, Tensor]:
+    tensors = {part: file.read(key) for part, key in stored.module.keys.items()}
+    for part, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise adapter_error(f"{stored.module.name}: {part} has dtype {tensor.dtype}, which is not served")
+    rows = slice(stored.start, stored.start + stored.out_features)
+    return {part: tensor if part == A else tensor[rows] for part, tensor in tensors.items()}

@@ -1,0 +1,118 @@
+"""Yielding to the engine's step: code that reads adapters lets the threads that compute a step run first."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable
+
+from ..platform.core.threads import give_way as release_gil
+
+_GIL_SECONDS = 0.5e-3
+"""Longest time for which a loader thread keeps Python's lock (the GIL) from the thread that steps."""
+_WORK_SECONDS = 0.5e-3
+"""Processor time of the reader process between two looks at the machine's load."""
+_PAUSE_RATIO = 3.0
+"""Length of a pause of the reader process, in multiples of the time that it worked, where processors are scarce."""
+_MAX_WAIT_SECONDS = 0.05
+"""Longest time for which the reader process waits while one long step follows another."""
+_POLL_SECONDS = 1e-3
+"""Time between two looks at the flag of long steps."""
+_PROMPT_TOKENS = 8
+"""Tokens from which a row counts as part of a prompt."""
+
+
+class LongStepFlag:
+    """A byte of shared memory, set by the engine's process while a long step runs: one with prompts beside sequences
+    that decode. These sequences wait longer than usual for their next token, so the reader process pauses."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the file of `create`; the descriptor may be closed then."""
+        self._memory = mmap.mmap(descriptor, 1)
+        self._is_set = False
+
+    @staticmethod
+    def create() -> int:
+        """Create a file in memory for a flag, which is not set. Returns its descriptor."""
+        descriptor = os.memfd_create("outrider-steps", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, 1)
+        return descriptor
+
+    def update(self, counts: Iterable[int]) -> None:
+        """Set or clear the flag for a step that begins, by the number of tokens of each row."""
+        long = [count >= _PROMPT_TOKENS for count in counts]
+        if (any(long) and not all(long)) != self._is_set:
+            self._is_set = not self._is_set
+            self._memory[0] = self._is_set
+
+    def is_set(self) -> bool:
+        """Return the state that the engine's process wrote last."""
+        return bool(self._memory[0])
+
+
+class GilYielder:
+    """Releases the GIL now and then, for a thread beside the one that steps."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def __call__(self) -> None:
+        """Release the GIL when this thread has had it for some time."""
+        if time.perf_counter() - self._since > _GIL_SECONDS:
+            release_gil()
+            self._since = time.perf_counter()
+
+
+class CpuYielder:
+    """Pauses a process beside the engine's while more threads want to run than there are processors.
+
+    The threads of an operation wait for each other, so a processor that one of them lacks delays all of them. The
+    operating system would take a processor away for a clock tick at a time (4 ms, the step of a small model), whatever
+    the priorities. Many short pauses cost each step only a little.
+    """
+
+    def __init__(self, flag: LongStepFlag | None = None) -> None:
+        """Pause also while `flag` is set."""
+        self._flag = flag
+        self._wait_left = _MAX_WAIT_SECONDS
+        self._since = time.thread_time()
+        self._num_processors = len(os.sched_getaffinity(0))
+        self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __call__(self) -> None:
+        """Pause when this process has worked for some time and processors are scarce."""
+        used = time.thread_time() - self._since
+        if used < _WORK_SECONDS:
+            return
+        if self._num_runnable() > self._num_processors:
+            time.sleep(_PAUSE_RATIO * used)
+            self._wait_for_long_step()
+        self._since = time.thread_time()
+
+    def _wait_for_long_step(self) -> None:
+        """Wait for the end of a long step, but not of many in a row: requests wait for the adapter, too."""
+        while self._flag is not None and self._flag.is_set():
+            if self._wait_left <= 0:
+                return
+            self._wait_left -= _POLL_SECONDS
+            time.sleep(_POLL_SECONDS)
+        self._wait_left = _MAX_WAIT_SECONDS
+
+    def _num_runnable(self) -> int:
+        """Number of runnable threads, this one included: 1 of "0.20 0.18 0.12 1/80 11206"."""
+        return int(os.pread(self._load, 100, 0).split(b"/")[0].rsplit(b" ")[-1])
+
+
+_yielder: Callable[[], None] = GilYielder()
+
+
+def set_yielder(yielder: Callable[[], None]) -> None:
+    """Choose how this process yields from now on."""
+    global _yielder
+    _yielder = yielder
+
+
+def yield_to_steps() -> None:
+    """Let steps run, if it is time. Called between two pieces of work of at most some 100 µs."""
+    _yielder()
