@@ -9,9 +9,9 @@ from .facts import encyclopedia_text, follow_up_chat, knowledge_pair
 from .queries import query_chat, query_text, sql_chat
 from .records import json_chat, record_chat, record_text
 from .support import case_chat, case_text, support_chat
-from .talk import arithmetic_pair, assistant_chat, everyday_pair, introduction_chat, list_chat
+from .talk import arithmetic_pair, assistant_chat, everyday_pair, introduction_chat
 from .templates import ASSISTANT_NAMES, Document, Pair, Slots, chat, vary
-from .writing import copy_chat, diary_text, email_chat, passage_chat, poem_chat, story_chat, story_text
+from .writing import copy_chat, diary_text, email_chat, passage_chat, story_chat, story_text
 
 Generator = Callable[[Random], Document]
 
@@ -30,12 +30,10 @@ BASE_MIXTURE: dict[str, tuple[Generator, float]] = {
     "arithmetic": (partial(questions_chat, pair=arithmetic_pair), 14),
     "introduction": (introduction_chat, 3),
     "assistant": (assistant_chat, 2),
-    "list": (list_chat, 3),
     "record": (record_chat, 13),
     "query": (query_chat, 9),
     "case": (case_chat, 6),
     "story": (story_chat, 3),
-    "poem": (poem_chat, 1),
     "email": (email_chat, 4),
     "passage": (passage_chat, 7),
     "copy": (copy_chat, 5),
