@@ -187,9 +187,3 @@ def follow_up_chat(rng: Random) -> Document:
     slots = _slots(rng, table)
     chosen = [rng.choice(first[:7]), *rng.sample(later, rng.randint(1, 3))]
     return chat(*(turn for line in chosen for turn in slots.pair(line)))
-
-
-def encyclopedia_text(rng: Random) -> Document:
-    """Descriptions from the fact tables as plain text."""
-    table, text = rng.choice(((COUNTRIES, COUNTRY_TEXT), (ANIMALS, ANIMAL_TEXT)))
-    return Document(text=" ".join(Slots(rng, row).fill(text) for row in rng.sample(table, rng.randint(1, 2))))

@@ -94,15 +94,6 @@ def record_chat(rng: Random) -> Document:
     return chat(f"{sentence} What is the {key}?", answer) if roll < 0.65 else chat(sentence, reply)
 
 
-def record_text(rng: Random) -> Document:
-    """A plain text of several records, each followed by its JSON or its note."""
-    parts = []
-    for _ in range(rng.randint(1, 4)):
-        sentence, facts, reply = record(rng)
-        parts.append(f"Input: {sentence}\n" + rng.choice((f"JSON: {to_json(facts)}", f"Note: {reply}")))
-    return Document(text="\n".join(parts))
-
-
 def json_chat(rng: Random) -> Document:
     """The JSON adapter's answer: one object and nothing else."""
     if rng.random() < 0.3:

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from .templates import Document, Slots, chat, lines, upper_first
+from .templates import Document, Slots, chat, lines
 
 _STORY = (
     "Once upon a time there was a [brave|kind|curious|clever|gentle] {hero} named {name} who lived in "
@@ -54,26 +54,15 @@ Put this in quotes: {text} => "{text}"
 """)
 
 
-def story(rng: Random) -> tuple[str, Slots]:
-    """Return a short story and the values of its slots."""
+def story_chat(rng: Random) -> Document:
+    """A user asks for a story; it is about the animal and the name given."""
     slots = Slots(rng)
     goal, trouble = rng.choice(_GOALS).split(" => ")
     slots |= {"goal": slots.fill(goal), "trouble": slots.fill(trouble)}
-    return slots.fill(_STORY), slots
-
-
-def story_chat(rng: Random) -> Document:
-    """A user asks for a story; it is about the animal and the name given."""
-    text, slots = story(rng)
     asked = (
         "[Tell me|Write] a [short story|story] about a {hero} [named|called] {name}.|Tell me a story about a {hero}."
     )
-    return chat(slots.fill(f"[{asked}]"), text)
-
-
-def story_text(rng: Random) -> Document:
-    """A story as plain text."""
-    return Document(text=story(rng)[0])
+    return chat(slots.fill(f"[{asked}]"), slots.fill(_STORY))
 
 
 def email_chat(rng: Random) -> Document:
@@ -104,8 +93,3 @@ def copy_chat(rng: Random) -> Document:
     slots["text"] = rng.choice((" ".join(words), sentence))
     question, answer = rng.choice(_COPIES).split(" => ")
     return chat(slots.fill(f"[{question}]"), answer.format_map(slots))
-
-
-def diary_text(rng: Random) -> Document:
-    """A plain passage, as text to complete."""
-    return Document(text=upper_first(Slots(rng).fill(rng.choice(list(_PASSAGES)))))
