@@ -64,8 +64,10 @@ _NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
     "suffix": ("model", "revision", *_LOOKUP),
     **dict.fromkeys(MODEL_METHODS, (*_LOOKUP, *_SUFFIX)),
 }
+MAX_DRAFTS = 32
+"""Most drafts of a row in one step."""
 _INTEGERS = (
-    ("num_speculative_tokens", 1, 32),
+    ("num_speculative_tokens", 1, MAX_DRAFTS),
     ("prompt_lookup_max", 1, 64),
     ("prompt_lookup_min", 1, 64),
     ("suffix_decoding_max_tree_depth", 2, 256),

@@ -166,7 +166,7 @@ def test_spells_without_drafts_overlap_as_without_speculation(
     jobs = jobs_of(models, prompts, KINDS)
     want = plain_tokens(jobs)
     assert tokens(run(engine, jobs)) == want
-    assert all(plan.drafts_on_device for plan, _ in plans)
+    assert all(plan.is_followed for plan, _ in plans)
     assert [overlaps for _, overlaps in plans].count(False) == 1, "the first"
     assert any(not row.samples or row.num_tokens > 1 for plan, beside in plans for row in plan.rows)
     script.drafters, script.counts = [None, 0], [4]

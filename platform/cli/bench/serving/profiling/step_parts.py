@@ -20,9 +20,9 @@ def wrap_parts(core: EngineCore, wrap: Wrap) -> None:
     """Wrap the functions of a step: of this engine's objects, and of the classes that only an engine uses. The process
     is made for one profile.
 
-    Names: schedule, prepare, forward, replay, attention, LoRA, logits, sample, collect, commit. They nest: attention
-    and LoRA lie inside forward, and forward inside prepare, whose own time is that of building the batch. `replay` is a
-    captured pass of the target or the drafter; `collect` waits for the outcome and drafts for the next step.
+    Names: schedule, prepare, forward, replay, attention, LoRA, logits, sample, collect, commit, draft. They nest:
+    attention and LoRA lie inside forward, and forward inside prepare, whose own time is that of building the batch.
+    `replay` is a captured pass of the target or the drafter; `collect` waits for the outcome.
     """
 
     def around(name: str, owner: Any, function: str) -> None:
@@ -33,6 +33,7 @@ def wrap_parts(core: EngineCore, wrap: Wrap) -> None:
     around("commit", core.scheduler, "commit")
     around("prepare", ModelRunner, "launch")
     around("collect", ModelRunner, "collect")
+    around("draft", ModelRunner, "draft")
     around("sample", Sampler, "begin")
     around("replay", GraphedPass, "run")
     around("forward", model, "forward")
