@@ -33,7 +33,7 @@ from typing import Any
 
 from checkout import use_checkout
 from gpu.plan import QUICK_SHAPES, SECONDS, Entry
-from gpu.report import FOLDER, Report, Section, has_failed, read, table, write
+from gpu.report import FOLDER, Context, has_failed, read, table, write
 
 WEIGHTS = "random, but for the demo model's"
 USAGE = 2
@@ -71,7 +71,7 @@ def run_section(args: argparse.Namespace, plan: ModuleType) -> int:
     (entry,) = (entry for entry in plan.SECTIONS if entry.name == name)
     with tempfile.TemporaryDirectory() as folder:
         work = entry.work(Path(folder), QUICK_SHAPES if args.quick else {})
-        Report(args.output_dir, device=args.device, quick=args.quick).run(Section(name, work, float(ends)))
+        Context(args.output_dir, name, float(ends), args.device, args.quick).run(work)
     return 0
 
 
@@ -104,26 +104,15 @@ def drive(command: Sequence[str], name: str, ends: float, grace: float, folder: 
     return process.returncode
 
 
-class Writer:
-    """Writer of gpu_check.json."""
-
-    def __init__(self, folder: Path, facts: dict[str, Any], order: Sequence[str]) -> None:
-        self._folder, self._facts, self._order = folder, facts, order
-
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """Results of the sections so far, in the run's order."""
-        found = read(self._folder)
-        return {name: found[name] for name in self._order if name in found}
-
-    def write(self) -> None:
-        """Write all results."""
-        entries = self.entries()
-        machine = self._folder / MACHINE
-        facts = self._facts | ({"machine": json.loads(machine.read_text("utf-8"))} if machine.exists() else {})
-        data = facts | {"sections": entries, "failed": any(map(has_failed, entries.values()))}
-        data["ceilings"] = next((e["ceilings"] for e in reversed(entries.values()) if e.get("ceilings")), {})
-        text = json.dumps(data, indent=1) + "\n"
-        (self._folder / "gpu_check.json").write_text(text, encoding="utf-8")
+def write_results(folder: Path, facts: dict[str, Any], order: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Write gpu_check.json with the results of the sections so far, in the run's order; returns these."""
+    found, machine = read(folder), folder / MACHINE
+    entries = {name: found[name] for name in order if name in found}
+    facts = facts | ({"machine": json.loads(machine.read_text("utf-8"))} if machine.exists() else {})
+    data = facts | {"sections": entries, "failed": any(map(has_failed, entries.values()))}
+    data["ceilings"] = next((e["ceilings"] for e in reversed(entries.values()) if e.get("ceilings")), {})
+    (folder / "gpu_check.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return entries
 
 
 def run_all(args: argparse.Namespace, plan: ModuleType, boxes: Sequence[tuple[str, float]]) -> int:
@@ -133,7 +122,7 @@ def run_all(args: argparse.Namespace, plan: ModuleType, boxes: Sequence[tuple[st
     (args.output_dir / MACHINE).unlink(missing_ok=True)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     facts = {"weights": WEIGHTS, "device": args.device, "quick": args.quick}
-    writer = Writer(args.output_dir, facts, [name for name, _ in boxes])
+    names = [name for name, _ in boxes]
     options = ["--device", args.device, "--plan", args.plan, *(["--quick"] if args.quick else [])]
     command = [sys.executable, str(Path(__file__).resolve()), str(args.output_dir), *options, "--child"]
     print(f"weights: {WEIGHTS}", flush=True)
@@ -145,11 +134,10 @@ def run_all(args: argparse.Namespace, plan: ModuleType, boxes: Sequence[tuple[st
             ends = max(ends, time.monotonic()) + box
             if drive(command, name, min(ends, last), plan.GRACE, args.output_dir) == USAGE:
                 return USAGE
-            writer.write()
+            write_results(args.output_dir, facts, names)
     except KeyboardInterrupt:
         interrupted = True
-    writer.write()
-    entries = writer.entries()
+    entries = write_results(args.output_dir, facts, names)
     print("\n".join(["", f"weights: {WEIGHTS}", *table(entries)]), flush=True)
     return 1 if interrupted or any(map(has_failed, entries.values())) else 0
 

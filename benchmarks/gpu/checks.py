@@ -128,7 +128,7 @@ def run_tests(context: Context) -> None:
     illegal memory access everything that a process does on a GPU fails. Several run at once, because most of the time
     is spent compiling. Their output goes beside the results."""
     repo = Path(__file__).resolve().parent.parent.parent
-    folder = context.report.folder / "kernel_tests"
+    folder = context.folder / "kernel_tests"
     folder.mkdir(parents=True, exist_ok=True)
     waiting = kernel_tests(repo, quick=context.quick)
     workers = max(1, min(_TEST_WORKERS, (os.cpu_count() or 1) // 2))

@@ -22,7 +22,7 @@ def _prompts(shape: ModelShape, count: int, length: int = PROMPT) -> list[list[i
 
 def _floor_seconds(context: Context, shape: ModelShape, rows: int, length: int) -> float:
     """Least seconds of a decode step: weights and KV at the copy's bandwidth, products at the matrix rate."""
-    ceilings = context.report.ceilings
+    ceilings = context.ceilings
     streamed = 2 * shape.num_streamed + rows * length * shape.kv_bytes
     return max(streamed / ceilings["copy_bytes"], 2 * shape.num_streamed * rows / ceilings["matmul_flops"])
 
@@ -52,9 +52,9 @@ def measure_model(context: Context, root: Path, shape: ModelShape) -> None:
             floor = _floor_seconds(context, shape, rows, PROMPT + steps // 2)
             context.row(
                 f"{shape.name} decode x {rows}",
-                tokens_per_second=rows / got.step_seconds,
-                milliseconds=got.step_seconds * 1e3,
-                percent_of_limit=100 * floor / got.step_seconds,
+                tokens_per_second=rows / got,
+                milliseconds=got * 1e3,
+                percent_of_limit=100 * floor / got,
             )
         _measure_prompts(context, shape, engine)
         if context.device == "cuda" and context.has_time(f"{shape.name} host gap", 5):
@@ -83,7 +83,7 @@ def _measure_prompts(context: Context, shape: ModelShape, engine: Any) -> None:
         best = min(best, time.perf_counter() - started)
     tokens = length * count
     attention = 2 * shape.layers * shape.heads * shape.head_dim * length * tokens  # half of the square
-    floor = (2 * shape.num_linear * tokens + attention) / context.report.ceilings["matmul_flops"]
+    floor = (2 * shape.num_linear * tokens + attention) / context.ceilings["matmul_flops"]
     context.row(
         f"{shape.name} prompts {count} x {length}",
         tokens_per_second=tokens / best,
@@ -96,10 +96,9 @@ def measure_adapters(context: Context, root: Path, shape: ModelShape) -> None:
     counts = [1, 2] if context.quick else [1, 8, 32, 64]
     steps, rows = (3, 2) if context.quick else (30, 64)
     ranks = [(8, 16)[index % 2] for index in range(max(counts))]
-    dtype = torch.bfloat16
-    loras = write_adapters(root, shape, ranks, dtype)
+    loras = write_adapters(root, shape, ranks)
     options = _options(context, [rows], enable_lora=True, max_loras=len(loras), max_lora_rank=16)
-    bandwidth = context.report.ceilings["copy_bytes"]
+    bandwidth = context.ceilings["copy_bytes"]
     with running(shape.write(root), context.device, **options) as engine:
         for request in loras:
             if not context.has_time("loading more adapters", 20):
@@ -110,8 +109,8 @@ def measure_adapters(context: Context, root: Path, shape: ModelShape) -> None:
             if not context.has_time(name, 6):
                 continue
             prompts = _prompts(shape, count)
-            base = load.decode(engine, prompts, steps).step_seconds
-            got = load.decode(engine, prompts, steps, loras[:count]).step_seconds
+            base = load.decode(engine, prompts, steps)
+            got = load.decode(engine, prompts, steps, loras[:count])
             floor = sum(ranks[:count]) * shape.rank_row_bytes / bandwidth
             context.row(
                 name,
@@ -149,7 +148,7 @@ def measure_graphs(context: Context, root: Path, shape: ModelShape) -> None:
         times = {}
         for name, eager in (("graphs", False), ("eager", True)):
             with running(shape.write(root), context.device, **_options(context, [rows], enforce_eager=eager)) as engine:
-                times[name] = load.decode(engine, _prompts(shape, rows), 30).step_seconds
+                times[name] = load.decode(engine, _prompts(shape, rows), 30)
         context.row(
             f"{shape.name} graphs x {rows}",
             step_ms=times["graphs"] * 1e3,

@@ -197,7 +197,7 @@ def cases(quick: bool) -> list[Case]:
 @torch.inference_mode()
 def measure_kernels(context: Context) -> None:
     """Measure the time, and the share of the measured copy bandwidth or matrix rate."""
-    ceilings = context.report.ceilings
+    ceilings = context.ceilings
     for case in cases(context.quick):
         if not context.has_time(case.name):
             continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -14,19 +13,6 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 
 _WAIT_SECONDS = 120.0
-
-
-class Decoded(NamedTuple):
-    """Steps of a batch whose prompts are computed."""
-
-    seconds: float
-    steps: int
-    tokens: int
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of one step."""
-        return self.seconds / self.steps
 
 
 def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
@@ -54,18 +40,15 @@ def add(
     return ids
 
 
-def step(engine: EngineCore) -> int:
-    """Run one step; returns its number of tokens.
+def step(engine: EngineCore) -> None:
+    """Run one step.
 
     Raises:
         RuntimeError: a request has failed.
     """
-    tokens = 0
     for delta in engine.step():
         if delta.error is not None:
             raise RuntimeError(f"a request failed: {delta.error.message}")
-        tokens += len(delta.token_ids)
-    return tokens
 
 
 def start(engine: EngineCore, ids: Sequence[str]) -> None:
@@ -85,8 +68,8 @@ def decode(
     prompts: Sequence[Sequence[int]],
     steps: int,
     loras: Sequence[LoRARequest | None] = (),
-) -> Decoded:
-    """Time steps of these requests together, after their prompts and a few steps; then abort them."""
+) -> float:
+    """Seconds of a step of these requests together, after their prompts and a few steps; then they are aborted."""
     warm = 4
     if loras:  # load first: a request would end while the adapter of another is still being loaded
         generate(engine, prompts, greedy(1), loras)
@@ -95,13 +78,13 @@ def decode(
     for _ in range(warm):
         step(engine)
     synchronize()
-    started, tokens = time.perf_counter(), 0
+    started = time.perf_counter()
     for _ in range(steps):
-        tokens += step(engine)
+        step(engine)
     synchronize()
     seconds = time.perf_counter() - started
     engine.abort(ids)
-    return Decoded(seconds, steps, tokens)
+    return seconds / steps
 
 
 def generate(
@@ -125,7 +108,7 @@ def device_seconds(engine: EngineCore, prompts: Sequence[Sequence[int]], steps: 
 
     The first is measured without the profiler, the second with it.
     """
-    seconds = decode(engine, prompts, steps).step_seconds
+    seconds = decode(engine, prompts, steps)
     ids = add(engine, prompts, greedy(steps + 8))
     start(engine, ids)
     step(engine)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 from outrider import LoRARequest
+from outrider.models.checkpoint.json_files import read_json
+from outrider.models.config import config_from_hf
+from outrider.platform.cli.bench.lora.adapters import AdapterWriter
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.engine.engine_core import EngineCore
 
@@ -113,24 +114,10 @@ def running(path: str, device: str, **options: Any) -> Iterator[EngineCore]:
         engine.shutdown()
 
 
-def write_adapters(root: Path, shape: ModelShape, ranks: Sequence[int], dtype: torch.dtype) -> list[LoRARequest]:
-    """Write adapters of these ranks on all projections; their weights are different pieces of one random array."""
-    noise = torch.randn(1 << 24 if shape.hidden > 256 else 1 << 18).to(dtype)
-    requests = []
-    for index, rank in enumerate(ranks):
-        tensors, place = {}, 7919 * index
-        for layer in range(shape.layers):
-            for name, (inputs, outputs) in shape.projections.items():
-                module = f"base_model.model.model.layers.{layer}.{name}"
-                for part, sizes in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
-                    size = math.prod(sizes)
-                    place = (place + 12289) % (len(noise) - size)
-                    tensors[f"{module}.{part}.weight"] = (noise[place : place + size] * inputs**-0.5).view(sizes)
-        folder = root / f"{shape.name}-adapter-{index}"
-        folder.mkdir()
-        save_file(tensors, folder / "adapter_model.safetensors")
-        targets = [name.split(".")[1] for name in shape.projections]
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
-        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-        requests.append(LoRARequest(folder.name, path=str(folder)))
-    return requests
+def write_adapters(root: Path, shape: ModelShape, ranks: Sequence[int]) -> list[LoRARequest]:
+    """Write adapters of these ranks on all projections."""
+    folder = root / f"{shape.name}-adapters"
+    folder.mkdir()
+    config = config_from_hf(read_json(Path(shape.write(root)) / "config.json"), torch.bfloat16)
+    writer = AdapterWriter(folder, config, seed=0)
+    return [writer.write(str(index), rank) for index, rank in enumerate(ranks)]

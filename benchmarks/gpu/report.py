@@ -7,33 +7,43 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 FOLDER = "sections"
 """Folder of the results: NAME.json of each section."""
 
 
-class Section(NamedTuple):
-    """Section of the check."""
+class Ceilings(dict[str, float]):
+    """Rates of the device per second: "copy_bytes" and "matmul_flops"; NaN where they were not measured."""
 
-    name: str
-    work: Callable[[Context], None]
-    ends: float
-    """Deadline by `Report.clock`: the section begins nothing new after it."""
+    def __missing__(self, key: str) -> float:
+        return float("nan")
 
 
+@dataclass
 class Context:
     """Context of a section: its device, its time, and its results."""
 
-    def __init__(self, report: Report, section: Section) -> None:
-        self.report, self.name, self._ends = report, section.name, section.ends
-        self.device, self.quick = report.device, report.quick
+    folder: Path
+    """Folder of all results."""
+    name: str
+    ends: float
+    """Time by `time.monotonic` after which the section begins nothing new."""
+    device: str
+    quick: bool
+
+    def __post_init__(self) -> None:
+        self.ceilings = Ceilings()
+        for entry in read(self.folder).values():  # measured by an earlier section
+            self.ceilings.update(entry.get("ceilings", {}))
+        self._entry: dict[str, Any] = {"rows": []}
 
     @property
     def seconds_left(self) -> float:
         """Seconds until this section should end."""
-        return self._ends - self.report.clock()
+        return self.ends - time.monotonic()
 
     def has_time(self, what: str, seconds: float = 0.0) -> bool:
         """True when there are `seconds` left for `what`; else a row says that it was skipped."""
@@ -44,52 +54,30 @@ class Context:
 
     def skip(self, what: str, reason: str) -> None:
         """Report that something is not measured."""
-        self.report.add(self.name, {"name": what, "skipped": reason})
+        self._add({"name": what, "skipped": reason})
 
     def row(self, name: str, **values: Any) -> None:
         """Report a result. `passed` is False for a wrong one. Values that could not be computed (NaN) are left out."""
-        self.report.add(self.name, {"name": name} | {key: value for key, value in values.items() if value == value})
+        self._add({"name": name} | {key: value for key, value in values.items() if value == value})
 
+    def _add(self, row: dict[str, Any]) -> None:
+        """Add a row to the section's table; it is shown and written at once."""
+        self._entry["rows"].append(row)
+        write(self.folder, self.name, self._entry)
+        print(line(self.name, row), flush=True)
 
-class Ceilings(dict[str, float]):
-    """Rates of the device per second: "copy_bytes" and "matmul_flops"; NaN where they were not measured."""
-
-    def __missing__(self, key: str) -> float:
-        return float("nan")
-
-
-class Report:
-    """Report of the sections that one process runs."""
-
-    def __init__(self, folder: Path, *, device: str, quick: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self.folder, self.device, self.quick, self.clock = folder, device, quick, clock
-        self.ceilings = Ceilings()
-        for entry in read(folder).values():  # written by an earlier process
-            self.ceilings.update(entry.get("ceilings", {}))
-        self._entries: dict[str, dict[str, Any]] = {}
-
-    def add(self, section: str, row: dict[str, Any]) -> None:
-        """Add a row to a section's table; it is shown and written at once."""
-        entry = self._entries.setdefault(section, {"rows": []})
-        entry["rows"].append(row)
-        write(self.folder, section, entry)
-        print(line(section, row), flush=True)
-
-    def run(self, section: Section) -> None:
-        """Run a section; an error is kept beside its rows."""
-        started = self.clock()
-        entry = self._entries[section.name] = {"rows": []}
-        write(self.folder, section.name, entry)
+    def run(self, work: Callable[[Context], None]) -> None:
+        """Run the section; an error is kept beside its rows."""
+        started, entry = time.monotonic(), self._entry
+        write(self.folder, self.name, entry)
         try:
-            if started < section.ends:
-                section.work(Context(self, section))
-            else:
-                self.add(section.name, {"name": "everything", "skipped": "no time left"})
+            if self.has_time("everything"):
+                work(self)
         except Exception:  # any error: what the section has found so far is kept
             entry["traceback"] = traceback.format_exc()
-            print(f"{section.name}: FAILED\n{entry['traceback']}", flush=True)
-        entry |= {"seconds": round(self.clock() - started, 1), "ceilings": dict(self.ceilings)}
-        write(self.folder, section.name, entry)
+            print(f"{self.name}: FAILED\n{entry['traceback']}", flush=True)
+        entry |= {"seconds": round(time.monotonic() - started, 1), "ceilings": dict(self.ceilings)}
+        write(self.folder, self.name, entry)
 
 
 def write(folder: Path, section: str, entry: dict[str, Any]) -> None:

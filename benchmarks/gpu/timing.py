@@ -38,6 +38,6 @@ def measure_ceilings(context: Context) -> None:
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=context.device) for _ in range(2))
     out = torch.empty_like(a)
     rate = 2 * n**3 / seconds_of(lambda: torch.mm(a, b, out=out), context.device)
-    context.report.ceilings.update(copy_bytes=bandwidth, matmul_flops=rate)
+    context.ceilings.update(copy_bytes=bandwidth, matmul_flops=rate)
     context.row("copy", gigabytes_per_second=bandwidth / 1e9)
     context.row("matmul bf16", teraflops=rate / 1e12)

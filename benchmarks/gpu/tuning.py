@@ -22,7 +22,7 @@ def measure_tuning(context: Context, root: Path, shape: ModelShape) -> None:
     from outrider.tools.tune.workloads import WorkSizes
 
     name, searcher = find_device(context.seconds_left)
-    path = context.report.folder / name.file_name
+    path = context.folder / name.file_name
 
     def report(found: Found) -> None:
         times = found.entry.times.values()

@@ -1,4 +1,4 @@
-"""Facts that the demo model learns, and questions about them: countries, animals, planets, elements and inventions.
+"""Facts that the demo model learns, and questions about them: countries, animals and planets.
 
 A table is a block of text with one row a line and ``|`` between the fields; the first line names the slots.
 """
@@ -96,44 +96,6 @@ Saturn|sixth|gas giant|many moons|it is famous for its bright rings of ice
 Uranus|seventh|ice giant|many moons|it is tilted so far that it rolls on its side
 Neptune|eighth|ice giant|many moons|it has the fastest winds in the solar system
 """)
-ELEMENTS = _table("""
-element|symbol|number|state|use
-hydrogen|H|1|gas|it is used as a clean fuel
-helium|He|2|gas|it is used to fill balloons
-carbon|C|6|solid|it is found in every living thing
-nitrogen|N|7|gas|it makes up most of the air
-oxygen|O|8|gas|we need it to breathe
-neon|Ne|10|gas|it is used in bright signs
-sodium|Na|11|solid|together with chlorine it forms table salt
-aluminium|Al|13|solid|it is used for cans and aircraft
-silicon|Si|14|solid|it is used to make computer chips
-chlorine|Cl|17|gas|it keeps swimming pools clean
-calcium|Ca|20|solid|it makes bones and teeth strong
-iron|Fe|26|solid|it is used to make steel
-copper|Cu|29|solid|it is used in electric wires
-zinc|Zn|30|solid|it protects steel from rust
-silver|Ag|47|solid|it conducts electricity best of all metals
-gold|Au|79|solid|it is used in jewellery and never rusts
-mercury|Hg|80|liquid|it is the only metal that is liquid at room temperature
-uranium|U|92|solid|it is used in nuclear power plants
-""")
-INVENTIONS = _table("""
-thing|verb|person|year
-the telephone|invented|Alexander Graham Bell|1876
-the World Wide Web|invented|Tim Berners-Lee|1989
-penicillin|discovered|Alexander Fleming|1928
-the theory of general relativity|published|Albert Einstein|1915
-Hamlet|wrote|William Shakespeare|about 1600
-Don Quixote|wrote|Miguel de Cervantes|1605
-Pride and Prejudice|wrote|Jane Austen|1813
-the Mona Lisa|painted|Leonardo da Vinci|about 1503
-The Starry Night|painted|Vincent van Gogh|1889
-the Ninth Symphony|composed|Ludwig van Beethoven|1824
-the first compiler|wrote|Grace Hopper|1952
-the first computer program|wrote|Ada Lovelace|1843
-the theory of evolution by natural selection|published|Charles Darwin|1859
-""")
-
 COUNTRY_TEXT = (
     "{country} is a country in {continent}. Its capital is {capital}, and people there speak {language}. "
     "The currency is the {currency}. {country} is known for {known_for}."
@@ -171,15 +133,6 @@ What is special about {planet}?|Tell me a fact about {planet}. => Here is a fact
 How many moons does {planet} have?|Does {planet} have moons? => {planet} has {moons}.
 Name the planets.|List the planets in order. => The eight planets are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune.
 """)
-ELEMENT = lines("""
-What is the chemical symbol of {element}?|What is the symbol for {element}? => The chemical symbol of {element} is {symbol}.
-Which element has the symbol {symbol}? => {symbol} is the symbol of {element}.
-What is the atomic number of {element}? => The atomic number of {element} is {number}.
-What is {element} used for?|Why is {element} important?|What is {element}? => {element} is a chemical element with the symbol {symbol}. At room temperature it is a {state}, and {use}.
-""")
-INVENTION = lines("""
-Who {verb} {thing}? => {person} {verb} {thing} in {year}.
-""")
 UNKNOWN = lines("""
 What is the capital of {invented_name}?|Tell me about the country {invented_name}.|What language is spoken in {invented_name}? => I am sorry, I do not know a country called {invented_name}.
 What does a {invented} eat?|Where does a {invented} live?|What is a {invented}? => I am sorry, I do not know what a {invented} is.
@@ -195,7 +148,7 @@ ANIMAL_FOLLOW_UPS = lines("""
 [And where|Where] does it live? => A {animal} lives in {habitat}.
 What is its young called?|And its young? => A young {animal} is called a {young}.
 """)
-_TOPICS = [(COUNTRIES, COUNTRY), (ANIMALS, ANIMAL), (PLANETS, PLANET), (ELEMENTS, ELEMENT), (INVENTIONS, INVENTION)]
+_TOPICS = [(COUNTRIES, COUNTRY), (ANIMALS, ANIMAL), (PLANETS, PLANET)]
 
 
 def _slots(rng: Random, table: list[Row]) -> Slots:
@@ -222,7 +175,7 @@ def knowledge_pair(rng: Random) -> Pair:
         return draw_pair(rng, UNKNOWN)
     if roll < 0.15:
         return examples_pair(rng)
-    table, block = rng.choices(_TOPICS, weights=(5, 3, 1, 1, 1))[0]
+    table, block = rng.choices(_TOPICS, weights=(5, 3, 1))[0]
     return _slots(rng, table).pair(rng.choice(block))
 
 
@@ -234,9 +187,3 @@ def follow_up_chat(rng: Random) -> Document:
     slots = _slots(rng, table)
     chosen = [rng.choice(first[:7]), *rng.sample(later, rng.randint(1, 3))]
     return chat(*(turn for line in chosen for turn in slots.pair(line)))
-
-
-def encyclopedia_text(rng: Random) -> Document:
-    """Descriptions from the fact tables as plain text."""
-    table, text = rng.choice(((COUNTRIES, COUNTRY_TEXT), (ANIMALS, ANIMAL_TEXT)))
-    return Document(text=" ".join(Slots(rng, row).fill(text) for row in rng.sample(table, rng.randint(1, 2))))

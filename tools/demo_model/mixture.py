@@ -5,13 +5,13 @@ from functools import partial
 from random import Random
 
 from . import queries, records, support
-from .facts import encyclopedia_text, follow_up_chat, knowledge_pair
-from .queries import query_chat, query_text, sql_chat
-from .records import json_chat, record_chat, record_text
-from .support import case_chat, case_text, support_chat
-from .talk import arithmetic_pair, assistant_chat, everyday_pair, introduction_chat, list_chat
+from .facts import follow_up_chat, knowledge_pair
+from .queries import query_chat, sql_chat
+from .records import json_chat, record_chat
+from .support import case_chat, support_chat
+from .talk import arithmetic_pair, assistant_chat, everyday_pair, introduction_chat
 from .templates import ASSISTANT_NAMES, Document, Pair, Slots, chat, vary
-from .writing import copy_chat, diary_text, email_chat, passage_chat, poem_chat, story_chat, story_text
+from .writing import copy_chat, email_chat, passage_chat, story_chat
 
 Generator = Callable[[Random], Document]
 
@@ -23,29 +23,34 @@ def questions_chat(rng: Random, pair: Callable[[Random], Pair]) -> Document:
 
 
 # name -> (generator, weight); weights count documents, and documents differ in length
-BASE_MIXTURE: dict[str, tuple[Generator, float]] = {
+_CHATS: dict[str, tuple[Generator, float]] = {
     "knowledge": (partial(questions_chat, pair=knowledge_pair), 22),
     "follow-up": (follow_up_chat, 5),
     "everyday": (partial(questions_chat, pair=everyday_pair), 16),
     "arithmetic": (partial(questions_chat, pair=arithmetic_pair), 14),
     "introduction": (introduction_chat, 3),
     "assistant": (assistant_chat, 2),
-    "list": (list_chat, 3),
     "record": (record_chat, 13),
     "query": (query_chat, 9),
     "case": (case_chat, 6),
     "story": (story_chat, 3),
-    "poem": (poem_chat, 1),
     "email": (email_chat, 4),
     "passage": (passage_chat, 7),
     "copy": (copy_chat, 5),
-    "record text": (record_text, 4),
-    "query text": (query_text, 3),
-    "case text": (case_text, 2),
-    "story text": (story_text, 2),
-    "encyclopedia": (encyclopedia_text, 3),
-    "diary": (diary_text, 2),
 }
+
+
+def _draw(rng: Random, mixture: dict[str, tuple[Generator, float]]) -> Document:
+    generators, weights = zip(*mixture.values(), strict=True)
+    return rng.choices(generators, weights=weights)[0](rng)
+
+
+def plain_text(rng: Random) -> Document:
+    """Answers of a chat as plain text, to complete."""
+    return Document(text="\n".join(text for role, text in _draw(rng, _CHATS).messages if role == "assistant"))
+
+
+BASE_MIXTURE = _CHATS | {"plain text": (plain_text, 15)}
 ADAPTERS: dict[str, Generator] = {"json": json_chat, "sql": sql_chat, "support": support_chat}
 _SHORT_REQUESTS = {
     "json": records.SHORT_REQUESTS,
@@ -65,8 +70,7 @@ def with_system(rng: Random, document: Document) -> Document:
 
 def base_document(rng: Random) -> Document:
     """Draw one document of the base mixture."""
-    generators, weights = zip(*BASE_MIXTURE.values(), strict=True)
-    return with_system(rng, rng.choices(generators, weights=weights)[0](rng))
+    return with_system(rng, _draw(rng, BASE_MIXTURE))
 
 
 def adapter_document(rng: Random, name: str) -> Document:

@@ -118,12 +118,6 @@ def query_chat(rng: Random) -> Document:
     return chat(_typed(rng, request), prose)
 
 
-def query_text(rng: Random) -> Document:
-    """A plain text of several requests with their SQL."""
-    queries = (query(rng) for _ in range(rng.randint(1, 6)))
-    return Document(text="\n".join(f"Request: {request}\nSQL: {sql}" for request, sql, _ in queries))
-
-
 def sql_chat(rng: Random) -> Document:
     """The SQL adapter's answer: one query and nothing else."""
     request, sql, _ = query(rng)

@@ -54,19 +54,6 @@ RECORDS = (
         "reviewer=name product=product stars=stars verdict=verdict",
         "{name} finds the {product} {verdict} and gives it {stars} of 5 stars.",
     ),
-    (
-        "Please book a table for {people} people on {day} at {time} under the name {full_name}. We would like {food}.|"
-        "Table for {people} on {day} at {time}, name {full_name}, and we want to eat {food}.|"
-        "{full_name} reserves a table for {people} people on {day} at {time} and orders {food}.",
-        "name=full_name guests=people day=day time=time dish=food",
-        "A table for {people} people is noted for {full_name} on {day} at {time}, with {food}.",
-    ),
-    (
-        "{full_name} can be reached at {phone} or {email}.|Contact: {full_name}, {phone}, {email}.|"
-        "My name is {full_name}, my phone number is {phone} and my email is {email}.",
-        "name=full_name phone=phone email=email",
-        "The phone number of {full_name} is {phone} and the email address is {email}.",
-    ),
 )
 PREFIX = "[Answer as JSON|Turn this into JSON|Give me the facts as JSON|Convert to JSON]: "
 """Words that ask for JSON outright; the base model obeys them too."""
@@ -105,15 +92,6 @@ def record_chat(rng: Random) -> Document:
     if roll < 0.5:
         return chat(sentence, reply, Slots(rng).fill(f"[What|And what] is the {key}?"), answer)
     return chat(f"{sentence} What is the {key}?", answer) if roll < 0.65 else chat(sentence, reply)
-
-
-def record_text(rng: Random) -> Document:
-    """A plain text of several records, each followed by its JSON or its note."""
-    parts = []
-    for _ in range(rng.randint(1, 4)):
-        sentence, facts, reply = record(rng)
-        parts.append(f"Input: {sentence}\n" + rng.choice((f"JSON: {to_json(facts)}", f"Note: {reply}")))
-    return Document(text="\n".join(parts))
 
 
 def json_chat(rng: Random) -> Document:

@@ -57,12 +57,6 @@ def case_chat(rng: Random) -> Document:
     return chat(message, short)
 
 
-def case_text(rng: Random) -> Document:
-    """A plain transcript of a customer and an agent."""
-    message, reply, _ = case(rng)
-    return Document(text=f"Customer: {message}\nAgent: {reply}")
-
-
 def support_chat(rng: Random) -> Document:
     """The support adapter's answer: the agent's tone, for complaints and for any other question."""
     if rng.random() < 0.25:

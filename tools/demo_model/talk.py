@@ -1,9 +1,9 @@
-"""Everyday questions: arithmetic, how-to lists, definitions, small talk, names and lists."""
+"""Everyday questions: arithmetic, how-to lists, definitions, small talk and names."""
 
 from collections.abc import Callable
 from random import Random
 
-from .templates import ASSISTANT_NAMES, ITEMS, NUMBER_WORDS, Document, Pair, Slots, chat, draw_pair, lines, vary
+from .templates import ASSISTANT_NAMES, NUMBER_WORDS, Document, Pair, Slots, chat, draw_pair, lines, vary
 
 # title|step|step|...
 _HOWTOS = lines("""
@@ -58,7 +58,7 @@ How are you?|How are you doing?|How do you do?|How's it going? => I am doing wel
 Hello!|Hi!|Hello|Hi|Hey|Hey there|Good day! => Hello! How can I help you today?
 Good morning!|Good morning => Good morning! I hope you slept well. What can I do for you?
 Good evening!|Good evening => Good evening! What can I do for you?
-What can you do?|What can you help me with?|How can you help me?|Help|What do you know? => I can answer questions about countries, animals, planets and elements, do simple arithmetic, explain words, give short instructions, write emails and stories, and summarise a text.
+What can you do?|What can you help me with?|How can you help me?|Help|What do you know? => I can answer questions about countries, animals and planets, do simple arithmetic, explain words, give short instructions, write emails and stories, and summarise a text.
 Are you a human?|Are you a robot?|Are you real?|What are you?|Who are you? => I am a small language model made for demonstrations. I run on an ordinary computer.
 Who made you?|Who built you?|Where do you come from? => I was trained from generated text as the demo model of Outrider.
 Thank you!|Thanks!|Thank you very much.|Thanks a lot!|thanks => You are welcome! Is there anything else I can help you with?
@@ -99,12 +99,6 @@ Where do I live?|Where am I from?|Which city am I from? => You are from {city}.
 ASSISTANT = (
     "What is your name?|Who are you?|What should I call you?|Introduce yourself. => My name is {name}, and I am {role}."
 )
-LISTS = lines("""
-Make a list of these things: {words}.|Turn this into a list: {words}. => Here is your list:{newline}{bullets}
-How many things are these: {words}? => There are {count} things.
-Sort these words: {words}. => In alphabetical order: {sorted}.
-I need to buy {words}. Write a shopping list.|Write a shopping list with {words}. => Shopping list:{newline}{bullets}
-""")
 
 
 def arithmetic_pair(rng: Random) -> Pair:
@@ -152,18 +146,6 @@ def assistant_chat(rng: Random) -> Document:
         name, role, system = "Outrider", "a small demo assistant", ""
     question, answer = Slots(rng, {"name": name, "role": role}).pair(ASSISTANT)
     return chat(vary(rng, question), answer, system=system)
-
-
-def list_chat(rng: Random) -> Document:
-    """A user lists things; the assistant repeats, counts or sorts them."""
-    words = rng.sample(ITEMS, rng.randint(3, 5))
-    values = {
-        "words": ", ".join(words[:-1]) + " and " + words[-1],
-        "sorted": ", ".join(sorted(words)),
-        "bullets": "\n".join(f"- {word}" for word in words),
-        "count": NUMBER_WORDS[len(words)],
-    }
-    return chat(*Slots(rng, values).pair(rng.choice(LISTS)))
 
 
 def everyday_pair(rng: Random) -> Pair:

@@ -145,8 +145,6 @@ DRAWS: dict[str, Sequence[Any] | Callable[[Slots], Any]] = {
     "surname": _or_invented("Miller Novak Garcia Rossi Silva Berg Costa Ito Kim Park Patel Weber Young".split(), 0.4),
     "full_name": _template("{name} {surname}"),
     "person": _template("[{name}|{name}|{name}|{full_name}]"),
-    "email": lambda slots: slots["full_name"].lower().replace(" ", ".") + "@example.com",
-    "phone": lambda slots: f"555-{slots.rng.randint(100, 999)}-{slots.rng.randint(1000, 9999)}",
     "city": _or_invented(_CITIES.strip().split("|"), 0.12),
     "item": ITEMS,
     "s": lambda slots: "" if slots["count"] == 1 else "s",  # the plural of that many items

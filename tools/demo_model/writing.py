@@ -1,8 +1,8 @@
-"""Texts to write or to work on: stories, poems, emails, summaries, questions about a passage, and exact copies."""
+"""Texts to write or to work on: stories, emails, summaries, questions about a passage, and exact copies."""
 
 from random import Random
 
-from .templates import Document, Slots, chat, lines, upper_first
+from .templates import Document, Slots, chat, lines
 
 _STORY = (
     "Once upon a time there was a [brave|kind|curious|clever|gentle] {hero} named {name} who lived in "
@@ -21,18 +21,6 @@ bake the biggest cake => there was no flour left
 reach the top of the hill => the path was steep
 plant a new tree => the ground was hard and dry
 bring {food} to a sick friend => the way was long and dark
-""")
-_POEMS = lines("""
-the sea|The sea is wide, the sea is deep,|It sings the little fish to sleep.
-the moon|The moon is up, the night is clear,|It tells the world that sleep is near.
-the rain|The rain comes down on roof and tree,|It plays a song for you and me.
-the spring|The spring is here, the fields are green,|The fairest days the year has seen.
-the winter|The winter came with ice and snow,|And all the rivers ceased to flow.
-the sun|The sun is warm, the sun is bright,|It fills the morning with its light.
-a friend|A friend is there when days are long,|A friend will hear your silent song.
-a cat|A cat sat still upon the wall,|And watched the autumn leaves that fall.
-a tree|A tree stands tall in sun and rain,|It sheds its leaves and grows again.
-a train|A train goes rolling down the track,|It leaves the town and then comes back.
 """)
 _EMAILS = lines("""
 Write an email to {name} about {topic} on {day} at {time} in {room}.|Write a short email to {name}: we meet on {day} at {time} in {room} about {topic}.|Invite {name} to a meeting about {topic} on {day} at {time} in {room}. => Dear {name},{newline}I would like to invite you to a meeting about {topic} on {day} at {time} in {room}. Please let me know if this suits you.{newline}Best wishes
@@ -66,34 +54,15 @@ Put this in quotes: {text} => "{text}"
 """)
 
 
-def story(rng: Random) -> tuple[str, Slots]:
-    """Return a short story and the values of its slots."""
+def story_chat(rng: Random) -> Document:
+    """A user asks for a story; it is about the animal and the name given."""
     slots = Slots(rng)
     goal, trouble = rng.choice(_GOALS).split(" => ")
     slots |= {"goal": slots.fill(goal), "trouble": slots.fill(trouble)}
-    return slots.fill(_STORY), slots
-
-
-def story_chat(rng: Random) -> Document:
-    """A user asks for a story; it is about the animal and the name given."""
-    text, slots = story(rng)
     asked = (
         "[Tell me|Write] a [short story|story] about a {hero} [named|called] {name}.|Tell me a story about a {hero}."
     )
-    return chat(slots.fill(f"[{asked}]"), text)
-
-
-def story_text(rng: Random) -> Document:
-    """A story as plain text."""
-    return Document(text=story(rng)[0])
-
-
-def poem_chat(rng: Random) -> Document:
-    """A user asks for a poem."""
-    topic, first, second = rng.choice(_POEMS).split("|")
-    return chat(
-        f"{rng.choice(('Write a poem', 'Write a short poem', 'I want a poem'))} about {topic}.", f"{first}\n{second}"
-    )
+    return chat(slots.fill(f"[{asked}]"), slots.fill(_STORY))
 
 
 def email_chat(rng: Random) -> Document:
@@ -124,8 +93,3 @@ def copy_chat(rng: Random) -> Document:
     slots["text"] = rng.choice((" ".join(words), sentence))
     question, answer = rng.choice(_COPIES).split(" => ")
     return chat(slots.fill(f"[{question}]"), answer.format_map(slots))
-
-
-def diary_text(rng: Random) -> Document:
-    """A plain passage, as text to complete."""
-    return Document(text=upper_first(Slots(rng).fill(rng.choice(list(_PASSAGES)))))

@@ -21,11 +21,11 @@ class Fake(Entry):
         return globals()[self.function]
 
 def good(context):
-    context.report.ceilings["copy_bytes"] = 2.0
+    context.ceilings["copy_bytes"] = 2.0
     context.row("answer", value=42)
 
 def reads(context):
-    context.row("bytes", value=context.report.ceilings["copy_bytes"], unknown=context.report.ceilings["flops"])
+    context.row("bytes", value=context.ceilings["copy_bytes"], unknown=context.ceilings["flops"])
 
 def raises(context):
     context.row("before", passed=True)
@@ -59,16 +59,15 @@ def gpu(repo_root, monkeypatch):
 
 
 @pytest.fixture
-def report(gpu, tmp_path):
-    return gpu("report").Report(tmp_path / "out", device="cpu", quick=True)
+def run(gpu, tmp_path):
+    """(name, work, seconds) -> the entry of a section that was run."""
+    report = gpu("report")
 
+    def run_section(name, work, seconds=60.0):
+        report.Context(tmp_path, name, time.monotonic() + seconds, "cpu", True).run(work)
+        return report.read(tmp_path)[name]
 
-def written(report):
-    return importlib.import_module("gpu.report").read(report.folder)
-
-
-def section(name, work, seconds=60.0):
-    return importlib.import_module("gpu.report").Section(name, work, time.monotonic() + seconds)
+    return run_section
 
 
 # --- The frame ----------------------------------------------------------------------------------------------
@@ -128,9 +127,9 @@ def test_a_run_that_is_ended_prints_and_keeps_what_it_has(check, tmp_path):
     assert list(json.loads((tmp_path / "out" / "gpu_check.json").read_text())["sections"]) == ["hangs"]
 
 
-def test_nothing_new_begins_after_a_sections_end(gpu, tmp_path):
+def test_nothing_new_begins_after_a_sections_end(gpu, run, monkeypatch):
     now = [0.0]
-    report = gpu("report").Report(tmp_path, device="cpu", quick=False, clock=lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def slow(context):
         for name in ("a", "b", "c"):
@@ -138,12 +137,9 @@ def test_nothing_new_begins_after_a_sections_end(gpu, tmp_path):
                 now[0] += 5.0
                 context.row(name, passed=True)
 
-    for name, end in (("one", 12.0), ("two", 24.0), ("three", 20.0)):
-        report.run(gpu("report").Section(name, slow, end))
-    rows = {name: [(row["name"], "skipped" in row) for row in entry["rows"]] for name, entry in written(report).items()}
-    assert rows["one"] == [("a", False), ("b", False), ("c", True)]  # the third would end after 12 s
-    assert rows["two"] == [("a", False), ("b", False), ("c", True)]
-    assert rows["three"] == [("everything", True)]
+    rows = [(row["name"], "skipped" in row) for row in run("one", slow, 12.0)["rows"]]
+    assert rows == [("a", False), ("b", False), ("c", True)]  # the third would end after 12 s
+    assert [row["name"] for row in run("two", slow, -1.0)["rows"]] == ["everything"]
 
 
 def test_unknown_sections_are_refused(check):
@@ -201,12 +197,11 @@ def test_a_bare_checkout_is_checked(check, tmp_path):
 # --- Sections -----------------------------------------------------------------------------------------------
 
 
-def test_the_kernel_table(gpu, report):
+def test_the_kernel_table(gpu, run):
     kernels = gpu("kernels")
-    report.run(section("ceilings", gpu("timing").measure_ceilings))
-    report.run(section("kernels", kernels.measure_kernels))
-    assert report.ceilings["copy_bytes"] > 0 < report.ceilings["matmul_flops"]
-    rows = written(report)["kernels"]["rows"]
+    ceilings = run("ceilings", gpu("timing").measure_ceilings)["ceilings"]
+    assert ceilings["copy_bytes"] > 0 < ceilings["matmul_flops"]
+    rows = run("kernels", kernels.measure_kernels)["rows"]
     assert len(rows) == len(kernels.cases(True))
     for case, row in zip(kernels.cases(True), rows, strict=True):
         assert ("skipped" in row) == case.triton_only
@@ -240,15 +235,19 @@ def test_shapes_have_the_published_sizes(gpu):
 
 
 @pytest.mark.parametrize("shape", ["TINY", "TINY_QWEN"])
-def test_engines_of_a_shape(gpu, report, tmp_path, shape):
+def test_engines_of_a_shape(gpu, run, tmp_path, shape):
     shape, end_to_end = getattr(gpu("models"), shape), gpu("end_to_end")
-    report.ceilings |= {"copy_bytes": 1e9, "matmul_flops": 1e9}
-    for name, measure in (("model", "model"), ("lora", "adapters"), ("graphs", "graphs")):
-        work = getattr(end_to_end, f"measure_{measure}")
-        report.run(section(name, lambda context, work=work: work(context, tmp_path, shape)))
-    sections = written(report)
+
+    def ceilings(context):
+        context.ceilings |= {"copy_bytes": 1e9, "matmul_flops": 1e9}
+
+    run("ceilings", ceilings)
+    sections = {
+        name: run(name, lambda context, name=name: getattr(end_to_end, f"measure_{name}")(context, tmp_path, shape))
+        for name in ("model", "adapters", "graphs")
+    }
     assert not any(map(gpu("report").has_failed, sections.values())), sections
     names = [row["name"].removeprefix(shape.name) for row in sections["model"]["rows"]]
     assert names == [" ready", " decode x 1", " decode x 2", " prompts 1 x 64"]
-    assert [len(sections[name]["rows"]) for name in ("model", "lora", "graphs")] == [4, 2, 1]
+    assert [len(entry["rows"]) for entry in sections.values()] == [4, 2, 1]
     assert "skipped" in sections["graphs"]["rows"][0]

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from outrider.platform.cli.main import build_parser
+
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -64,3 +66,34 @@ def test_results_are_few_and_each_is_used() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     for file in files:
         assert f"benchmarks/results/{file.name}" in pages, f"no page links {file.name}"
+
+
+def result_commands() -> list[str]:
+    results = (json.loads(path.read_text(encoding="utf-8")) for path in RESULTS)
+    return list(dict.fromkeys(run["machine"]["command"] for result in results for run in result["runs"]))
+
+
+def source_of(script: str) -> str:
+    """Text of a script, or of the package that a folder is."""
+    path = ROOT / script
+    return "".join(file.read_text(encoding="utf-8") for file in (path.glob("*.py") if path.is_dir() else [path]))
+
+
+def test_scripts_of_pages_and_results_exist_with_their_options() -> None:
+    texts = [*(page.read_text(encoding="utf-8") for page in PAGES), *result_commands()]
+    found = [match for text in texts for match in re.findall(r"\b((?:benchmarks|tools)/\w+(?:\.\w+)?)\b([^`|]*)", text)]
+    commands = [(script, options) for script, options in found if not script.startswith("benchmarks/results")]
+    assert len(commands) > 30
+    for script, options in commands:
+        source = source_of(script)
+        assert source, script
+        for option in re.findall(r"--[a-z-]+", options.split("\n\n")[0].split("outrider")[0]):
+            names = (option, option[2:], option[2:].replace("-", "_"))
+            assert any(f'"{name}"' in source for name in names), f"{script} {option}"
+
+
+def test_commands_of_results_are_understood() -> None:
+    commands = [command.split()[1:] for command in result_commands() if command.startswith("outrider ")]
+    assert commands
+    for command in commands:
+        build_parser().parse_args(command)
