@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
 
 def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
     """Read a step's sequences. `places`: which of the chosen rows of the step before is whose."""
-    rows = SequenceRows([], [], [], [])
+    rows = SequenceRows([], [], [], [], prompt_lens=[row.request.num_prompt_tokens for row in plan.rows])
     replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
     step = Prepared(rows, [], [], [], [], replayable, [], [], [])
     drafts: list[tuple[int, Sequence[int]]] = []

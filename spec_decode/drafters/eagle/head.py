@@ -54,10 +54,13 @@ class _ShiftedRope:
 
     def __init__(self, rope: RotaryEmbedding) -> None:
         self._rope = rope
+        self.short_context = rope.short_context
 
-    def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
+    def rotation(
+        self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
+    ) -> Rotation:
         """See `Rope`; all positions are at least 1."""
-        return self._rope.rotation(positions - 1, end, gathers=gathers)
+        return self._rope.rotation(positions - 1, end, in_long_prompt, gathers=gathers)
 
 
 class EagleHead:
