@@ -308,7 +308,8 @@ def _context_length(num_positions: int, rope: RopeConfig) -> int:
     """Context length in tokens.
 
     config.json has the scaled number for "llama3" and "longrope", the unscaled one for "linear", and either for "yarn",
-    whose scaling has the unscaled one beside it. For "dynamic" it is the unscaled one: beyond it each token would change all keys.
+    whose scaling has the unscaled one beside it. For "dynamic" it is the unscaled one: beyond it each token would
+    change all keys.
     """
     if rope.rope_type == "linear":
         reach = num_positions * rope.factor

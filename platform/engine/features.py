@@ -93,7 +93,8 @@ class PrefixNamespaces:
     """
 
     def __init__(self, adapter_namespace: Callable[[Request], bytes], short_context: int | None = None) -> None:
-        """Store both. KV of prompts beyond the short context of LongRoPE is their own: its keys are turned otherwise."""
+        """Store both. Prompts beyond LongRoPE's short context share KV among themselves alone: their keys are turned
+        otherwise."""
         self._adapter_namespace = adapter_namespace
         self._short_context = short_context
 
