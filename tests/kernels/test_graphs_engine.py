@@ -27,6 +27,7 @@ from outrider.lora.device import arena, batching, dora
 from outrider.lora.device import pass_inputs as preparing
 from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
+from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows
 from outrider.models.pass_graphs import PassGraphs, PassLimits
 from outrider.platform.core.batch import RowPlan, StepPlan
@@ -195,7 +196,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
         return made
     for module in (arena, batching, dora, preparing):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
-    monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
+    monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
     planner = triton_attention.Planner
     monkeypatch.setattr(

@@ -14,12 +14,11 @@ from ...kernels.lora.device_rows import TritonRows
 from ...kernels.lora.groups import RowGroups
 from ...kernels.noise.triton import gumbel_argmax
 from ...kernels.paged_attention import LayerKV, RowArrays, Shape
-from ...kernels.paged_attention.device_step import AttentionOptions, DeviceStep, KVScales
+from ...kernels.paged_attention.device_step import DeviceStep
 from ...kernels.paged_attention.schedule import Planner, gpu_of
 from ...kernels.rms_norm.torch import prepare
 from ...kernels.rms_norm.triton import rms_norm
 from ...kernels.rope import Rotation
-from ...kernels.rope.triton import apply_rope
 from ...kernels.sampling.triton import launch_filter
 from ...kernels.sampling.triton_logprobs import row_stats, top_logprobs
 from ...kernels.silu_mul.triton import silu_mul
@@ -80,15 +79,22 @@ def _cache(model: ModelShape, rows: RowArrays, make: _Inputs) -> LayerKV:
     return LayerKV(*(make(model.kv_heads, len(rows.blocks), BLOCK_SIZE, model.head_dim) for _ in range(2)))
 
 
+def _projection(model: ModelShape, inputs: _Inputs, num_tokens: int) -> tuple[Tensor, Rotation]:
+    """Queries, keys and values side by side, and a rotation."""
+    qkv = inputs(num_tokens, (model.heads + 2 * model.kv_heads) * model.head_dim)
+    angles = inputs(num_tokens, 1, model.head_dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    return qkv, Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
 def attention(model: ModelShape, num_rows: int, num_queries: int, context: int) -> Workload:
     """Paged attention of `num_queries` tokens at the end of each context."""
 
     def make(device: torch.device) -> Run:
         inputs, rows = _Inputs(device, model.dtype), _rows(num_rows, num_queries, context)
         step, kv = _step(model, rows, device), _cache(model, rows, inputs)
-        tokens = num_rows * num_queries
-        q, k, v = (inputs(tokens, n, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads))
-        return lambda: (step.attend(q, k, v, kv, AttentionOptions()),)
+        qkv, rotation = _projection(model, inputs, num_rows * num_queries)
+        return lambda: (step.attend_qkv(qkv, rotation, None, kv, None),)
 
     num_bytes = 2 * num_rows * context * model.kv_heads * model.head_dim * model.dtype.itemsize
     return Workload(f"{num_rows} x {context}, {num_queries} queries", make, num_bytes)
@@ -100,25 +106,11 @@ def kv_write(model: ModelShape, num_rows: int) -> Workload:
     def make(device: torch.device) -> Run:
         inputs, rows = _Inputs(device, model.dtype), _rows(num_rows, 1, 1)
         step, kv = _step(model, rows, device), _cache(model, rows, inputs)
-        qkv = inputs(num_rows, (model.heads + 2 * model.kv_heads) * model.head_dim)
-        rotation = Rotation(inputs(num_rows, 1, model.head_dim), inputs(num_rows, 1, model.head_dim))
-        return lambda: (step.write_qkv(qkv, rotation, None, kv, KVScales()), kv.k, kv.v)
+        qkv, rotation = _projection(model, inputs, num_rows)
+        return lambda: (step.write_qkv(qkv, rotation, None, kv), kv.k, kv.v)
 
     size = 2 * num_rows * (model.heads + 2 * model.kv_heads) * model.head_dim * model.dtype.itemsize
     return Workload(f"{num_rows} rows", make, size)
-
-
-def rope(model: ModelShape, num_rows: int) -> Workload:
-    """The rotation of queries and keys alone."""
-    heads = model.heads + model.kv_heads
-
-    def make(device: torch.device) -> Run:
-        inputs = _Inputs(device, model.dtype)
-        x = inputs(num_rows, heads, model.head_dim)
-        cos, sin = inputs(num_rows, 1, model.head_dim), inputs(num_rows, 1, model.head_dim)
-        return lambda: (apply_rope(x, cos, sin),)
-
-    return Workload(f"{num_rows} rows", make, 2 * num_rows * heads * model.head_dim * model.dtype.itemsize)
 
 
 def norm(model: ModelShape, num_rows: int) -> Workload:
@@ -274,13 +266,12 @@ def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple
     for num_rows, num_queries, context in work:
         layout = planner.layout(_rows(num_rows, num_queries, context))
         (group,) = layout.groups
-        shape_of = planner.tuned_shape(group.blocks.block_m, is_long=layout.long is not None)
+        shape_of = planner.tuned_shape(group.block_m, is_long=layout.long is not None)
         yield shape_of, attention(model, num_rows, num_queries, context)
 
 
 _DENSE: dict[str, tuple[Callable[[ModelShape], int], Callable[[ModelShape, int], Workload]]] = {
     "kv_write": (lambda model: model.head_dim, kv_write),
-    "rope": (lambda model: model.head_dim, rope),
     "rms_norm": (lambda model: model.hidden, norm),
     "silu_mul": (lambda model: model.inner, activation),
 }

@@ -36,7 +36,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("options", "message"),
     [
         (["--shapes", "llama3-8b,gpt5"], "--shapes: there is no 'gpt5', but llama3-8b, "),
-        (["--shapes", "llama3-8b", "--kernels", "rope,gemm"], "--kernels: there is no 'gemm', but attention, "),
+        (["--shapes", "llama3-8b", "--kernels", "silu_mul,gemm"], "--kernels: there is no 'gemm', but attention, "),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
